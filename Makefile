@@ -1,0 +1,62 @@
+# Every target sets up .venv itself; `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Written as the last act of a set-up, so one that was interrupted starts again where pip left off.
+READY := $(VENV)/.ready
+
+DEMO_DIR ?= runs/demo
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
+
+# PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
+# PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+# Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
+.NOTPARALLEL:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
+	@echo "  DEMO_ARGS=\"--seed 1\"            overrides for make demo, as for sage-fast train"
+	@echo "  PYTEST_ARGS=\"-k sde -x\"         arguments for make test"
+
+setup: $(READY)  ## create .venv and install the project into it
+
+$(READY): setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "SAGE-Fast needs Python 3.11 or newer, and $(PYTHON) is not that."; \
+		echo "Name another interpreter: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV) (the first time takes a few minutes, mostly downloads)"
+	@echo "  1/2 virtual environment"
+	@rm -f $@
+	@$(PYTHON) -m venv $(VENV)
+	@echo "  2/2 SAGE-Fast, its dependencies and the development tools"
+	@$(PIP) -e ".[dev]"
+	@touch $@
+	@echo "Ready: $(BIN)/sage-fast --help"
+
+demo: $(READY)  ## train the toy model on the CPU and write runs/demo
+	$(BIN)/sage-fast train configs/toy_cpu.yaml --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)  ## check style, layout and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+
+format: $(READY)  ## lay out the code and mend what ruff can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## delete caches and build output; keeps .venv and runs
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

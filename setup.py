@@ -1,0 +1,88 @@
+"""Packaging of SAGE-Fast: every dependency is named here and nowhere else."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "sage_fast/__init__.py").read_text("utf-8"), re.M)
+README = ROOT / "README.md"
+
+# Import packages whose folder is not named after them, as {package: folder}.
+PACKAGE_DIR: dict[str, str] = {}
+
+INSTALL_REQUIRES = [
+    # The releases that the tests and benchmarks run with.
+    "torch>=2.11,<2.14",
+    # Torch's CUDA wheels pin their own Triton; the CPU wheels bring none, and the interpreter tests need it.
+    'triton>=3.6; platform_system == "Linux"',
+    # 0.36 brought HunyuanVideo15Transformer3DModel. Its parameter names are our checkpoint format, so the cap
+    # is the newest minor release that the parity tests have run with.
+    "diffusers>=0.36,<0.43",
+    "transformers>=4.57,<6",
+    # LoRA. It requires accelerate itself, so accelerate is not listed.
+    "peft>=0.17",
+    "safetensors>=0.4.3",
+    # YAML plus dotted command-line overrides onto dataclasses, unknown keys refused. The extra reads the
+    # docstring under each field for --help.
+    "jsonargparse[signatures]>=4.40",
+    "PyYAML>=6.0",
+    "numpy>=1.26",
+    "tqdm>=4.66",
+    # Contact sheets, reward curves, mp4 files and event files of a run.
+    "pillow>=10.1",
+    "matplotlib>=3.8",
+    "av>=14",
+    "tensorboard>=2.16",
+    # Driver, clocks and power for `doctor` and the benchmarks; pure Python, silent where there is no GPU.
+    "nvidia-ml-py>=12.535",
+]
+
+EXTRAS_REQUIRE = {
+    # Optional attention backends; torch's own is the default. flash-attn compiles against the installed
+    # torch: install the project first, then `pip install --no-build-isolation -e ".[gpu]"`.
+    "gpu": ["flash-attn>=2.7", "xformers>=0.0.33"],
+    "deepspeed": ["deepspeed>=0.17"],
+    # The video preprocessing of the Qwen2-VL reward models. Each torchvision pins one torch.
+    "eval": ["torchvision>=0.26,<0.29"],
+    # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.
+    "logging": ["wandb>=0.19"],
+    "dev": [
+        "pytest>=8.2",
+        "pytest-benchmark>=5.1",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "ruff>=0.12",
+        "mypy>=1.16",
+        "types-PyYAML",
+        "types-tqdm",
+    ],
+}
+
+if VERSION is None:
+    raise RuntimeError('sage_fast/__init__.py holds no line of the form __version__ = "x.y.z"')
+
+setup(
+    name="sage-fast",
+    version=VERSION.group(1),
+    description="Fast GRPO post-training of HunyuanVideo-1.5 (SAGE-GRPO, DanceGRPO, FlowGRPO, CPS)",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    author="The SAGE-Fast authors",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["sage_fast", "sage_fast.*"]) + list(PACKAGE_DIR),
+    package_dir=PACKAGE_DIR,
+    package_data={"sage_fast": ["py.typed", "toy/assets/*"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["sage-fast = sage_fast.cli:main"]},
+    classifiers=[
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

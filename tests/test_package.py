@@ -1,0 +1,122 @@
+"""The package imports light, knows its version, describes its environment and leads newcomers by make."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sage_fast
+from sage_fast.files import replacing
+from sage_fast.provenance import describe_environment, git_commit, write_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_import_loads_nothing_heavy():
+    heavy = {"torch", "diffusers", "transformers", "numpy", "matplotlib", "av", "triton"}
+    code = f"import sys, sage_fast; print(sorted({heavy!r} & set(sys.modules)), sage_fast.__version__)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == f"[] {sage_fast.__version__}"
+
+
+def test_version_is_written_once():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", sage_fast.__version__)
+    assert sage_fast.__version__ not in (ROOT / "setup.py").read_text("utf-8")
+
+
+def test_licence_is_the_whole_apache_text():
+    text = (ROOT / "LICENSE").read_text("utf-8")
+    for part in (
+        "Version 2.0, January 2004",
+        "9. Accepting Warranty",
+        "END OF TERMS AND CONDITIONS",
+        "APPENDIX",
+    ):
+        assert part in text
+
+
+def test_environment_file_is_complete_and_names_no_host(tmp_path):
+    path = write_environment(tmp_path / "run")
+    environment = json.loads(path.read_text("utf-8"))
+    assert path.name == "environment.json"
+    assert environment == describe_environment()
+    assert environment["sage_fast"] == sage_fast.__version__
+    assert {"torch", "diffusers", "numpy"} <= set(environment["packages"])
+    assert environment["cpu"]["count"] == os.cpu_count()
+    assert environment.keys() == {"sage_fast", "commit", "python", "system", "packages", "cpu", "gpu"}
+    assert environment["system"] == f"{platform.system()} {platform.machine()}"
+    assert str(ROOT) not in path.read_text("utf-8")
+
+
+def test_environment_follows_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("sage_fast.provenance.SOURCE_ROOT", tmp_path)
+    assert describe_environment()["commit"] is None
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_commit_of_a_clean_a_changed_and_no_checkout(tmp_path):
+    def git(*arguments: str) -> str:
+        command = [
+            "git",
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "-c",
+            "commit.gpgsign=false",
+            *arguments,
+        ]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert git_commit(tmp_path) is None
+    git("init", "-q")
+    assert git_commit(tmp_path) is None
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "--no-verify", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+    # A package installed below somebody's checkout is not part of it.
+    (tmp_path / "below").mkdir()
+    assert git_commit(tmp_path / "below") is None
+
+
+def test_git_that_is_missing_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit(tmp_path) is None
+
+
+def test_replacing_keeps_the_old_file_after_an_error(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+    with pytest.raises(KeyError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_make_lists_its_targets_and_needs_a_recent_python(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("demo", "test", "lint", "format", "clean"):
+        assert f"make {target} " in listed
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    refused = subprocess.run(
+        ["make", "setup", "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode != 0
+    assert "Python 3.11 or newer" in refused.stdout
+    assert not (tmp_path / ".venv").exists()

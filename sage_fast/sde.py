@@ -1,0 +1,267 @@
+"""Samplers as affine Gaussian transitions.
+
+Every sampler of this project is one step  x' ~ N(a x + b v, std^2 I)  whose scalars a, b and std depend on
+the noise levels alone. They are computed once per run, in float64, from one table of noise levels, and are
+looked up by step index: a rounded timestep never takes part. `docs/algorithm.md` derives the table.
+
+Notation: noise level sigma from 1 (noise) to 0 (data), s = sigma_i, n = sigma_{i+1}, D = s - n > 0;
+x_sigma = (1 - sigma) x0 + sigma z and velocity v = dx/dsigma = z - x0.
+Shapes: B batch, T steps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode")
+
+# With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite at sigma = 1.
+SAGE_SIGMA_MARGIN = 3e-3
+
+
+def sigma_schedule(num_steps: int, shift: float) -> Tensor:
+    """Noise levels of a rollout: t = linspace(1, 0, T + 1), sigma = shift t / (1 + (shift - 1) t).
+
+    Args:
+        num_steps: number of steps T, at least 1.
+        shift: time shift of the flow, positive; 1 leaves the levels uniform, 5 is HunyuanVideo-1.5 at 480p.
+
+    Returns:
+        float64 tensor (T + 1,), strictly decreasing, exactly 1 first and exactly 0 last.
+
+    Raises:
+        ValueError: for a value out of range, and for a shift so extreme that two levels coincide.
+    """
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps!r}; it must be an integer of at least 1")
+    if not math.isfinite(shift) or shift <= 0:
+        raise ValueError(f"shift is {shift!r}; it must be a positive finite number (5.0 for 480p, 9.0 for 720p)")
+    t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+    sigmas = shift * t / (1 + (shift - 1) * t)
+    sigmas[0], sigmas[-1] = 1.0, 0.0
+    if not bool((sigmas.diff() < 0).all()):
+        raise ValueError(
+            f"shift {shift} with {num_steps} steps puts two noise levels on the same number; "
+            "bring the shift closer to 1"
+        )
+    return sigmas
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransitionTable:
+    """Coefficients of every step of a sampler; step i goes from sigmas[i] to sigmas[i + 1].
+
+    All tensors are on the CPU. No entry is ever NaN or infinite.
+
+    Example:
+        >>> table = transition_table("sage_grpo", sigma_schedule(num_steps=20, shift=5.0), eta=0.5)
+        >>> round(float(table.a[19]), 4), round(float(table.std[19]), 4)
+        (0.9848, 0.0795)
+    """
+
+    sde_type: str
+    """One of SDE_TYPES."""
+    eta: float
+    """Noise level of the sampler; 0 is deterministic."""
+    sigmas: Tensor
+    """(T + 1,) float64, strictly decreasing."""
+    a: Tensor
+    """(T,) float64, factor of x in the mean."""
+    b: Tensor
+    """(T,) float64, factor of the velocity in the mean; negative."""
+    std: Tensor
+    """(T,) float64, standard deviation of the step's noise; 0 for a deterministic step."""
+    gain: Tensor
+    """(T,) float64, b / std: how far a velocity change moves the mean, in units of std; 0 where std is 0."""
+    scale: Tensor
+    """(T,) float64, gradient equalizer median(|gain|) / |gain| over the trainable steps; 0 where std is 0."""
+    trainable: Tensor
+    """(T,) bool, steps that draw noise and therefore have a policy gradient."""
+    degenerate: tuple[int, ...] = ()
+    """Steps that a noisy sampler had to take deterministically because its variance is not positive there.
+    Empty where determinism was asked for (`ode`, eta = 0). Meant to be reported once."""
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "std", "gain", "scale"):
+            values = getattr(self, name)
+            assert values.shape == (self.num_steps,) and bool(torch.isfinite(values).all()), name
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps T."""
+        return self.sigmas.numel() - 1
+
+    def restrict(self, steps: Sequence[int]) -> "TransitionTable":
+        """Keep the noise of `steps` only (an SDE window); the others become deterministic `ode` steps.
+
+        The gain and the scale of a kept step stay those of the full table, so its loss does not depend on the
+        window. A step that was already deterministic stays so.
+
+        Args:
+            steps: step indices in [0, T); order and repetition do not matter.
+
+        Raises:
+            ValueError: for an index out of range.
+        """
+        wrong = [step for step in steps if not 0 <= step < self.num_steps]
+        if wrong:
+            raise ValueError(f"steps {wrong} are not in the table; allowed are 0 to {self.num_steps - 1}")
+        kept = torch.zeros(self.num_steps, dtype=torch.bool)
+        kept[list(steps)] = True
+        kept &= self.trainable
+        zero = torch.zeros_like(self.a)
+        return replace(
+            self,
+            a=torch.where(kept, self.a, zero + 1),
+            b=torch.where(kept, self.b, self.sigmas.diff()),
+            std=torch.where(kept, self.std, zero),
+            gain=torch.where(kept, self.gain, zero),
+            scale=torch.where(kept, self.scale, zero),
+            trainable=kept,
+        )
+
+
+def _variance(sde_type: str, sigmas: Tensor, eta: float) -> Tensor:
+    """Variance V of every step, (T,) float64; may be zero or negative where the sampler is degenerate."""
+    s, n = sigmas[:-1], sigmas[1:]
+    step = s - n
+    if sde_type == "sage_grpo":
+        # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the small difference of the
+        # two logarithms exact near sigma = 0, where log((1 - n) / (1 - s)) loses half of its digits.
+        clamped = s.clamp(max=1 - SAGE_SIGMA_MARGIN)
+        return eta**2 * (torch.log1p(-n) - torch.log1p(-clamped) - step)
+    if sde_type == "dance_grpo":
+        return eta**2 * step
+    if sde_type == "flow_grpo":
+        guarded = torch.where(s == 1, n, s)
+        return eta**2 * step * s / (1 - guarded)
+    if sde_type == "cps":
+        return (n * math.sin(eta * math.pi / 2)) ** 2
+    return torch.zeros_like(step)
+
+
+def transition_table(sde_type: str, sigmas: Tensor, eta: float) -> TransitionTable:
+    """Coefficients of a sampler on given noise levels.
+
+    `sage_grpo`, `dance_grpo` and `flow_grpo` share  a = 1 - V/(2s),  b = -D - V(1-s)/(2s)  and differ in V;
+    `cps` has  a = (1-n) + q,  b = -s(1-n) + (1-s)q  with q = sqrt(n^2 - V); `ode` is a = 1, b = -D, V = 0.
+    A step with V <= 0 is taken as the `ode` step and is not trainable.
+
+    Args:
+        sde_type: one of SDE_TYPES.
+        sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from `sigma_schedule`.
+        eta: noise level, finite and not negative; at most 1 for `cps`. `ode` draws no noise whatever eta is.
+
+    Raises:
+        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1], or an eta out of range.
+    """
+    if sde_type not in SDE_TYPES:
+        raise ValueError(f"sde_type is {sde_type!r}; allowed are {', '.join(SDE_TYPES)}")
+    if not math.isfinite(eta) or eta < 0:
+        raise ValueError(f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)")
+    if sde_type == "cps" and eta > 1:
+        raise ValueError(f"eta is {eta} for cps, whose noise is n sin(eta pi/2); choose eta between 0 and 1")
+    if sigmas.ndim != 1 or sigmas.numel() < 2 or not sigmas.is_floating_point():
+        raise ValueError(
+            f"sigmas have shape {tuple(sigmas.shape)} and type {sigmas.dtype}; expected a "
+            "floating-point vector of num_steps + 1 noise levels, for example from sigma_schedule"
+        )
+    sigmas = sigmas.detach().to(device="cpu", dtype=torch.float64, copy=True)
+    if not bool((sigmas.diff() < 0).all()) or not 0 <= float(sigmas[-1]) < float(sigmas[0]) <= 1:
+        raise ValueError(
+            "sigmas must decrease strictly from at most 1 to at least 0 (noise to data); "
+            f"given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
+        )
+
+    s, n = sigmas[:-1], sigmas[1:]
+    step = s - n
+    variance = _variance(sde_type, sigmas, eta)
+    trainable = variance > 0
+    variance = torch.where(trainable, variance, torch.zeros_like(variance))
+    if sde_type == "cps":
+        q = n * math.cos(eta * math.pi / 2)
+        a = (1 - n) + q
+        b = -s * (1 - n) + (1 - s) * q
+    else:
+        a = 1 - variance / (2 * s)
+        b = -step - variance * (1 - s) / (2 * s)
+    a = torch.where(trainable, a, torch.ones_like(a))
+    b = torch.where(trainable, b, -step)
+    std = variance.sqrt()
+
+    gain = torch.zeros_like(b)
+    gain[trainable] = b[trainable] / std[trainable]
+    scale = torch.zeros_like(b)
+    if bool(trainable.any()):
+        magnitude = gain[trainable].abs()
+        # torch.median takes the lower of the two middle values, as the reference implementation does.
+        scale[trainable] = magnitude.median() / magnitude
+    asked_for_noise = sde_type != "ode" and eta > 0
+    return TransitionTable(
+        sde_type=sde_type,
+        eta=float(eta),
+        sigmas=sigmas,
+        a=a,
+        b=b,
+        std=std,
+        gain=gain,
+        scale=scale,
+        trainable=trainable,
+        degenerate=tuple(int(i) for i in (~trainable).nonzero()[:, 0]) if asked_for_noise else (),
+    )
+
+
+def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A coefficient that broadcasts against `like` (B, ...): a float, or a tensor (B,) as (B, 1, ..., 1)."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.to(device=like.device, dtype=like.dtype)
+    if value.ndim == 0:
+        return value
+    if value.shape != like.shape[:1]:
+        raise ValueError(
+            f"a coefficient has shape {tuple(value.shape)} for a batch of {like.shape[0]}; give a number or one per row"
+        )
+    return value.view(-1, *[1] * (like.ndim - 1))
+
+
+def transition(
+    x: Tensor,
+    v: Tensor,
+    noise: Tensor | None,
+    *,
+    a: float | Tensor,
+    b: float | Tensor,
+    std: float | Tensor,
+) -> Tensor:
+    """One step  x' = a x + b v + std noise,  the plain PyTorch reference of the fused kernel.
+
+    Args:
+        x: (B, ...) state.
+        v: (B, ...) guided velocity at x, any floating-point type.
+        noise: (B, ...) standard normal numbers; may be None where std is 0.
+        a, b, std: coefficients of the step from a `TransitionTable`: numbers, or tensors (B,), one per row.
+
+    Returns:
+        (B, ...) next state, float32 (float64 if x is float64): the state never passes through a 16-bit type.
+
+    Raises:
+        ValueError: for shapes that do not match, or if noise is missing where std is not 0.
+    """
+    if v.shape != x.shape or (noise is not None and noise.shape != x.shape):
+        raise ValueError(
+            f"x, v and noise must have one shape; given {tuple(x.shape)}, {tuple(v.shape)}, "
+            f"{None if noise is None else tuple(noise.shape)}"
+        )
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = _per_row(a, x) * x + _per_row(b, x) * v.to(x.dtype)
+    if noise is None:
+        if not bool((torch.as_tensor(std) == 0).all()):
+            raise ValueError("noise is None but std is not 0; pass the noise of the step")
+        return mean
+    if not isinstance(std, Tensor) and std == 0:
+        return mean
+    return mean + _per_row(std, x) * noise.to(x.dtype)

@@ -1,0 +1,332 @@
+"""Noise levels, transition tables and the plain transition; golden values are in tests/parity."""
+
+import math
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition, transition_table
+
+NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
+
+
+# Noise levels
+
+
+@pytest.mark.parametrize("shift", [0.2, 1.0, 5.0, 9.0, 17.3])
+@pytest.mark.parametrize("num_steps", [1, 2, 20, 1000])
+def test_schedule_falls_from_exactly_one_to_exactly_zero(num_steps: int, shift: float) -> None:
+    sigmas = sigma_schedule(num_steps=num_steps, shift=shift)
+    assert sigmas.dtype == torch.float64 and sigmas.shape == (num_steps + 1,)
+    assert float(sigmas[0]) == 1 and float(sigmas[-1]) == 0
+    assert bool((sigmas.diff() < 0).all())
+
+
+def test_schedule_by_hand() -> None:
+    # t = 3/4, 1/2, 1/4 with shift 5: 3.75/4, 2.5/3, 1.25/2.
+    assert sigma_schedule(4, 5.0).tolist() == pytest.approx([1, 0.9375, 2.5 / 3, 0.625, 0], abs=1e-15)
+
+
+# Tables
+
+
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_no_table_holds_anything_but_finite_numbers(sde_type: str) -> None:
+    for shift, num_steps, eta in product(
+        (0.1, 1.0, 3.0, 5.0, 7.0, 17.0, 100.0), (1, 2, 8, 20, 50, 333), (0.0, 1e-12, 0.01, 0.3, 0.5, 1.0)
+    ):
+        table = transition_table(sde_type, sigma_schedule(num_steps, shift), eta)
+        for column in (table.a, table.b, table.std, table.gain, table.scale):
+            assert column.dtype == torch.float64 and column.shape == (num_steps,)
+            assert bool(torch.isfinite(column).all())
+        assert bool((table.b < 0).all())
+        assert torch.equal(table.trainable, table.std > 0)
+        still = ~table.trainable
+        assert bool((table.a[still] == 1).all())
+        assert torch.equal(table.b[still], table.sigmas.diff()[still])
+        assert not bool(table.gain[still].any()) and not bool(table.scale[still].any())
+        asked_for_noise = sde_type != "ode" and eta > 0
+        assert table.degenerate == (tuple(still.nonzero()[:, 0].tolist()) if asked_for_noise else ())
+        if bool(table.trainable.any()):
+            gain, scale = table.gain[table.trainable].abs(), table.scale[table.trainable]
+            torch.testing.assert_close(gain * scale, torch.median(gain).expand_as(gain), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("num_steps", [8, 9])
+def test_equalizer_takes_the_lower_of_two_middles(num_steps: int) -> None:
+    table = transition_table("sage_grpo", sigma_schedule(num_steps, 5.0), 0.5)
+    ordered = sorted(table.gain.abs().tolist())
+    middle = ordered[(num_steps - 1) // 2]
+    assert table.scale.tolist() == pytest.approx([middle / abs(gain) for gain in table.gain.tolist()])
+    assert float(table.scale[table.gain.abs() == middle]) == 1
+
+
+def test_equalizer_ignores_steps_without_noise() -> None:
+    table = transition_table("cps", sigma_schedule(6, 3.0), 0.5)
+    assert table.degenerate == (5,)
+    ordered = sorted(table.gain[:5].abs().tolist())
+    assert table.scale[:5].tolist() == pytest.approx([ordered[2] / abs(gain) for gain in table.gain[:5].tolist()])
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "num_steps", "shift", "degenerate"),
+    [
+        ("sage_grpo", 20, 5.0, ()),
+        ("sage_grpo", 50, 7.0, (0,)),
+        ("dance_grpo", 50, 7.0, ()),
+        ("flow_grpo", 50, 7.0, ()),
+        ("cps", 50, 7.0, (49,)),
+        ("ode", 50, 7.0, ()),
+    ],
+)
+def test_degenerate_steps_are_deterministic_and_named(
+    sde_type: str, num_steps: int, shift: float, degenerate: tuple[int, ...]
+) -> None:
+    table = transition_table(sde_type, sigma_schedule(num_steps, shift), 0.5)
+    assert table.degenerate == degenerate
+    assert not any(bool(table.trainable[step]) for step in degenerate)
+
+
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_eta_zero_is_the_ode(sde_type: str) -> None:
+    sigmas = sigma_schedule(20, 5.0)
+    table, ode = transition_table(sde_type, sigmas, 0.0), transition_table("ode", sigmas, 0.5)
+    assert torch.equal(table.a, ode.a) and torch.equal(table.b, ode.b) and not bool(table.std.any())
+    assert table.degenerate == ()
+
+
+@pytest.mark.parametrize("sde_type", NOISY)
+def test_small_eta_tends_to_the_ode(sde_type: str) -> None:
+    """Halving eta halves std and quarters the distance of a and b from the ODE step."""
+    sigmas = sigma_schedule(20, 5.0)
+
+    def distances(eta: float) -> torch.Tensor:
+        table = transition_table(sde_type, sigmas, eta)
+        return torch.stack([table.std.max(), (table.a - 1).abs().max(), (table.b - sigmas.diff()).abs().max()])
+
+    rates = distances(0.01) / distances(0.005)
+    torch.testing.assert_close(rates, torch.tensor([2.0, 4.0, 4.0]).double(), rtol=1e-3, atol=0)
+
+
+def test_sage_variance_is_exact_near_zero_noise() -> None:
+    """For small sigma the integral of sigma / (1 - sigma) is (s^2 - n^2)/2 + (s^3 - n^3)/3 + ..."""
+    s, n = 2e-6, 1e-6
+    table = transition_table("sage_grpo", torch.tensor([s, n], dtype=torch.float64), 1.0)
+    series = (s**2 - n**2) / 2 + (s**3 - n**3) / 3 + (s**4 - n**4) / 4
+    assert float(table.std[0]) ** 2 == pytest.approx(series, rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("sde_type", NOISY)
+def test_restrict_keeps_the_window_and_makes_the_rest_ode(sde_type: str) -> None:
+    full = transition_table(sde_type, sigma_schedule(12, 5.0), 0.5)
+    window = full.restrict([4, 2, 4, 11])
+    kept = torch.zeros(12, dtype=torch.bool)
+    kept[[2, 4, 11]] = True
+    kept &= full.trainable
+    assert torch.equal(window.trainable, kept)
+    for name in ("a", "b", "std", "gain", "scale"):
+        assert torch.equal(getattr(window, name)[kept], getattr(full, name)[kept])
+    assert bool((window.a[~kept] == 1).all())
+    assert torch.equal(window.b[~kept], full.sigmas.diff()[~kept])
+    assert not bool(window.std[~kept].any() or window.gain[~kept].any() or window.scale[~kept].any())
+    assert window.degenerate == full.degenerate
+    assert not bool(full.restrict([]).trainable.any())
+    with pytest.raises(ValueError, match=r"steps \[12, -1\] are not in the table"):
+        full.restrict([0, 12, -1])
+
+
+def test_tables_do_not_alias_the_levels_they_were_given() -> None:
+    sigmas = sigma_schedule(4, 5.0)
+    table = transition_table("ode", sigmas, 0.0)
+    sigmas.zero_()
+    assert float(table.sigmas[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sigma_schedule(0, 5.0), "num_steps is 0"),
+        (lambda: sigma_schedule(2.5, 5.0), r"num_steps is 2\.5"),  # type: ignore[arg-type]
+        (lambda: sigma_schedule(4, 0.0), r"shift is 0\.0"),
+        (lambda: sigma_schedule(4, math.nan), "shift is nan"),
+        (lambda: sigma_schedule(1000, 1e17), "closer to 1"),
+        (lambda: transition_table("ddim", sigma_schedule(4, 5.0), 0.5), "allowed are sage_grpo, dance_grpo"),
+        (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), -0.1), r"eta is -0\.1"),
+        (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), math.inf), "eta is inf"),
+        (lambda: transition_table("cps", sigma_schedule(4, 5.0), 1.2), "between 0 and 1"),
+        (lambda: transition_table("ode", torch.tensor([1, 0]), 0.5), "floating-point vector"),
+        (lambda: transition_table("ode", torch.tensor([1.0]), 0.5), "floating-point vector"),
+        (lambda: transition_table("ode", torch.ones(2, 2), 0.5), "floating-point vector"),
+        (lambda: transition_table("ode", torch.tensor([1.0, 0.5, 0.5, 0.0]), 0.5), "decrease strictly"),
+        (lambda: transition_table("ode", torch.tensor([1.0, math.nan, 0.0]), 0.5), "decrease strictly"),
+        (lambda: transition_table("ode", torch.tensor([1000.0, 500.0, 0.0]), 0.5), "at most 1"),
+        (lambda: transition_table("ode", torch.tensor([1.0, 0.5, -0.1]), 0.5), "at least 0"),
+    ],
+)
+def test_errors_say_what_is_wrong(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+# The plain transition
+
+
+def test_transition_by_hand() -> None:
+    x, v, noise = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]]), torch.tensor([[1.0, -2.0]])
+    moved = transition(x, v, noise, a=0.5, b=-2.0, std=0.25)
+    assert moved.tolist() == [[0.5 - 1.0 + 0.25, 1.0 + 2.0 - 0.5]]
+
+
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_a_batch_of_steps_equals_single_steps(sde_type: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, v, noise = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(3))
+    table, steps = transition_table(sde_type, sigma_schedule(8, 3.0), 0.5), [0, 3, 6, 7]
+    batch = transition(x, v, noise, a=table.a[steps], b=table.b[steps], std=table.std[steps])
+    for row, step in enumerate(steps):
+        one = slice(row, row + 1)
+        a, b, std = table.a[step], table.b[step], table.std[step]
+        single = transition(x[one], v[one], noise[one], a=a, b=b, std=std)[0]
+        assert torch.equal(batch[row], single)
+        assert torch.equal(transition(x, v, noise, a=float(a), b=float(b), std=float(std))[row], single)
+
+
+def test_a_deterministic_step_needs_no_noise() -> None:
+    x, v = torch.tensor([[0.3, -0.7]]), torch.tensor([[1.1, 0.2]])
+    euler = x - 0.125 * v
+    for std in (0.0, torch.zeros(1), torch.tensor(0.0)):
+        assert torch.equal(transition(x, v, None, a=1.0, b=-0.125, std=std), euler)
+        assert torch.equal(transition(x, v, torch.ones_like(x), a=1.0, b=-0.125, std=std), euler)
+    with pytest.raises(ValueError, match="noise is None"):
+        transition(x, v, None, a=1.0, b=-0.125, std=0.1)
+    with pytest.raises(ValueError, match="noise is None"):
+        transition(x, v, None, a=1.0, b=-0.125, std=torch.tensor([0.1]))
+
+
+@pytest.mark.parametrize(
+    ("x_type", "result"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    ids=str,
+)
+def test_the_state_is_at_least_float32(x_type: torch.dtype, result: torch.dtype) -> None:
+    x, v = torch.ones(2, 3, dtype=x_type), torch.ones(2, 3, dtype=torch.bfloat16)
+    moved = transition(x, v, torch.ones(2, 3), a=1.0, b=-1e-3, std=1e-4)
+    assert moved.dtype == result
+    assert moved.double().flatten().tolist() == pytest.approx([1 - 1e-3 + 1e-4] * 6, abs=1e-7)
+
+
+def test_transition_refuses_shapes_that_would_broadcast() -> None:
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="one shape"):
+        transition(x, torch.zeros(1, 3), None, a=1.0, b=-1.0, std=0.0)
+    with pytest.raises(ValueError, match="one shape"):
+        transition(x, x, torch.zeros(3), a=1.0, b=-1.0, std=0.1)
+    with pytest.raises(ValueError, match="batch of 2"):
+        transition(x, x, x, a=torch.ones(3), b=-1.0, std=0.1)
+
+
+# Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and the variance of a
+# rollout follow exactly from the table.
+
+MU = 1.0
+
+
+def velocity_slope(sigma: float, spread: float) -> float:
+    """k in  v(x, sigma) = -mu + k (x - (1 - sigma) mu),  the mean of z - x0 given x."""
+    return (sigma - (1 - sigma) * spread**2) / target_variance(sigma, spread)
+
+
+def target_variance(sigma: float, spread: float) -> float:
+    return (1 - sigma) ** 2 * spread**2 + sigma**2
+
+
+def propagate(table: TransitionTable, spread: float) -> tuple[list[float], list[float]]:
+    """Mean and variance of x after every step of a rollout that starts from N(0, 1)."""
+    mean, variance, means, variances = 0.0, 1.0, [], []
+    columns = (table.a, table.b, table.std, table.sigmas[:-1])
+    for a, b, std, sigma in zip(*(column.tolist() for column in columns), strict=True):
+        slope = velocity_slope(sigma, spread)
+        mean = a * mean + b * (-MU + slope * (mean - (1 - sigma) * MU))
+        variance = (a + b * slope) ** 2 * variance + std**2
+        means.append(mean)
+        variances.append(variance)
+    return means, variances
+
+
+def variance_errors(sde_type: str, num_steps: int, spread: float, eta: float = 0.5) -> list[float]:
+    """variance / target - 1 after every step."""
+    table = transition_table(sde_type, sigma_schedule(num_steps, 5.0), eta)
+    targets = [target_variance(sigma, spread) for sigma in table.sigmas[1:].tolist()]
+    return [v / target - 1 for v, target in zip(propagate(table, spread)[1], targets, strict=True)]
+
+
+@pytest.mark.parametrize("num_steps", [10, 100])
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_every_sampler_keeps_the_mean_exactly(sde_type: str, num_steps: int) -> None:
+    table = transition_table(sde_type, sigma_schedule(num_steps, 5.0), 0.5)
+    means, _ = propagate(table, 0.5)
+    assert means == pytest.approx([(1 - sigma) * MU for sigma in table.sigmas[1:].tolist()], abs=1e-13)
+
+
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "ode"])
+def test_the_variance_converges_along_the_whole_way(sde_type: str) -> None:
+    """First order: twice the steps, half the largest error on the way."""
+    largest = [max(map(abs, variance_errors(sde_type, n, 0.5))) for n in (100, 200, 400, 800)]
+    for coarse, fine in pairwise(largest):
+        assert coarse / fine == pytest.approx(2, abs=0.15)
+    assert largest[-1] < 0.012
+
+
+def test_flow_grpo_converges_away_from_pure_noise_only() -> None:
+    """Its first step has V = eta^2 whatever T is and leaves an excess of V^2/4; the next ones too."""
+    for num_steps in (1000, 10000):
+        errors = variance_errors("flow_grpo", num_steps, 0.5)
+        assert errors[0] == pytest.approx(0.5**4 / 4, rel=0.01)
+        assert 0.02 < max(map(abs, errors)) < 0.035
+        assert abs(errors[-1]) < 4e-3
+    last = [abs(variance_errors("flow_grpo", n, 0.5)[-1]) for n in (10, 20, 50, 100)]
+    assert last == sorted(last, reverse=True) and last[-1] < 0.07
+
+
+@pytest.mark.parametrize("eta", [0.3, 0.5, 1.0])
+def test_cps_tends_to_another_variance(eta: float) -> None:
+    """Its noise per step does not shrink with T: the last variance tends to (1 + cos(eta pi/2)) / 2."""
+    limit = (1 + math.cos(eta * math.pi / 2)) / 2
+    distances = [abs(variance_errors("cps", n, 0.5, eta)[-1] - (limit - 1)) for n in (100, 1000, 10000)]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.005
+
+
+@pytest.mark.parametrize("sde_type", NOISY)
+def test_the_plain_transition_reproduces_the_propagated_moments(sde_type: str) -> None:
+    """Monte Carlo through `transition`; the bounds are five standard errors of a mean and of a variance."""
+    spread, count = 0.5, 100_000
+    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
+    means, variances = propagate(table, spread)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, count, generator=generator, dtype=torch.float64)
+    for step in range(table.num_steps):
+        sigma = float(table.sigmas[step])
+        v = -MU + velocity_slope(sigma, spread) * (x - (1 - sigma) * MU)
+        noise = torch.randn(1, count, generator=generator, dtype=torch.float64)
+        x = transition(x, v, noise, a=table.a[step], b=table.b[step], std=table.std[step])
+        assert float(x.mean()) == pytest.approx(means[step], abs=5 * math.sqrt(variances[step] / count))
+        assert float(x.var()) == pytest.approx(variances[step], rel=5 * math.sqrt(2 / count))
+
+
+def marginal_rows(spread: float) -> list[str]:
+    """The rows of the tables in docs/algorithm.md."""
+    return [
+        f"| `{sde_type}` | "
+        + " | ".join(f"{100 * variance_errors(sde_type, n, spread)[-1]:+.1f} %" for n in (10, 20, 50, 100))
+        + " |"
+        for sde_type in SDE_TYPES
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.5, 0.1])
+def test_the_documented_table_is_what_the_code_gives(spread: float) -> None:
+    document = (Path(__file__).parents[1] / "docs" / "algorithm.md").read_text()
+    assert "\n".join(marginal_rows(spread)) in document

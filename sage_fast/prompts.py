@@ -1,0 +1,170 @@
+"""Reading prompt files: ``.csv``, ``.jsonl`` and ``.txt``, UTF-8 with or without a byte order mark.
+
+    prompts.csv                             prompts.jsonl                              prompts.txt
+    prompt,index,seed                       {"prompt": "a red circle", "seed": 7}      a red circle
+    "a red circle, moving left",0,7         "a blue square"                            a blue square
+
+``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names;
+``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is.
+"""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sage_fast.records import Prompt
+
+# Seeds and indices are mixed into 64-bit generator states.
+MAX_INTEGER = 2**63 - 1
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+    """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
+
+    Args:
+        path: a ``.csv``, ``.jsonl`` or ``.txt`` file as above.
+
+    Returns:
+        At least one prompt, in the file's order, with distinct indices.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be used; the message starts with ``path:line`` and says what to change.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _READERS:
+        raise ValueError(
+            f"{path}: a prompt file ends in {', '.join(_READERS)}, not in {path.suffix or 'no extension'!r}; "
+            "rename or convert it"
+        )
+    if not path.is_file():
+        what = "is a directory, not a prompt file" if path.is_dir() else "no such prompt file"
+        raise FileNotFoundError(f"{path}: {what}; check the path and the directory it is relative to")
+
+    prompts: list[Prompt] = []
+    line_of_index: dict[int, int] = {}
+    for line, text, index, seed in _READERS[path.suffix.lower()](path, _decode(path)):
+        where = f"{path}:{line}"
+        if not text.strip():
+            raise ValueError(f"{where}: the prompt is empty; write one or delete the line")
+        number = _integer(index, "index", where)
+        if number is None:
+            number = len(prompts)
+        if number in line_of_index:
+            raise ValueError(
+                f"{where}: index {number} is taken by line {line_of_index[number]}; give each prompt its own "
+                "index, or none of them any (they are then numbered from 0)"
+            )
+        line_of_index[number] = line
+        prompts.append(Prompt(text=text.strip(), index=number, seed=_integer(seed, "seed", where)))
+    if not prompts:
+        raise ValueError(f"{path}: holds no prompts; write at least one")
+    return prompts
+
+
+# A reader yields (line number from 1, prompt, raw index or None, raw seed or None).
+_Row = tuple[int, str, object, object]
+
+
+def _read_csv(path: Path, text: str) -> Iterator[_Row]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    start = 1
+    while True:
+        # A quoted cell may span lines, so a row is named by the line it starts on.
+        start = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            raise ValueError(f'{path}:{start}: not valid CSV ({error}); a quote inside quotes is written ""') from error
+        if not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = _header(cells, f"{path}:{start}")
+            continue
+        if len(cells) > len(header):
+            raise ValueError(
+                f"{path}:{start}: {len(cells)} cells, but {len(header)} columns ({', '.join(header)}); "
+                'put a prompt with commas in double quotes: "a cat, running"'
+            )
+        row = dict(zip(header, cells, strict=False))
+        yield start, row.get("prompt", ""), row.get("index"), row.get("seed")
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    header = [cell.strip().lower() for cell in cells]
+    if "prompt" not in header:
+        raise ValueError(f"{where}: no column named 'prompt'; found {', '.join(map(repr, header))}")
+    for name in ("prompt", "index", "seed"):
+        if header.count(name) > 1:
+            raise ValueError(f"{where}: {header.count(name)} columns are named {name!r}; keep one")
+    return header
+
+
+def _read_jsonl(path: Path, text: str) -> Iterator[_Row]:
+    for line, content in _lines(text):
+        try:
+            row = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno}); each line is one object "
+                'with "prompt", or one string in double quotes'
+            ) from error
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, dict):
+            raise ValueError(f'{path}:{line}: expected an object with "prompt" or a string, found {content[:40]}')
+        if "prompt" not in row:
+            raise ValueError(
+                f"{path}:{line}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}"
+            )
+        if not isinstance(row["prompt"], str):
+            raise ValueError(f"{path}:{line}: 'prompt' must be a string, not {row['prompt']!r}")
+        yield line, row["prompt"], row.get("index"), row.get("seed")
+
+
+def _read_txt(path: Path, text: str) -> Iterator[_Row]:
+    for line, content in _lines(text):
+        yield line, content, None, None
+
+
+_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".txt": _read_txt}
+
+
+def _decode(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it with the encoding UTF-8"
+        ) from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    # Not str.splitlines: that also splits at characters such as U+2028, which a prompt may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line.strip()
+
+
+def _integer(value: object, name: str, where: str) -> int | None:
+    """An index or seed from a cell (text) or a JSON value; None where it was left out."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    number: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        number = int(value)
+    if number is None or not 0 <= number <= MAX_INTEGER:
+        raise ValueError(
+            f"{where}: {name} must be a whole number from 0 to 2^63 - 1, not {value!r}; mend it or leave it out"
+        )
+    return number

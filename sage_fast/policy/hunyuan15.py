@@ -1,0 +1,123 @@
+"""The velocity field of HunyuanVideo-1.5 through diffusers' own class: the reference path.
+
+Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
+* the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
+* the time input is sigma * 1000 and stays float32: rounding it to the model's dtype moves the sampler off the
+  trajectory that the log-probability is computed for;
+* glyph and image tokens that do not exist are passed as zero-length tensors, so nothing is padded but ragged text.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.records import PromptEmbeds
+
+
+def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ragged (L_b, D) tokens to a padded (B, L, D) tensor and its (B, L) validity mask."""
+    lengths = [t.shape[0] for t in tokens]
+    padded = tokens[0].new_zeros(len(tokens), max(lengths), tokens[0].shape[1], dtype=dtype)
+    mask = torch.zeros(padded.shape[:2], dtype=torch.bool, device=padded.device)
+    for row, (t, length) in enumerate(zip(tokens, lengths, strict=True)):
+        padded[row, :length] = t
+        mask[row, :length] = True
+    return padded, mask
+
+
+def velocity(
+    transformer: HunyuanVideo15Transformer3DModel,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+) -> Tensor:
+    """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
+
+    Args:
+        latents: (B, C, F, H, W) float32.
+        sigma: (B,) float32 in [0, 1], one noise level per sample.
+        prompts: B records.
+
+    Returns:
+        (B, C, F, H, W) float32, whatever the model's dtype.
+    """
+    dtype = transformer.dtype
+    batch, channels, *size = latents.shape
+    condition = latents.new_zeros(batch, channels + 1, *size)
+    text, text_mask = _pad([p.text for p in prompts], dtype)
+    glyph, glyph_mask = _pad([p.glyph for p in prompts], dtype)
+    return transformer(
+        hidden_states=torch.cat([latents, condition], dim=1).to(dtype),
+        timestep=sigma * 1000.0,
+        encoder_hidden_states=text,
+        encoder_attention_mask=text_mask,
+        encoder_hidden_states_2=glyph,
+        encoder_attention_mask_2=glyph_mask,
+        image_embeds=text.new_zeros(batch, 0, transformer.config["image_embed_dim"]),
+        return_dict=False,
+    )[0].float()
+
+
+def guided_velocity(
+    transformer: HunyuanVideo15Transformer3DModel,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    unconditional: PromptEmbeds,
+    guidance_scale: float,
+) -> Tensor:
+    """Classifier-free guidance v = v_u + g (v_c - v_u); gradients flow through both branches.
+
+    The branches are two dense calls because their text lengths differ. At g = 1 only the conditional one is made.
+    Shapes as in `velocity`.
+    """
+    conditional = velocity(transformer, latents, sigma, prompts)
+    if guidance_scale == 1.0:
+        return conditional
+    free = velocity(transformer, latents, sigma, [unconditional] * len(prompts))
+    return free + guidance_scale * (conditional - free)
+
+
+def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
+    """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+
+    The last block's text output is never read, so what only feeds it is dead; no image token exists. Training them
+    would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+    """
+    last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
+    return (
+        "image_embedder",
+        f"{last}.attn.to_add_out",
+        f"{last}.attn.add_q_proj",
+        f"{last}.attn.norm_added_q",
+        f"{last}.ff_context",
+    )
+
+
+def is_dead(name: str, dead: Sequence[str]) -> bool:
+    """Whether a module's or parameter's qualified name lies in one of the `dead` modules."""
+    return any(name == module or name.startswith(module + ".") for module in dead)
+
+
+class GuidedPolicy:
+    """The policy of a run: the transformer's guided velocity as a function of its trained weights.
+
+    It stays in eval mode for its whole life. Rollout and update then compute the very same function, which is what
+    makes the ratio of the first update exactly 1.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        unconditional: PromptEmbeds,
+        guidance_scale: float,
+    ) -> None:
+        self.transformer = transformer.eval()
+        self.unconditional = unconditional
+        self.guidance_scale = guidance_scale
+
+    def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        """Guided velocity, (B, C, F, H, W) float32; arguments as in `velocity`."""
+        return guided_velocity(self.transformer, latents, sigma, prompts, self.unconditional, self.guidance_scale)

@@ -1,0 +1,197 @@
+"""Rewards of the toy world: visual quality, motion quality and text alignment, against the known manifold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sage_fast.toy.captions import Caption, parse_caption
+from sage_fast.toy.manifold import Manifold, manifold_for
+from sage_fast.toy.renderer import COLOURS, MOTIONS, SHAPES
+
+# A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
+# smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.
+LOW, HIGH = 0.25, 0.75
+
+# What counts as one unit of error in the track. A frozen object is 2.3 pixels (root mean square) off a
+# moving track.
+CENTRE_UNIT = 2.3
+SPREAD_UNIT = 0.8
+MASS_UNIT = 0.45
+COLOUR_UNIT = 0.4
+
+EMPTY_MASS = 1.0
+
+# Slope of VQ in the relative error: gives a group of samples of the base model about the same spread in all
+# three.
+VQ_SLOPE = 3.0
+
+# One frame cannot cost more than this, so that a few broken frames do not drown the rest.
+FRAME_ERROR_LIMIT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FrameTable:
+    """The K distinct clean frames: `frames` (K, 3*H*W) minus background, `energy` (K,) squared norms."""
+
+    frames: Tensor
+    energy: Tensor
+
+
+@lru_cache(maxsize=4)
+def _frame_table(num_frames: int, height: int, width: int) -> _FrameTable:
+    manifold = manifold_for(num_frames, height, width)
+    distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0).view(-1, 3, height, width)
+    frames = (distinct.float() / 255 - manifold.background).flatten(1)
+    return _FrameTable(frames=frames, energy=frames.square().sum(1))
+
+
+def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
+    """What the object does, without regard to its identity.
+
+    Args:
+        flat: (B, F*3*H*W), as `Manifold.flatten` returns it.
+
+    Returns float32 (B, F, 7), in units of error: centre x and y, spread (root mean square radius), size
+    (square root of the covered area relative to the usual object), and the object's RGB minus its mean over
+    the video.
+    """
+    pixels = flat.view(-1, num_frames, 3, height, width)
+    contrast = pixels.square().sum(2).sqrt()
+    mask = ((contrast - LOW) / (HIGH - LOW)).clamp(0, 1)
+    mask = mask * mask * (3 - 2 * mask)
+    unit = min(height, width) / 16
+    x = ((torch.arange(width) + 0.5) - width / 2) / unit
+    y = ((torch.arange(height) + 0.5) - height / 2) / unit
+    mass = mask.sum((2, 3)) / unit**2
+    # The constant keeps an empty frame finite: its object is a point in the middle.
+    weight = mask / (mass + EMPTY_MASS)[..., None, None] / unit**2
+    centre_x = (weight * x).sum((2, 3))
+    centre_y = (weight * y[:, None]).sum((2, 3))
+    radius2 = (x - centre_x[..., None, None]) ** 2 + (y[:, None] - centre_y[..., None, None]) ** 2
+    spread = (weight * radius2).sum((2, 3)).clamp_min(1e-6).sqrt()
+    colour = (weight[:, :, None] * pixels).sum((3, 4))
+    # Frames without an object have no colour: they pull neither the mean nor the deviation.
+    share = mass / (mass.sum(1, keepdim=True) + EMPTY_MASS)
+    colour_change = (colour - (share[..., None] * colour).sum(1, keepdim=True)) * (
+        mass / (mass + EMPTY_MASS)
+    ).unsqueeze(-1)
+    usual_size = 30.0**0.5
+    return torch.cat(
+        [
+            torch.stack([centre_x, centre_y], dim=2) / CENTRE_UNIT,
+            (spread / SPREAD_UNIT)[..., None],
+            (mass.sqrt() / usual_size / MASS_UNIT)[..., None],
+            colour_change / COLOUR_UNIT,
+        ],
+        dim=2,
+    )
+
+
+@lru_cache(maxsize=4)
+def _track_table(num_frames: int, height: int, width: int) -> Tensor:
+    """Features of every legal video, float32 (M, F*7)."""
+    manifold = manifold_for(num_frames, height, width)
+    return _track_features(manifold.table, num_frames, height, width).flatten(1)
+
+
+class ToyReward:
+    """VQ, MQ and TA of toy videos, from their pixels and the prompt's text alone. Deterministic, stateless.
+
+    All three are 1 for every legal video of the prompt, higher is better, and fall smoothly with the
+    damage. Their scales are chosen so that a group of samples of one prompt has about the same spread in
+    each.
+
+    * **VQ**, visual quality, in (-inf, 1]: is every frame *some* clean picture, whatever the caption? The
+      error of a frame is its distance to a clean frame relative to that frame's object, `|frame - clean| /
+      |clean - blank|`, minimal over all clean frames; VQ is 1 minus 3 times its mean over frames. A blank
+      video has -2, uniform noise -2.7. Blur, a faint object, a second object and a dirty background all
+      lower it.
+    * **MQ**, motion quality, in (-1, 1]: does one object follow one legal track, whatever its colour and
+      shape? In each frame the object's centre, spread, size and change of colour are measured; MQ is 1
+      minus their root mean square difference from the nearest legal video's. The units are such that a
+      sharp object frozen in place has about 0 to 0.2. Jumps, flicker, fading, a changing colour and two
+      objects lower it; a blank video has -0.6, noise -0.9.
+    * **TA**, text alignment, in [-1, 1]: mean over colour, shape and motion. For one attribute, take the
+      legal video nearest to the sample among those that have the prompt's value, and the same video with
+      any other value of this attribute: the sample's place on the line between the two is 1 at the prompt's
+      rendering, 0 half-way, -1 at the closest alternative's. The presence of an object (at least half of
+      its energy explained) pulls this up from -1, so that blank and noise have -1. One wrong attribute
+      costs 2/3.
+
+    Logged and never to be weighted: `manifold_distance`, root mean square pixel distance (pixels in [0, 1])
+    to the nearest of the 1,800 legal videos of any caption; 0 for a legal video.
+
+    Example: `ToyReward().score(videos, ["a red circle moving left"] * 8)["TA"]` has shape (8,).
+    """
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Score videos uint8 (B, F, 3, H, W) of B prompts: name -> float32 (B,) on the device of `videos`.
+
+        ValueError when the numbers of videos and prompts differ, or a prompt is not a sentence of the toy
+        world.
+        """
+        if len(prompts) != videos.shape[0]:
+            raise ValueError(f"Got {videos.shape[0]} videos and {len(prompts)} prompts; give one prompt a video.")
+        captions = [parse_caption(prompt) for prompt in prompts]
+        num_frames, _, height, width = videos.shape[1:]
+        manifold = manifold_for(num_frames, height, width)
+        flat = manifold.flatten(videos)
+        distances = manifold.squared_distances(flat)
+        scores = {
+            "VQ": _visual_quality(flat, num_frames, height, width),
+            "MQ": _motion_quality(flat, num_frames, height, width),
+            "TA": _text_alignment(distances, captions, manifold),
+            "manifold_distance": (flat - manifold.table[distances.argmin(1)]).square().mean(1).sqrt(),
+        }
+        return {name: value.to(videos.device) for name, value in scores.items()}
+
+
+def _visual_quality(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
+    table = _frame_table(num_frames, height, width)
+    frames = flat.view(-1, 3 * height * width)
+    errors = []
+    for part in frames.split(512):
+        squared = part.square().sum(1, keepdim=True) - 2 * part @ table.frames.T + table.energy
+        nearest = (squared / table.energy).argmin(1)
+        # Taken directly, so that a clean frame has exactly no error.
+        errors.append(((part - table.frames[nearest]).square().sum(1) / table.energy[nearest]).sqrt())
+    return 1 - VQ_SLOPE * torch.cat(errors).view(-1, num_frames).mean(1)
+
+
+def _motion_quality(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
+    table = _track_table(num_frames, height, width)
+    features = _track_features(flat, num_frames, height, width).flatten(1)
+    nearest = table[torch.cdist(features, table).argmin(1)]
+    squared = (features - nearest).view(-1, num_frames, features.shape[1] // num_frames).square().sum(2)
+    return 1 - (squared / (1 + squared / FRAME_ERROR_LIMIT**2)).mean(1).sqrt()
+
+
+def _text_alignment(distances: Tensor, captions: Sequence[Caption], manifold: Manifold) -> Tensor:
+    sizes = (len(COLOURS), len(SHAPES), len(MOTIONS))
+    grid = distances.view(-1, *sizes, len(manifold.scenes) // (sizes[0] * sizes[1] * sizes[2]))
+    rows = torch.arange(len(manifold.scenes)).view(grid.shape[1:])
+    scores = torch.empty(len(captions))
+    for sample, caption in enumerate(captions):
+        wanted = (
+            list(COLOURS).index(caption.colour),
+            SHAPES.index(caption.shape),
+            MOTIONS.index(caption.motion),
+        )
+        total = 0.0
+        for axis, value in enumerate(wanted):
+            choices = rows.select(axis, value).flatten()
+            best = choices[distances[sample, choices].argmin()]
+            scene = torch.unravel_index(best, rows.shape)
+            # The alternatives differ in this attribute only; a motion's alternatives may start anywhere.
+            others: list[Tensor | slice] = [*scene[:3], scene[3] if axis < 2 else slice(None)]
+            others[axis] = torch.tensor([index for index in range(sizes[axis]) if index != value])
+            alternatives = rows[tuple(others)].flatten()
+            between = (manifold.table[alternatives] - manifold.table[best]).square().sum(1)
+            margin = ((distances[sample, alternatives] - distances[sample, best]) / between).min().clamp(-1, 1)
+            presence = (2 * (1 - distances[sample, best] / manifold.energy[best])).clamp(0, 1)
+            total += ((1 + margin) / 2 * presence).item()
+        scores[sample] = 2 * total / 3 - 1
+    return scores

@@ -1,0 +1,162 @@
+"""Draw one coloured shape that moves with constant velocity over a plain dark background.
+
+The finite set of scenes (6 colours x 4 shapes x 5 motions x 15 positions = 1,800 videos) *is* the data
+manifold of the toy world: every legal video can be written down, so the distance of a sample from it can be
+measured.
+
+Geometry is in units of 1/16 of the shorter side of the frame, so a 16 x 16 frame has one unit a pixel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+
+import torch
+from torch import Tensor
+
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.95, 0.15, 0.15),
+    "green": (0.15, 0.85, 0.25),
+    "blue": (0.20, 0.40, 1.00),
+    "yellow": (0.98, 0.88, 0.10),
+    "purple": (0.80, 0.20, 0.90),
+    "white": (0.95, 0.95, 0.95),
+}
+SHAPES = ("circle", "square", "triangle", "cross")
+MOTIONS = ("left", "right", "up", "down", "closer")
+ALONG = (-1, 0, 1)
+ACROSS = (-2, -1, 0, 1, 2)
+BACKGROUND = (0.06, 0.06, 0.08)
+
+NUM_FRAMES, HEIGHT, WIDTH = 8, 16, 16
+
+UNITS_PER_SIDE = 16
+RADIUS = 3.0
+TRAVEL = 7.0
+CLOSER_SCALE = (0.55, 1.35)
+SUPERSAMPLING = 8
+
+_DIRECTIONS = {
+    "left": (-1.0, 0.0),
+    "right": (1.0, 0.0),
+    "up": (0.0, -1.0),
+    "down": (0.0, 1.0),
+    "closer": (0.0, 0.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Everything that determines one legal video.
+
+    `along` and `across` are the nuisance: the whole track is shifted by `along` units in the direction of
+    its axis of motion and by `across` units at right angles to it (for "closer": down and to the right).
+    They are not in the caption.
+
+    Example: `Scene(colour="red", shape="circle", motion="left", along=0, across=2)`.
+    """
+
+    colour: str
+    shape: str
+    motion: str
+    along: int = 0
+    across: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = (tuple(COLOURS), SHAPES, MOTIONS, ALONG, ACROSS)
+        for field, values in zip(fields(self), allowed, strict=True):
+            value = getattr(self, field.name)
+            if value not in values:
+                raise ValueError(f"Scene.{field.name} is {value!r}; use one of {', '.join(map(str, values))}.")
+
+
+def all_scenes() -> tuple[Scene, ...]:
+    """The 1,800 legal scenes, ordered by colour, shape, motion, along, across (the last varies fastest)."""
+    return tuple(
+        Scene(colour=colour, shape=shape, motion=motion, along=along, across=across)
+        for colour, shape, motion, along, across in product(COLOURS, SHAPES, MOTIONS, ALONG, ACROSS)
+    )
+
+
+def track(scene: Scene, num_frames: int = NUM_FRAMES) -> Tensor:
+    """Centre and size of the object in every frame.
+
+    Returns float32 (F, 3): x and y of the centre relative to the centre of the frame (x to the right, y
+    down, units), and the radius (units). Positions are linear in time; so is the radius of "closer".
+    """
+    time = torch.linspace(-0.5, 0.5, num_frames)
+    direction_x, direction_y = _DIRECTIONS[scene.motion]
+    horizontal = direction_x != 0
+    shift_x, shift_y = (scene.along, scene.across) if horizontal else (scene.across, scene.along)
+    x = shift_x + direction_x * TRAVEL * time
+    y = shift_y + direction_y * TRAVEL * time
+    small, large = CLOSER_SCALE if scene.motion == "closer" else (1.0, 1.0)
+    radius = RADIUS * ((small + large) / 2 + (large - small) * time)
+    return torch.stack([x, y, radius], dim=1)
+
+
+def _inside(shape: str, dx: Tensor, dy: Tensor, radius: Tensor) -> Tensor:
+    """Whether the points at (dx, dy) from the centre belong to the shape; all have about equal area."""
+    if shape == "circle":
+        return dx**2 + dy**2 <= (1.05 * radius) ** 2
+    if shape == "square":
+        return torch.maximum(dx.abs(), dy.abs()) <= 0.95 * radius
+    if shape == "triangle":
+        return (dy <= 0.95 * radius) & (dx.abs() <= 0.58 * (dy + 1.15 * radius))
+    thin, long = 0.37 * radius, 1.15 * radius
+    upright = (dx.abs() <= thin) & (dy.abs() <= long)
+    level = (dy.abs() <= thin) & (dx.abs() <= long)
+    return upright | level
+
+
+def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """Anti-aliased masks of one shape.
+
+    Args:
+        shape: one of `SHAPES`.
+        tracks: (..., 3), as `track` returns them.
+        height, width: size of the frame in pixels.
+
+    Returns float32 (..., H, W) in [0, 1]: the share of each pixel that the shape covers, by 8 x 8 samples a
+    pixel.
+    """
+    pixels_per_unit = min(height, width) / UNITS_PER_SIDE
+    lead = tracks.shape[:-1]
+    x, y, radius = (part.reshape(-1, 1, 1) for part in tracks.unbind(-1))
+
+    def sample_points(size: int) -> Tensor:
+        return ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2) / pixels_per_unit
+
+    inside = _inside(shape, sample_points(width).view(1, 1, -1) - x, sample_points(height).view(1, -1, 1) - y, radius)
+    return torch.nn.functional.avg_pool2d(inside.float(), SUPERSAMPLING).view(*lead, height, width)
+
+
+def render_batch(
+    scenes: Sequence[Scene], num_frames: int = NUM_FRAMES, height: int = HEIGHT, width: int = WIDTH
+) -> Tensor:
+    """Render scenes to float32 (B, F, 3, H, W) in [0, 1]. ValueError for sizes that cannot show a motion."""
+    if num_frames < 2 or min(height, width) < 8:
+        raise ValueError(
+            f"Cannot draw {num_frames} frames of {height} x {width}: use at least 2 frames and 8 pixels a side."
+        )
+    masks = torch.empty(len(scenes), num_frames, height, width)
+    for shape in SHAPES:
+        rows = [row for row, scene in enumerate(scenes) if scene.shape == shape]
+        # The colour does not change the mask: each distinct track is rasterised once.
+        distinct = {(scenes[row].motion, scenes[row].along, scenes[row].across): row for row in rows}
+        drawn = {key: coverage(shape, track(scenes[row], num_frames), height, width) for key, row in distinct.items()}
+        for row in rows:
+            masks[row] = drawn[scenes[row].motion, scenes[row].along, scenes[row].across]
+    colours = torch.tensor([COLOURS[scene.colour] for scene in scenes]).view(-1, 1, 3, 1, 1)
+    background = torch.tensor(BACKGROUND).view(1, 1, 3, 1, 1)
+    return background + masks[:, :, None] * (colours - background)
+
+
+def render(scene: Scene, num_frames: int = NUM_FRAMES, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """Render one scene to float32 (F, 3, H, W) in [0, 1]."""
+    return render_batch([scene], num_frames, height, width)[0]
+
+
+def to_uint8(videos: Tensor) -> Tensor:
+    """Round float videos in [0, 1] (any shape) to uint8; values outside are clipped."""
+    return (videos.clamp(0, 1) * 255).round().to(torch.uint8)

@@ -1,0 +1,217 @@
+"""The toy rewards rank videos as an eye would, and cannot be had cheaply."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional
+
+from sage_fast.rewards.toy import ToyReward
+from sage_fast.toy.captions import caption_of
+from sage_fast.toy.manifold import manifold_for
+from sage_fast.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, render_batch, to_uint8
+
+MANIFOLD = manifold_for(8, 16, 16)
+ROWS = torch.randperm(len(MANIFOLD.scenes), generator=torch.Generator().manual_seed(0))[:60].tolist()
+SCENES = [MANIFOLD.scenes[row] for row in ROWS]
+PROMPTS = [caption_of(scene).text for scene in SCENES]
+PERFECT = MANIFOLD.videos[ROWS]
+BLANK = to_uint8(torch.tensor(BACKGROUND)).view(1, 1, 3, 1, 1).expand_as(PERFECT).contiguous()
+REWARD = ToyReward()
+
+
+def as_bytes(videos):
+    return videos.clamp(0, 255).round().to(torch.uint8)
+
+
+def changed(attribute, values):
+    values = list(values)
+    scenes = [
+        dataclasses.replace(scene, **{attribute: values[(values.index(getattr(scene, attribute)) + 1) % len(values)]})
+        for scene in SCENES
+    ]
+    return to_uint8(render_batch(scenes))
+
+
+def blurred(size):
+    frames = functional.pad(PERFECT.flatten(0, 1).float(), (size // 2,) * 4, mode="replicate")
+    return as_bytes(functional.avg_pool2d(frames, size, 1)).view(PERFECT.shape)
+
+
+def noisy(level):
+    noise = torch.randn(PERFECT.shape, generator=torch.Generator().manual_seed(1))
+    return as_bytes(PERFECT.float() + 255 * level * noise)
+
+
+def dimmed(level):
+    return as_bytes((PERFECT.float() - BLANK.float()) * level + BLANK.float())
+
+
+def pure_noise():
+    return torch.randint(0, 256, PERFECT.shape, generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+
+
+def frozen(frame):
+    return PERFECT[:, frame : frame + 1].expand_as(PERFECT).contiguous()
+
+
+def mean(videos):
+    return {name: value.mean().item() for name, value in REWARD.score(videos, PROMPTS).items()}
+
+
+def test_every_legal_video_is_perfect():
+    prompts = [caption_of(scene).text for scene in MANIFOLD.scenes]
+    for start in range(0, 1800, 300):
+        scores = REWARD.score(MANIFOLD.videos[start : start + 300 : 5], prompts[start : start + 300 : 5])
+        for name in ("VQ", "MQ", "TA"):
+            assert scores[name].dtype == torch.float32 and scores[name].shape == (60,)
+            assert torch.allclose(scores[name], torch.ones(60), atol=1e-4), name
+        assert torch.equal(scores["manifold_distance"], torch.zeros(60))
+
+
+def test_scores_are_deterministic_and_independent_of_the_batch():
+    videos = noisy(0.1)
+    together, again = REWARD.score(videos, PROMPTS), REWARD.score(videos, PROMPTS)
+    alone = REWARD.score(videos[7:8], PROMPTS[7:8])
+    for name, value in together.items():
+        assert torch.equal(value, again[name])
+        assert torch.allclose(value[7:8], alone[name], atol=1e-4)
+
+
+def test_only_alignment_reads_the_prompt():
+    shifted = REWARD.score(PERFECT, PROMPTS[1:] + PROMPTS[:1])
+    assert torch.allclose(shifted["VQ"], torch.ones(60)) and torch.allclose(shifted["MQ"], torch.ones(60))
+    assert shifted["TA"].mean() < 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda level: blurred(int(1 + 2 * level)),
+        lambda level: noisy(0.05 * level),
+        lambda level: dimmed(1 - 0.25 * level),
+    ],
+    ids=["blur", "noise", "fainter"],
+)
+def test_more_damage_means_less_of_everything(damage):
+    scores = [mean(PERFECT), *(mean(damage(level)) for level in (1, 2, 3))]
+    for name in ("VQ", "MQ", "TA"):
+        values = [score[name] for score in scores]
+        assert all(worse < better for better, worse in pairwise(values)), (name, values)
+    distances = [score["manifold_distance"] for score in scores]
+    assert distances == sorted(distances)
+
+
+@pytest.mark.parametrize(("attribute", "values"), [("colour", COLOURS), ("shape", SHAPES), ("motion", MOTIONS)])
+def test_a_wrong_attribute_costs_alignment_alone(attribute, values):
+    wrong = mean(changed(attribute, values))
+    assert wrong["VQ"] == pytest.approx(1, abs=1e-4) and wrong["MQ"] == pytest.approx(1, abs=1e-4)
+    assert 0.3 < wrong["TA"] < 0.45 < mean(blurred(3))["TA"]
+    assert wrong["TA"] > mean(pure_noise())["TA"] + 1
+    assert wrong["manifold_distance"] == 0
+
+
+@pytest.mark.parametrize("videos", [BLANK, torch.zeros_like(BLANK), torch.full_like(BLANK, 128), pure_noise()])
+def test_blank_and_noise_are_worst(videos):
+    scores = mean(videos)
+    assert scores["VQ"] < -1.9 and scores["MQ"] < -0.5 and scores["TA"] < -0.99
+
+
+@pytest.mark.parametrize("frame", [0, 4, 7])
+def test_a_frozen_video_has_no_motion(frame):
+    scores = mean(frozen(frame))
+    assert scores["VQ"] == pytest.approx(1, abs=1e-4)
+    assert scores["MQ"] < 0.25 < mean(blurred(5))["MQ"]
+    assert scores["TA"] < mean(PERFECT)["TA"] - 0.6
+
+
+def time_mean():
+    return as_bytes(PERFECT.float().mean(1, keepdim=True).expand_as(PERFECT))
+
+
+def flicker():
+    videos = PERFECT.clone()
+    videos[:, 3] = BLANK[:, 3]
+    return videos
+
+
+def fade():
+    weight = torch.linspace(1, 0.2, 8).view(1, 8, 1, 1, 1)
+    return as_bytes((PERFECT.float() - BLANK.float()) * weight + BLANK.float())
+
+
+def colour_flicker():
+    videos = PERFECT.clone()
+    videos[:, ::2] = changed("colour", COLOURS)[:, ::2]
+    return videos
+
+
+def jump():
+    videos = PERFECT.clone()
+    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
+    videos[:, 4:] = to_uint8(render_batch(moved))[:, 4:]
+    return videos
+
+
+def cross_fade():
+    weight = torch.linspace(0, 1, 8).view(1, 8, 1, 1, 1)
+    return as_bytes((1 - weight) * PERFECT[:, :1].float() + weight * PERFECT[:, -1:].float())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        time_mean,
+        flicker,
+        fade,
+        colour_flicker,
+        jump,
+        cross_fade,
+        lambda: PERFECT[:, [3, 0, 6, 1, 7, 4, 2, 5]],
+    ],
+    ids=["time mean", "flicker", "fade", "colour flicker", "jump", "cross fade", "shuffled"],
+)
+def test_spoiled_motion_is_found(spoil):
+    assert mean(spoil())["MQ"] < 0.45
+
+
+def test_a_second_object_costs_quality():
+    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
+    scores = mean(torch.maximum(PERFECT, to_uint8(render_batch(moved))))
+    assert scores["VQ"] < -0.2 and scores["MQ"] < 0.5 and scores["TA"] < 0.6
+
+
+def test_a_static_blob_gains_nothing():
+    blob = torch.zeros_like(PERFECT)
+    blob[:, :, :, 3:13, 3:13] = 128
+    scores = mean(blob)
+    assert scores["VQ"] < -0.5 and scores["MQ"] < 0.2 and scores["TA"] < -0.4
+
+
+def test_a_group_of_slightly_different_videos_has_spread():
+    scores = REWARD.score(noisy(0.08)[:1].expand(8, -1, -1, -1, -1).clone(), PROMPTS[:1] * 8)
+    assert scores["VQ"].std() == 0
+    video = PERFECT[:1].expand(8, -1, -1, -1, -1).float()
+    noise = torch.randn(8, 1, 1, 1, 1, generator=torch.Generator().manual_seed(3)).abs() * torch.randn(
+        video.shape, generator=torch.Generator().manual_seed(4)
+    )
+    scores = REWARD.score(as_bytes(video + 20 * noise), PROMPTS[:1] * 8)
+    assert all(len(set(scores[name].tolist())) == 8 for name in ("VQ", "MQ", "TA"))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="60 videos and 1 prompts"):
+        REWARD.score(PERFECT, PROMPTS[:1])
+    with pytest.raises(ValueError, match="'pink'"):
+        REWARD.score(PERFECT[:1], ["a pink circle moving left"])
+    with pytest.raises(ValueError, match="Expected uint8"):
+        REWARD.score(PERFECT[:1].float(), PROMPTS[:1])
+
+
+def test_other_video_sizes_are_scored_against_their_own_manifold():
+    manifold = manifold_for(4, 16, 24)
+    rows = [0, 777, 1799]
+    scores = REWARD.score(manifold.videos[rows], [caption_of(manifold.scenes[row]).text for row in rows])
+    for name in ("VQ", "MQ", "TA"):
+        assert torch.allclose(scores[name], torch.ones(3), atol=1e-4), name

@@ -1,0 +1,554 @@
+"""One YAML file is one run: typed sections, overrides from the command line, errors that say what to change.
+
+Parsing is jsonargparse's (YAML into dataclasses, `--section.key=value`, `--print_config`); a key that does not exist
+is an error, never a default. Checks of one value live in its section's `__post_init__`; checks that need two
+sections live in `RunConfig.__post_init__`.
+"""
+
+import contextlib
+import difflib
+import io
+import re
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from sage_fast.files import replacing
+from sage_fast.objective import KLWeightSettings, ObjectiveSettings
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key, the value and the fix."""
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which text-to-video model is trained."""
+
+    family: str = "toy"
+    """Short name of a model family, or `package.module:function` that returns `Components`."""
+    path: str | None = None
+    """Folder of the weights; null takes the family's own default."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the frozen transformer weights. Trained weights are always float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+
+@dataclass(kw_only=True)
+class VideoConfig:
+    """Size of the generated videos, in pixels."""
+
+    num_frames: int = 81
+    """Frames per video."""
+    height: int = 352
+    """Rows."""
+    width: int = 624
+    """Columns."""
+    fps: float = 24.0
+    """Frames per second, for the files that are written and for rewards that sample by time."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_frames", "height", "width", "fps"):
+            _require(getattr(self, key) > 0, f"video.{key}", getattr(self, key), "positive")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Training prompts."""
+
+    prompts: str
+    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts."""
+    shuffle: bool = True
+    """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
+
+
+@dataclass(kw_only=True)
+class SDEWindowConfig:
+    """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
+
+    steps: list[int] | None = None
+    """A fixed set of step indices. Cannot be combined with `size`."""
+    size: int | None = None
+    """Width of a sliding window of steps; null leaves every step stochastic."""
+    start: int = 0
+    """First step of the sliding window at the first update."""
+    stride: int = 1
+    """Steps by which the window moves (0 keeps it in place); it wraps around at the last step."""
+    interval: int = 1
+    """Rollouts between two moves."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.size is not None:
+            raise ConfigError(
+                "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
+                "or size for a sliding window, and leave the other null."
+            )
+        _require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
+        _require(self.size is None or self.size >= 1, "rollout.sde_window.size", self.size, "null or at least 1")
+        _require(self.start >= 0, "rollout.sde_window.start", self.start, "at least 0")
+        _require(self.stride >= 0, "rollout.sde_window.stride", self.stride, "at least 0")
+        _require(self.interval >= 1, "rollout.sde_window.interval", self.interval, "at least 1")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """How the videos of an update are sampled."""
+
+    sde_type: SDEType = "sage_grpo"
+    """Sampler of the exploration. `ode` draws no noise, so it cannot be trained with."""
+    num_steps: int = 20
+    """Denoising steps T."""
+    shift: float = 5.0
+    """Timestep shift of the sigma schedule."""
+    eta: float = 0.5
+    """Noise scale of the sampler; 0 is the ODE."""
+    guidance_scale: float = 6.0
+    """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    num_generations: int = 4
+    """Group size G: videos per prompt that compete."""
+    batch_size: int = 4
+    """Videos per rollout on each data-parallel rank; batch_size * ranks must be a multiple of num_generations."""
+    micro_batch_size: int = 1
+    """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
+    bit and the ratio starts at exactly 1."""
+    shared_initial_noise: bool = False
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
+    """Steps that draw noise."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
+        _require(self.shift > 0, "rollout.shift", self.shift, "positive")
+        _require(self.eta >= 0, "rollout.eta", self.eta, "at least 0")
+        _require(self.guidance_scale >= 0, "rollout.guidance_scale", self.guidance_scale, "at least 0")
+        _require(
+            self.num_generations >= 2,
+            "rollout.num_generations",
+            self.num_generations,
+            "at least 2: an advantage compares the videos of one prompt",
+        )
+        _require(self.batch_size >= 1, "rollout.batch_size", self.batch_size, "at least 1")
+        _require(
+            self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
+            "rollout.micro_batch_size",
+            self.micro_batch_size,
+            f"a divisor of rollout.batch_size = {self.batch_size}",
+        )
+        window = self.sde_window
+        _require(
+            window.steps is None or all(0 <= i < self.num_steps for i in window.steps),
+            "rollout.sde_window.steps",
+            window.steps,
+            f"a list of indices in 0..{self.num_steps - 1} (rollout.num_steps = {self.num_steps})",
+        )
+        _require(
+            window.size is None or window.size <= self.num_steps,
+            "rollout.sde_window.size",
+            window.size,
+            f"at most rollout.num_steps = {self.num_steps}",
+        )
+        _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    normalization: Literal["sum", "per_reward"] = "sum"
+    """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`: normalise each, then sum."""
+    std: Literal["group", "global"] = "group"
+    """Divide by the population std of the prompt's group, or of the whole batch."""
+    clip: float = 5.0
+    """Advantages are clamped to +-clip."""
+    eps: float = 1e-6
+    """Added to the std. A group with no spread gives zero advantages whatever eps is."""
+
+    def __post_init__(self) -> None:
+        _require(self.clip > 0, "advantage.clip", self.clip, "positive")
+        _require(self.eps >= 0, "advantage.eps", self.eps, "at least 0")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """What is maximised."""
+
+    rewards: list[str] = field(default_factory=lambda: ["toy"])
+    """Short names, or `package.module:Class` of your own; each yields named scores."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Constructor arguments per entry of `rewards`."""
+    weights: dict[str, float] = field(default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0})
+    """Score name -> weight. Scores without a weight are logged, not trained on."""
+    on_failure: Literal["stop", "drop_group"] = "stop"
+    """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
+        _require(any(self.weights.values()), "reward.weights", self.weights, "at least one non-zero weight")
+        unknown = set(self.options) - set(self.rewards)
+        if unknown:
+            raise ConfigError(
+                f"reward.options has an entry for {sorted(unknown)}, which reward.rewards = {self.rewards} lacks. "
+                "Add it there or remove its options."
+            )
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on the transformer blocks."""
+
+    rank: int = 32
+    """Rank of the adapters."""
+    alpha: float | None = None
+    """Scale numerator (scale = alpha / rank); null means alpha = rank."""
+    target_modules: list[str] = field(
+        default_factory=lambda: [
+            "attn.to_q",
+            "attn.to_k",
+            "attn.to_v",
+            "attn.to_out.0",
+            "attn.add_q_proj",
+            "attn.add_k_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+        ]
+    )
+    """Names of the linear layers inside each transformer block that get an adapter. Layers that cannot influence the
+    video (the last block's text output) are left out by themselves."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        _require(self.alpha is None or self.alpha > 0, "lora.alpha", self.alpha, "null or positive")
+        _require(bool(self.target_modules), "lora.target_modules", self.target_modules, "a non-empty list")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning rate."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    """`muon` (torch.optim.Muon for matrices, AdamW for everything else) or `adamw`."""
+    learning_rate: float = 1e-5
+    """Learning rate after warm-up."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's running averages."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
+        _require(self.warmup_updates >= 0, "optimizer.warmup_updates", self.warmup_updates, "at least 0")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
+        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
+        _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "in [0, 1)")
+        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "positive")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The training loop."""
+
+    num_updates: int = 200
+    """Optimizer updates in all."""
+    mode: Literal["lora", "full"] = "lora"
+    """Train adapters, or every weight that influences the video."""
+    updates_per_rollout: int = 1
+    """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
+    timestep_fraction: float = 1.0
+    """Share of the trainable steps of each video that is trained, at least one."""
+    permute_timesteps: bool = True
+    """Visit each video's steps in its own random order."""
+    anchor_interval: int = 10
+    """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_updates >= 1, "training.num_updates", self.num_updates, "at least 1")
+        _require(self.updates_per_rollout >= 1, "training.updates_per_rollout", self.updates_per_rollout, "at least 1")
+        _require(
+            self.num_updates % self.updates_per_rollout == 0,
+            "training.num_updates",
+            self.num_updates,
+            f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
+        )
+        _require(0 < self.timestep_fraction <= 1, "training.timestep_fraction", self.timestep_fraction, "in (0, 1]")
+        _require(self.anchor_interval >= 1, "training.anchor_interval", self.anchor_interval, "at least 1")
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"
+        )
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """The paired evaluation: the same prompts and the same noise before and after, by the ODE sampler."""
+
+    prompts: str | None = None
+    """Prompt file; null evaluates on the training prompts."""
+    num_prompts: int | None = None
+    """Use only the first so many prompts."""
+    every: int = 20
+    """Updates between evaluations; 0 turns evaluation off."""
+    num_steps: int | None = None
+    """Denoising steps; null takes the rollout's."""
+    batch_size: int = 1
+    """Videos that go through the model at once."""
+    seed: int = 1_000_003
+    """Seed of the evaluation noise, apart from the training noise."""
+    num_samples: int = 4
+    """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "evaluation.every", self.every, "at least 0")
+        _require(
+            self.num_prompts is None or self.num_prompts >= 2, "evaluation.num_prompts", self.num_prompts, "at least 2"
+        )
+        _require(self.num_steps is None or self.num_steps >= 2, "evaluation.num_steps", self.num_steps, "at least 2")
+        _require(self.batch_size >= 1, "evaluation.batch_size", self.batch_size, "at least 1")
+        _require(self.num_samples >= 0, "evaluation.num_samples", self.num_samples, "at least 0")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is kept to resume from."""
+
+    every: int = 10
+    """Updates between checkpoints; the last update is always saved."""
+    keep_last: int = 3
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
+        _require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project; needs `pip install wandb`."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """GRPO post-training of a text-to-video model."""
+
+    output_dir: str
+    """Run directory: metrics.jsonl, config.yaml, checkpoints/, samples/, reward.png."""
+    data: DataConfig
+    """Training prompts."""
+    seed: int = 0
+    """Every random number of the run is a function of it."""
+    resume: str = "none"
+    """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
+    a path goes on from that checkpoint."""
+    num_threads: int | None = None
+    """CPU threads of torch; null leaves torch's default."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model."""
+    video: VideoConfig = field(default_factory=VideoConfig)
+    """Video size."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Advantages."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """Objective."""
+    kl_weight: KLWeightSettings = field(default_factory=KLWeightSettings)
+    """Weight lambda of the KL terms: warm-up and feedback."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Rewards."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters (training.mode lora)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training loop."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation and samples."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Loggers."""
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, "seed", self.seed, "at least 0")
+        _require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
+        check_batch(self.rollout.batch_size, 1, self.rollout.num_generations)
+        if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
+            raise ConfigError(
+                f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
+                "policy has no log-probability and nothing can be trained. Choose sage_grpo, dance_grpo, flow_grpo or "
+                "cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+            )
+
+
+def check_batch(batch_size: int, dp_degree: int, num_generations: int) -> None:
+    """A group must be complete within one rollout of all ranks.
+
+    Raises ConfigError unless batch_size * dp_degree is a multiple of num_generations.
+    """
+    total = batch_size * dp_degree
+    if total % num_generations:
+        step = next(
+            b for b in range(batch_size, batch_size + num_generations + 1) if b * dp_degree % num_generations == 0
+        )
+        raise ConfigError(
+            f"rollout.batch_size {batch_size} * {dp_degree} data-parallel rank(s) = {total} videos per rollout is not "
+            f"a multiple of rollout.num_generations = {num_generations}, so a prompt's group would be incomplete. "
+            f"Set rollout.batch_size to {step}, or choose another group size."
+        )
+
+
+def build_parser(**kwargs: Any) -> ArgumentParser:
+    """The jsonargparse parser of a run: `--config FILE`, `--section.key=value`, `--print_config`."""
+    parser = ArgumentParser(exit_on_error=False, **kwargs)
+    parser.add_argument("--config", action="config", help="YAML file of the run.")
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def _known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for f in fields(cls):
+        keys.append(prefix + f.name)
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            keys += _known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def _unknown_keys(tree: object, cls: type, prefix: str = "") -> list[str]:
+    """Dotted names in a YAML tree that no section has."""
+    if not isinstance(tree, dict):
+        return []
+    known = {f.name: f.type for f in fields(cls)}
+    unknown = []
+    for key, value in tree.items():
+        kind = known.get(key)
+        if kind is None:
+            unknown.append(f"{prefix}{key}")
+        elif isinstance(kind, type) and is_dataclass(kind):
+            unknown += _unknown_keys(value, kind, f"{prefix}{key}.")
+    return unknown
+
+
+def _explain_unknown(key: str, where: str) -> str:
+    known = _known_keys()
+    # The last word alone is compared too, so that `num_step` in the wrong section is still found.
+    close = difflib.get_close_matches(key, known, n=2, cutoff=0.6) or [
+        k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], key.split(".")[-1]).ratio() > 0.8
+    ]
+    hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `--help` lists every key."
+    return f"{where}: unknown key {key!r}.{hint}"
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML and apply command-line overrides.
+
+    Args:
+        path: YAML file; null when everything comes from `overrides`.
+        overrides: `--section.key=value` words.
+
+    Raises:
+        ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
+    """
+    words = list(overrides)
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError(
+                f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
+            )
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}."
+            )
+        unknown = _unknown_keys(tree, RunConfig)
+        if unknown:
+            raise ConfigError(_explain_unknown(unknown[0], str(path)))
+        words = ["--config", str(path), *words]
+    parser = build_parser()
+    try:
+        # jsonargparse prints usage on some errors before raising; the message alone is what helps.
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            namespace = parser.parse_args(words)
+            values = vars(parser.instantiate(namespace))
+    except ConfigError:
+        raise
+    except (ArgumentError, ValueError, TypeError) as error:
+        message = str(error)
+        if match := re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE):
+            raise ConfigError(_explain_unknown(match.group(1), "command line")) from error
+        raise ConfigError(_tidy(message)) from error
+    values.pop("config", None)
+    return RunConfig(**values)
+
+
+def _tidy(message: str) -> str:
+    """One line of prose from the report of a value that could not be taken."""
+    message = re.sub(r'Parser key "([\w.]+)":?\s*', r"\1: ", message)
+    message = message.replace("the following arguments are required:", "missing required keys:")
+    message = re.sub(r"\s+", " ", message).strip()
+    if match := re.fullmatch(r"([\w.]+): Expected a (.+?)\. Got value: (.*)", message):
+        key, kind, value = match.groups()
+        if literal := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+            return f"{key} is {value!r}, but it must be one of {literal[1]}."
+        kind = re.sub(r"<class '(.+?)'>", r"\1", kind).replace("typing.", "")
+        return f"{key} is {value!r}, but it must be of type {kind}."
+    # Settings of other modules name their own field; say in which section of the file it stands.
+    if match := re.match(r"(\w+) is ", message):
+        keys = [k for k in _known_keys() if k.endswith(f".{match[1]}")]
+        if len(keys) == 1:
+            return keys[0] + message[match.end(1) :]
+    return message
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain nested dict of the resolved configuration."""
+    return asdict(config)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal object."""
+    tree = to_dict(config)
+    tree["optimizer"]["betas"] = list(tree["optimizer"]["betas"])
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write `dump_config` to a file."""
+    with replacing(path) as partial:
+        partial.write_text(dump_config(config), encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Which prompts an update sees, and in which order its steps are trained: functions of the seed and a counter."""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from sage_fast.noise import NoiseKey
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+
+
+def _generator(*parts: int | str) -> torch.Generator:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"sage_fast.order").digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class PromptSchedule:
+    """An endless sequence of prompts, epoch after epoch, each in its own order.
+
+    Prompt number k is a function of (seed, k), so a resumed run needs no saved state but the counter.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self.prompts = list(prompts)
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """Prompts number start .. start + count - 1."""
+        return [self._at(k) for k in range(start, start + count)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self.prompts))
+        if not self.shuffle:
+            return self.prompts[offset]
+        order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
+        return self.prompts[int(order[offset])]
+
+
+def make_groups(prompts: Sequence[Prompt], embeds: Sequence[PromptEmbeds], num_generations: int) -> list[Sample]:
+    """The samples of one rollout, group after group.
+
+    A prompt that occurs twice gets two groups whose members are numbered on, so that no two samples share noise.
+    """
+    seen: Counter[int] = Counter()
+    samples = []
+    for prompt, embed in zip(prompts, embeds, strict=True):
+        first = seen[prompt.index]
+        seen[prompt.index] += num_generations
+        samples += [Sample(prompt=prompt, embeds=embed, member=first + g) for g in range(num_generations)]
+    return samples
+
+
+def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute: bool) -> list[int]:
+    """The steps of one sample that are trained, in the order in which they are visited.
+
+    Args:
+        key: the sample; its own permutation is a function of it.
+        trainable: step indices that have a policy gradient.
+        fraction: share of them that is trained, at least one.
+        permute: a random order (and so, with fraction < 1, a random choice); otherwise the first ones, in order.
+    """
+    count = max(1, round(fraction * len(trainable)))
+    if not permute:
+        return list(trainable[:count])
+    generator = _generator("steps", key.seed, key.update, key.prompt_index, key.sample_index)
+    order = torch.randperm(len(trainable), generator=generator)[:count]
+    return [trainable[i] for i in order.tolist()]
+
+
+def split_evenly(count: int, parts: int) -> list[range]:
+    """0 .. count-1 in `parts` consecutive ranges whose lengths differ by at most one."""
+    bounds = [count * i // parts for i in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,122 @@
+"""Which weights are trained: LoRA adapters, or the whole transformer.
+
+Adapters are peft's, through diffusers' `add_adapter`, and are saved in diffusers' layout, so that a stock pipeline
+loads them. Trained weights are float32 masters, also over a bfloat16 transformer.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from peft import LoraConfig as PeftLoraConfig
+from torch import nn
+
+from sage_fast.policy.hunyuan15 import dead_modules, is_dead
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+
+
+def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: Sequence[str]) -> list[str]:
+    """Qualified names of the linear layers that get an adapter.
+
+    ValueError when a name of `target_modules` matches no linear layer of the transformer blocks.
+    """
+    dead = dead_modules(transformer)
+    targets: list[str] = []
+    for suffix in target_modules:
+        pattern = re.compile(rf"transformer_blocks\.\d+\.{re.escape(suffix)}")
+        matches = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
+        if not matches:
+            block = transformer.transformer_blocks[0]
+            known = sorted(n for n, m in block.named_modules() if isinstance(m, nn.Linear))
+            raise ValueError(
+                f"lora.target_modules has {suffix!r}, which is no linear layer of a transformer block. "
+                f"Choose from {known}."
+            )
+        targets += [n for n in matches if not is_dead(n, dead)]
+    return targets
+
+
+def add_lora(
+    transformer: HunyuanVideo15Transformer3DModel,
+    *,
+    rank: int,
+    alpha: float | None,
+    target_modules: Sequence[str],
+    seed: int,
+) -> None:
+    """Freeze the transformer and add one trainable float32 adapter, initially the identity.
+
+    The initial weights are a function of `seed` alone; torch's global generator is left as it was.
+    """
+    transformer.requires_grad_(False)
+    config = PeftLoraConfig(
+        r=rank,
+        lora_alpha=alpha if alpha is not None else rank,
+        target_modules=lora_targets(transformer, target_modules),
+        init_lora_weights=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformer.add_adapter(config)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
+    """Make every weight that can influence a text-to-video velocity trainable.
+
+    ValueError unless the weights are float32: the optimizer needs full-precision masters.
+    """
+    if transformer.dtype != torch.float32:
+        raise ValueError(
+            f"training.mode full needs float32 master weights, but model.dtype is {transformer.dtype}. "
+            "Set model.dtype to float32, or training.mode to lora."
+        )
+    dead = dead_modules(transformer)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(not is_dead(name, dead))
+
+
+def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Qualified name -> parameter of everything that is trained, in a fixed order."""
+    return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+
+
+def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
+    """Cast the weights before training, while the time input stays float32.
+
+    The stock time embedding casts its sinusoids to the timestep's dtype and so forces a rounded timestep on a bfloat16
+    model. A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
+    (The class keeps no module in float32, whatever its `to` warns of.)
+    """
+    if transformer.dtype == dtype:
+        return
+    with _quiet_casts():
+        transformer.to(dtype)
+    transformer.time_embed.timestep_embedder.register_forward_pre_hook(
+        lambda module, arguments: (arguments[0].to(module.linear_1.weight.dtype), *arguments[1:])
+    )
+
+
+def save_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> None:
+    """Write the adapter in diffusers' layout, for `load_lora_adapter` of a stock transformer."""
+    with _quiet_casts():
+        transformer.save_lora_adapter(folder, weight_name=ADAPTER_FILE)
+
+
+@contextmanager
+def _quiet_casts() -> Iterator[None]:
+    """Silence diffusers' warning about float32 modules, which `save_lora_adapter` triggers with a cast to nothing."""
+    log = logging.getLogger("diffusers.models.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

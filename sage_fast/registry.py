@@ -1,0 +1,35 @@
+"""Short names of pluggable parts, resolved only when a run asks for them.
+
+Everything that is specific to one model family or one reward is reached through this table (or through a
+`package.module:attribute` of the user's own), so the trainer imports none of it.
+"""
+
+import importlib
+from typing import Any
+
+MODEL_FAMILIES = {
+    "toy": "sage_fast.toy.components:load_components",
+}
+
+REWARDS = {
+    "toy": "sage_fast.rewards.toy:ToyReward",
+}
+
+
+def resolve(name: str, table: dict[str, str], key: str) -> Any:
+    """The object behind a short name or a `package.module:attribute`.
+
+    Raises ValueError naming the config `key` when the name is unknown or cannot be imported.
+    """
+    target = table.get(name, name)
+    module_name, separator, attribute = target.partition(":")
+    if not separator:
+        raise ValueError(
+            f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ValueError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.") from error
+    except AttributeError as error:
+        raise ValueError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error

@@ -1,0 +1,144 @@
+"""Sampling: from initial noise to final latents, keeping what the policy update needs.
+
+The noise of a sample is a function of (seed, update, prompt, member, step) and of nothing else, so the same videos
+come out of one process or many, in any micro-batch, fresh or resumed.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import RolloutConfig, SDEWindowConfig
+from sage_fast.noise import NoiseKey, gaussian, initial_noise
+from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.records import Sample, Trajectory
+from sage_fast.sde import TransitionTable, sigma_schedule, transition, transition_table
+
+
+def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
+    """Steps of rollout number `rollout` (from 0) that draw noise; None means all of them.
+
+    A sliding window wraps around: with 8 steps, size 3 and start 6 it covers steps 6, 7 and 0.
+    """
+    if window.steps is not None:
+        return sorted(window.steps)
+    if window.size is None:
+        return None
+    first = window.start + (rollout // window.interval) * window.stride
+    return sorted((first + i) % num_steps for i in range(window.size))
+
+
+def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
+    """Transition table of one rollout: the configured sampler, restricted to its SDE window."""
+    table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
+    steps = stochastic_steps(config.sde_window, config.num_steps, rollout)
+    return table if steps is None else table.restrict(steps)
+
+
+def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseKey]:
+    """The key of each sample's noise; a prompt's own seed replaces the run's."""
+    return [
+        NoiseKey(
+            seed=seed if s.prompt.seed is None else s.prompt.seed,
+            update=update,
+            prompt_index=s.prompt.index,
+            sample_index=s.member,
+        )
+        for s in samples
+    ]
+
+
+@torch.no_grad()
+def sample_trajectory(
+    policy: GuidedPolicy,
+    samples: Sequence[Sample],
+    table: TransitionTable,
+    latent_shape: tuple[int, int, int, int],
+    *,
+    seed: int,
+    update: int,
+    shared_initial_noise: bool = False,
+    device: torch.device | str = "cpu",
+) -> Trajectory:
+    """Generate one micro-batch of latents.
+
+    Args:
+        samples: B records.
+        table: the sampler; an `ode` table draws no noise after the initial one.
+        latent_shape: (C, F, H, W).
+        seed, update: together with each sample's prompt and member they determine all noise.
+        shared_initial_noise: every member of a group starts from member 0's noise.
+
+    Returns:
+        Trajectory whose tensors are float32 on `device`.
+    """
+    keys = noise_keys(samples, seed, update)
+    start_keys = keys
+    if shared_initial_noise:
+        start_keys = [NoiseKey(k.seed, k.update, k.prompt_index, 0) for k in keys]
+    embeds = [s.embeds for s in samples]
+    latents, velocities = [], []
+    x = initial_noise(start_keys, latent_shape, device=device)
+    for step in range(table.num_steps):
+        v = policy.velocity(x, step_sigma(table, [step] * len(samples), device), embeds)
+        latents.append(x)
+        velocities.append(v)
+        std = float(table.std[step])
+        noise = gaussian(keys, step, latent_shape, device=device) if std > 0 else None
+        x = transition(x, v, noise, a=float(table.a[step]), b=float(table.b[step]), std=std)
+    return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
+
+
+def step_sigma(table: TransitionTable, steps: Sequence[int], device: torch.device | str) -> Tensor:
+    """Noise levels (B,) float32 of the given steps, for the model's time input."""
+    return table.sigmas[list(steps)].to(device=device, dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryStep:
+    """One step of every sample of a micro-batch; the steps may differ from sample to sample.
+
+    latents, velocity, noise: (B, C, F, H, W) float32. sigma, gain, std, scale: (B,) float32.
+
+    Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
+    """
+
+    latents: Tensor
+    velocity: Tensor
+    noise: Tensor
+    sigma: Tensor
+    gain: Tensor
+    std: Tensor
+    scale: Tensor
+
+
+def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """State (B, C, F, H, W) and noise level (B,) of step `steps[b]` of sample b."""
+    latents = torch.stack([trajectory.latents[i][b] for b, i in enumerate(steps)])
+    return latents, step_sigma(trajectory.table, steps, latents.device)
+
+
+def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
+    """Collect step `steps[b]` of sample b. The noise is drawn again from its key, bit for bit."""
+    table = trajectory.table
+    latents, sigma = gather_latents(trajectory, steps)
+
+    def column(values: Tensor) -> Tensor:
+        return values[list(steps)].to(device=latents.device, dtype=torch.float32)
+
+    return TrajectoryStep(
+        latents=latents,
+        velocity=torch.stack([trajectory.velocities[i][b] for b, i in enumerate(steps)]),
+        noise=gaussian(trajectory.keys, list(steps), tuple(latents.shape[1:]), device=latents.device),
+        sigma=sigma,
+        gain=column(table.gain),
+        std=column(table.std),
+        scale=column(table.scale),
+    )
+
+
+def micro_batches(samples: Sequence[Sample], size: int) -> Iterable[Sequence[Sample]]:
+    """Consecutive slices of `size` samples; the last may be shorter."""
+    return (samples[i : i + size] for i in range(0, len(samples), size))

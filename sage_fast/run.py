@@ -1,0 +1,376 @@
+"""A training run as the user sees it: directory, progress, metrics, samples, checkpoints, resume, result.
+
+runs/NAME/
+    config.yaml  environment.json        what was run, with what
+    metrics.jsonl  tensorboard/          numbers, one line per rollout
+    samples/                             mp4s and contact sheets from fixed prompts and noise
+    evaluation/                          scores per prompt; result.json is the paired test of last against first
+    checkpoints/                         see `checkpoint.py`
+    reward.png  before_after.png         what to look at first
+"""
+
+import json
+import logging
+import re
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_fast import media
+from sage_fast.checkpoint import (
+    CheckpointData,
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from sage_fast.config import ConfigError, RunConfig, save_config, to_dict
+from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
+from sage_fast.files import replacing
+from sage_fast.generate import video_file_name
+from sage_fast.interrupt import GracefulStop
+from sage_fast.metrics import MetricsLogger, read_metrics
+from sage_fast.policy.lora import cast_weights, save_lora
+from sage_fast.prompts import read_prompts
+from sage_fast.provenance import write_environment
+from sage_fast.records import Prompt
+from sage_fast.registry import MODEL_FAMILIES, resolve
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+# What may differ between the run that saved a checkpoint and the one that resumes it: where things go and how often,
+# never what is computed.
+FREE_ON_RESUME = re.compile(
+    r"output_dir|resume|num_threads|model\.device|training\.num_updates|checkpoint\..*|logging\..*"
+    r"|evaluation\.(every|num_samples|batch_size)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
+
+    Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True, test=PairedTest(...))`
+    """
+
+    output_dir: Path
+    update: int
+    finished: bool
+    test: PairedTest | None
+
+
+def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and evaluation prompts of a run. ConfigError names the config key of a file that cannot be used."""
+
+    def read(key: str, path: str) -> list[Prompt]:
+        try:
+            return read_prompts(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+
+    prompts = read("data.prompts", config.data.prompts)
+    if config.evaluation.prompts is None:
+        evaluated = prompts
+    else:
+        evaluated = read("evaluation.prompts", config.evaluation.prompts)
+    if config.evaluation.num_prompts is not None:
+        if config.evaluation.num_prompts > len(evaluated):
+            raise ConfigError(
+                f"evaluation.num_prompts is {config.evaluation.num_prompts}, but the file holds {len(evaluated)} "
+                "prompts."
+            )
+        evaluated = evaluated[: config.evaluation.num_prompts]
+    if config.evaluation.every and len(evaluated) < 2:
+        raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
+    return prompts, evaluated
+
+
+def build_trainer(config: RunConfig) -> Trainer:
+    """Load the model, the rewards and the prompts of a run.
+
+    Raises:
+        ConfigError: a part is missing or does not fit.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    prompts, eval_prompts = load_prompts(config)
+    reward = CompositeReward.from_config(config.reward)
+    try:
+        load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
+        components = load(config.model.path)
+        cast_weights(components.transformer, getattr(torch, config.model.dtype))
+        return Trainer(config, components, reward, prompts, eval_prompts)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+class Run:
+    """One call of `sage-fast train`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.directory = Path(config.output_dir)
+        self.checkpoints = self.directory / "checkpoints"
+        # Before the model is loaded: a directory or checkpoint that cannot be used is found in a second.
+        self.checkpoint = self._prepare_directory()
+        self.trainer = build_trainer(config)
+
+    def train(self) -> RunResult:
+        """Train to the last update, or until a signal asks to stop.
+
+        Raises:
+            ConfigError, CheckpointError, TrainingError, RewardError, OSError: each says what to do; what was saved
+            before stays as it was.
+        """
+        config, trainer = self.config, self.trainer
+        total = config.training.num_updates
+        if self.checkpoint is not None:
+            self._restore(self.checkpoint)
+        metrics = MetricsLogger(
+            self.directory, tensorboard=config.logging.tensorboard, wandb_project=config.logging.wandb_project
+        )
+        with GracefulStop() as stop, RunProgress(total, trainer.update) as progress:
+            trainer.progress = progress.phase
+            try:
+                metrics.truncate_after(trainer.update)
+                if config.evaluation.every and not read_metrics(metrics.path):
+                    record = {"update": 0} | self._evaluate()
+                    metrics.log(record)
+                    progress.finished(record)
+                while trainer.update < total and not stop.requested:
+                    record = trainer.iterate() | {"memory/peak_gib": peak_memory_gib(trainer.device)}
+                    done = trainer.update >= total
+                    if config.evaluation.every and (done or self._due(config.evaluation.every)):
+                        record |= self._evaluate()
+                    metrics.log(record)
+                    progress.finished(record)
+                    if done or stop.requested or self._due(config.checkpoint.every):
+                        self._save()
+            finally:
+                metrics.close()
+        return self._conclude()
+
+    # ------------------------------------------------------------------------------------------ directory, resume
+
+    def _prepare_directory(self) -> Path | None:
+        """Create the run directory; find the checkpoint to go on from, None for a fresh start."""
+        has_run = (self.directory / "metrics.jsonl").exists() or self.checkpoints.exists()
+        if self.config.resume == "none" and has_run:
+            raise ConfigError(
+                f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
+                "another output_dir."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            checkpoint = find_checkpoint(self.config.resume, self.checkpoints)
+            save_config(self.config, self.directory / "config.yaml")
+            write_environment(self.directory)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
+                "space and write permission."
+            ) from error
+        if checkpoint is None and self.config.resume == "auto" and has_run:
+            logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
+        return checkpoint
+
+    def _restore(self, checkpoint: Path) -> None:
+        data = load_checkpoint(checkpoint, self.trainer.device)
+        check_same_run(data.state["config"], to_dict(self.config), checkpoint)
+        try:
+            self.trainer.load(data.tensors, data.state["trainer"], data.binary)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+        logger.info("Going on from %s.", checkpoint)
+
+    def _save(self) -> None:
+        trainer, mode = self.trainer, self.config.training.mode
+
+        def add_adapter(folder: Path) -> None:
+            if mode == "lora":
+                save_lora(trainer.policy.transformer, folder / "lora")
+
+        save_checkpoint(
+            self.checkpoints,
+            trainer.update,
+            CheckpointData(
+                tensors=trainer.tensors(),
+                state={"trainer": trainer.counters(), "config": to_dict(self.config)},
+                binary=trainer.binary_state(),
+            ),
+            keep_last=self.config.checkpoint.keep_last,
+            extra=add_adapter,
+        )
+
+    def _due(self, every: int) -> bool:
+        """Whether the last iteration reached or passed a multiple of `every`."""
+        step = self.config.training.updates_per_rollout
+        return self.trainer.update // every > (self.trainer.update - step) // every
+
+    # ------------------------------------------------------------------------------------------ evaluation, result
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate, write samples and scores, and return the metrics."""
+        trainer, config = self.trainer, self.config
+        evaluation, videos = trainer.evaluate(keep_videos=config.evaluation.num_samples)
+        name = f"update-{trainer.update:06d}"
+        evaluation.save(self._evaluation_file(trainer.update))
+        for index, (prompt, video) in enumerate(zip(evaluation.prompts, videos, strict=False)):
+            file = self.directory / "samples" / name / video_file_name(index, prompt)
+            media.write_video(file, video, config.video.fps)
+        if videos:
+            rows = list(zip(evaluation.prompts, videos, strict=False))
+            media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")
+            if trainer.update == 0:
+                self._keep_frames("before", videos)
+            self._keep_frames("after", videos)
+        first = Evaluation.load(self._evaluation_file(0))
+        test = paired_test(first.reward, evaluation.reward)
+        overall = torch.tensor(evaluation.reward, dtype=torch.float64)
+        metrics = {
+            "eval/reward_mean": float(overall.mean()),
+            "eval/reward_stderr": float(overall.std()) / len(overall) ** 0.5,
+            "eval/paired_gain": test.mean,
+            "eval/paired_gain_stderr": test.stderr,
+        }
+        for score, values in evaluation.scores.items():
+            column = torch.tensor(values, dtype=torch.float64)
+            metrics[f"eval/{score}_mean"] = float(column.mean())
+            metrics[f"eval/{score}_stderr"] = float(column.std()) / len(column) ** 0.5
+        return metrics
+
+    def _evaluation_file(self, update: int) -> Path:
+        return self.directory / "evaluation" / f"update-{update:06d}.json"
+
+    def _keep_frames(self, which: str, videos: Sequence[Tensor]) -> None:
+        """Keep a few frames of the sample videos for the before/after sheet, also across a resume."""
+        frames = {}
+        for index, video in enumerate(videos):
+            chosen = torch.linspace(0, len(video) - 1, min(8, len(video))).round().long()
+            frames[str(index)] = video[chosen].numpy()
+        with replacing(self.directory / "samples" / f"{which}.npz") as partial, partial.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **frames)
+
+    def _conclude(self) -> RunResult:
+        """Plot, before/after sheet and the paired test of what has been trained so far."""
+        update = self.trainer.update
+        rows = read_metrics(self.directory / "metrics.jsonl")
+        if rows:
+            media.plot_reward(self.directory / "reward.png", rows)
+        test = None
+        evaluated = [r["update"] for r in rows if "eval/reward_mean" in r]
+        if len(evaluated) > 1:
+            first, last = (Evaluation.load(self._evaluation_file(u)) for u in (evaluated[0], evaluated[-1]))
+            test = paired_test(first.reward, last.reward)
+            result = {"before": evaluated[0], "after": evaluated[-1], "reward": asdict(test)}
+            result["scores"] = {n: asdict(paired_test(first.scores[n], last.scores[n])) for n in first.scores}
+            result["standard_errors"] = test.standard_errors
+            with replacing(self.directory / "evaluation" / "result.json") as partial:
+                partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
+            self._before_after_sheet(first, evaluated[-1])
+            print(
+                f"Paired evaluation: {test.count} prompts, same noise, ODE sampler, update {evaluated[-1]} against "
+                f"update {evaluated[0]}\n{format_comparison(first, last)}"
+            )
+        return RunResult(
+            output_dir=self.directory,
+            update=update,
+            finished=update >= self.config.training.num_updates,
+            test=test,
+        )
+
+    def _before_after_sheet(self, first: Evaluation, update: int) -> None:
+        files = [self.directory / "samples" / f"{which}.npz" for which in ("before", "after")]
+        if not all(f.exists() for f in files):
+            return
+        with np.load(files[0]) as before, np.load(files[1]) as after:
+            rows = [
+                (prompt, torch.from_numpy(before[str(i)]), torch.from_numpy(after[str(i)]))
+                for i, prompt in enumerate(first.prompts[: len(before.files)])
+                if str(i) in after.files
+            ]
+        labels = ("before", f"update {update}")
+        media.before_after_sheet(self.directory / "before_after.png", rows, labels=labels)
+
+
+def check_same_run(saved: dict[str, Any], present: dict[str, Any], checkpoint: Path) -> None:
+    """ConfigError unless the configurations agree in everything that changes numbers."""
+
+    def flatten(tree: object, prefix: str = "") -> dict[str, object]:
+        if isinstance(tree, dict) and tree:
+            return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}{key}.").items()}
+        return {prefix.rstrip("."): list(tree) if isinstance(tree, tuple) else tree}
+
+    old, new = flatten(saved), flatten(present)
+    different = [
+        f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not FREE_ON_RESUME.fullmatch(key)
+    ]
+    if different:
+        raise ConfigError(
+            f"{checkpoint} was made with another configuration: {'; '.join(different[:4])}. Resume with the same "
+            "values, or start a new run in another output_dir."
+        )
+
+
+class RunProgress:
+    """A progress bar on a terminal; one line per update elsewhere (a log file, CI)."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total = total
+        self.bar: tqdm | None = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
+        self._start, self._first = time.monotonic(), done
+        self._last_refresh = 0.0
+        self._summary = ""
+
+    def __enter__(self) -> "RunProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Show where the iteration is; at most five times a second."""
+        if self.bar is not None and time.monotonic() - self._last_refresh > 0.2:
+            self._last_refresh = time.monotonic()
+            self.bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
+
+    def finished(self, record: dict[str, Any]) -> None:
+        """Show the result of an iteration."""
+        parts = []
+        if "reward/mean" in record:
+            parts.append(f"reward {record['reward/mean']:.4f}")
+        if "eval/reward_mean" in record:
+            parts.append(f"evaluation {record['eval/reward_mean']:.4f} (gain {record['eval/paired_gain']:+.4f})")
+        self._summary = "  ".join(parts)
+        update = record["update"]
+        if self.bar is not None:
+            self.bar.update(update - self.bar.n)
+            self.bar.set_postfix_str(self._summary)
+            return
+        seconds = time.monotonic() - self._start
+        left = (self.total - update) * seconds / max(1, update - self._first)
+        eta = f"  {left / 60:.1f} min left" if update > self._first else ""
+        print(f"update {update}/{self.total}  {self._summary}{eta}", file=sys.stderr, flush=True)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of the device, or of this process on a CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,512 @@
+"""The GRPO loop: rollout, reward, advantage, update.
+
+Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, files and
+progress in `run.py`. Everything specific to one model arrives as `Components`.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
+from sage_fast.evaluation import Evaluation, evaluate
+from sage_fast.objective import (
+    KLWeightState,
+    PolicyTerms,
+    anchor_kind,
+    initial_kl_weight,
+    kl_uses,
+    next_kl_weight,
+    policy_loss,
+    weighted_advantages,
+)
+from sage_fast.optim import OptimizerSet
+from sage_fast.policy.base import Components
+from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
+from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
+from sage_fast.records import Prompt, Sample, Trajectory
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rollout import gather_latents, gather_step, micro_batches, rollout_table, sample_trajectory
+from sage_fast.sde import sigma_schedule, transition_table
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(phase, done, total) while an iteration runs."""
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says at which update, why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """Everything one rollout hands to its optimizer updates; N samples in P groups, K trained steps per sample.
+
+    trajectories: micro-batches that together hold the N samples, group after group.
+    advantages: (N,) float32. kept: (N,) bool, False for groups dropped because a reward failed.
+    orders: N lists of K step indices, each sample's own order.
+
+    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96.
+    """
+
+    trajectories: Sequence[Trajectory]
+    advantages: Tensor
+    kept: Tensor
+    orders: Sequence[Sequence[int]]
+
+
+class Trainer:
+    """State of a GRPO run and the step that advances it.
+
+    Args:
+        config: the run.
+        components: the video model; its transformer is modified in place (adapters, requires_grad).
+        reward: what is maximised.
+        prompts: training prompts.
+        eval_prompts: prompts of the paired evaluation.
+        progress: called while an iteration runs.
+
+    Raises:
+        ConfigError, ValueError: the parts do not fit each other; the message names the config key.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        components: Components,
+        reward: CompositeReward,
+        prompts: Sequence[Prompt],
+        eval_prompts: Sequence[Prompt],
+        progress: Progress = lambda phase, done, total: None,
+    ) -> None:
+        self.config = config
+        self.reward = reward
+        self.progress = progress
+        self.device = torch.device(resolve_device(config.model.device))
+        self.decoder = components.video_decoder
+        video = config.video
+        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+
+        transformer = components.transformer.to(self.device)
+        if config.training.mode == "lora":
+            lora = config.lora
+            add_lora(
+                transformer,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                target_modules=lora.target_modules,
+                seed=config.seed,
+            )
+        else:
+            train_all(transformer)
+        if config.model.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+        encoder = components.prompt_encoder
+        self.policy = GuidedPolicy(transformer, encoder.encode([""])[0].to(self.device), config.rollout.guidance_scale)
+        self.parameters = trainable_parameters(transformer)
+        self.optimizer = OptimizerSet(self.parameters, config.optimizer)
+        kind = anchor_kind(config.objective.kl_mode)
+        self.anchor = WeightSnapshot(self.parameters) if kind != "none" else None
+        self.anchor_moves = kind == "moving"
+        self.ema = WeightSnapshot(self.parameters) if config.training.ema_decay else None
+
+        self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
+        self.prompts_per_rollout = config.rollout.batch_size // config.rollout.num_generations
+        # Prompts are encoded once: neither rollout nor update touches a text encoder.
+        self.embeds = {
+            p.text: e.to(self.device) for p, e in zip(prompts, encoder.encode([p.text for p in prompts]), strict=True)
+        }
+        self.eval_samples = [
+            Sample(prompt=p, embeds=e.to(self.device), member=0)
+            for p, e in zip(eval_prompts, encoder.encode([p.text for p in eval_prompts]), strict=True)
+        ]
+
+        self.update = 0
+        """Optimizer updates done."""
+        self.rollouts = 0
+        """Rollouts done; it determines the next prompts."""
+        self.anchor_update = 0
+        """Value of `update` when the anchor was last refreshed."""
+        self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
+        self._seconds: dict[str, float] = {}
+        self._check_trainable_steps()
+
+    # ------------------------------------------------------------------------------------------ one iteration
+
+    def iterate(self) -> dict[str, float]:
+        """One rollout and its optimizer updates. Returns the metrics of the iteration.
+
+        Raises:
+            RewardError: a reward failed and the config says to stop.
+            TrainingError: a loss or gradient is not finite; the weights are those before the update.
+        """
+        self._seconds = {}
+        metrics: dict[str, float] = {}
+        if (
+            self.anchor
+            and self.anchor_moves
+            and self.update - self.anchor_update >= self.config.training.anchor_interval
+        ):
+            self.anchor.refresh()
+            self.anchor_update = self.update
+        with self._phase("rollout"):
+            trajectories = self._rollout()
+        with self._phase("reward"):
+            scored = self._score(trajectories, metrics)
+        with self._phase("anchor"):
+            anchor_velocities = self._anchor_velocities(scored)
+        with self._phase("update"):
+            num_steps = len(scored.orders[0])
+            for positions in split_evenly(num_steps, self.config.training.updates_per_rollout):
+                self._optimizer_update(scored, anchor_velocities, positions, metrics)
+        self.rollouts += 1
+        metrics |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics["time/iteration"] = sum(self._seconds.values())
+        return {"update": self.update} | metrics
+
+    def _rollout(self) -> list[Trajectory]:
+        rollout = self.config.rollout
+        prompts = self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
+        samples = make_groups(prompts, [self.embeds[p.text] for p in prompts], rollout.num_generations)
+        table = rollout_table(rollout, self.rollouts)
+        batches = list(micro_batches(samples, rollout.micro_batch_size))
+        trajectories = []
+        for done, batch in enumerate(batches):
+            self.progress("rollout", done, len(batches))
+            trajectories.append(
+                sample_trajectory(
+                    self.policy,
+                    batch,
+                    table,
+                    self.latent_shape,
+                    seed=self.config.seed,
+                    update=self.update,
+                    shared_initial_noise=rollout.shared_initial_noise,
+                    device=self.device,
+                )
+            )
+        return trajectories
+
+    def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
+        """Decode and score the videos, and turn scores into advantages."""
+        config = self.config
+        collected: list[dict[str, Tensor]] = []
+        failed: list[Tensor] = []
+        for done, trajectory in enumerate(trajectories):
+            self.progress("reward", done, len(trajectories))
+            videos = self.decoder.decode(trajectory.final)
+            if config.reward.on_failure == "stop":
+                collected.append(self.reward.score(videos, trajectory.samples))
+                failed.append(torch.zeros(len(trajectory.samples), dtype=torch.bool))
+            else:
+                scores, lost = self.reward.score_or_mark(videos, trajectory.samples)
+                collected.append(scores)
+                failed.append(lost)
+        groups = (self.prompts_per_rollout, config.rollout.num_generations)
+        kept_groups = ~torch.cat(failed).view(groups).any(1)
+        if not kept_groups.any():
+            raise TrainingError(
+                f"Update {self.update + 1}: the reward failed in every group of the rollout, so there is nothing to "
+                "train on. Set reward.on_failure to stop to see the first error."
+            )
+        # A micro-batch that failed as a whole has no scores; its groups are dropped, so the filler is never read.
+        names = {name for scores in collected for name in scores}
+        columns = {
+            name: torch.cat([s.get(name, lost.double()) for s, lost in zip(collected, failed, strict=True)])
+            for name in sorted(names)
+        }
+        components = {name: values.view(groups)[kept_groups] for name, values in columns.items()}
+        result = weighted_advantages(
+            components,
+            config.reward.weights,
+            normalization=config.advantage.normalization,
+            std=config.advantage.std,
+            clip=config.advantage.clip,
+            eps=config.advantage.eps,
+        )
+        advantages = torch.zeros(groups)
+        advantages[kept_groups] = result.advantages
+        overall = self.reward.overall(components)
+        metrics["reward/mean"] = float(overall.mean())
+        metrics["reward/std"] = float(overall.std(correction=0))
+        for name, values in components.items():
+            metrics[f"reward/{name}_mean"] = float(values.mean())
+            metrics[f"reward/{name}_std"] = float(values.std(correction=0))
+        metrics["reward/dropped_groups"] = int((~kept_groups).sum())
+        metrics["advantage/group_std"] = float(overall.std(dim=1, correction=0).mean())
+        metrics["advantage/abs_mean"] = float(result.advantages.abs().mean())
+        metrics["advantage/zero_spread_groups"] = int(result.zero_spread.sum())
+
+        table = trajectories[0].table
+        trainable = table.trainable.nonzero().flatten().tolist()
+        training = config.training
+        return ScoredRollout(
+            trajectories=trajectories,
+            advantages=advantages.flatten(),
+            kept=kept_groups.repeat_interleave(groups[1]),
+            orders=[
+                step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
+                for trajectory in trajectories
+                for key in trajectory.keys
+            ],
+        )
+
+    @torch.no_grad()
+    def _anchor_velocities(self, scored: ScoredRollout) -> list[list[Tensor]] | None:
+        """Velocities of the anchor weights at every trained step: [trajectory][position] -> (B, C, F, H, W).
+
+        None when the KL mode has no anchor, or when the anchor is the policy that made the rollout: then v_old serves.
+        """
+        if self.anchor is None or self.anchor_update == self.update:
+            return None
+        result = []
+        with self.anchor.applied():
+            for done, (trajectory, orders) in enumerate(self._batches(scored)):
+                self.progress("anchor", done, len(scored.trajectories))
+                embeds = [s.embeds for s in trajectory.samples]
+                result.append(
+                    [
+                        self.policy.velocity(*gather_latents(trajectory, steps), embeds)
+                        for steps in zip(*orders, strict=True)
+                    ]
+                )
+        return result
+
+    def _optimizer_update(
+        self,
+        scored: ScoredRollout,
+        anchor_velocities: list[list[Tensor]] | None,
+        positions: Sequence[int],
+        metrics: dict[str, float],
+    ) -> None:
+        """Gradients of the trained steps at `positions` of every sample's order, then one optimizer step.
+
+        The loss is a sum over samples and steps divided by their global count, so neither the micro-batch size nor
+        the number of ranks changes it.
+        """
+        settings, weight = self.config.objective, self.kl_weight.weight
+        count = int(scored.kept.sum()) * len(positions)
+        collected: list[PolicyTerms] = []
+        first = 0
+        for done, (trajectory, orders) in enumerate(self._batches(scored)):
+            rows = slice(first, first + len(trajectory.samples))
+            first = rows.stop
+            embeds = [s.embeds for s in trajectory.samples]
+            kept = scored.kept[rows].to(self.device)
+            for position in positions:
+                self.progress(
+                    "update", done * len(positions) + position - positions[0], len(scored.trajectories) * len(positions)
+                )
+                step = gather_step(trajectory, [order[position] for order in orders])
+                velocity = self.policy.velocity(step.latents, step.sigma, embeds)
+                terms = policy_loss(
+                    velocity,
+                    step.velocity,
+                    anchor_velocities[done][position] if anchor_velocities else step.velocity,
+                    step.noise,
+                    gain=step.gain,
+                    std=step.std,
+                    scale=step.scale,
+                    advantage=scored.advantages[rows].to(self.device),
+                    kl_weight=weight,
+                    settings=settings,
+                )
+                (torch.where(kept, terms.loss, 0.0).sum() / count).backward()
+                collected.append(PolicyTerms(*(t.detach() for t in terms)))
+        learning_rate = self.optimizer.learning_rate
+        terms = PolicyTerms(*(torch.cat(column) for column in zip(*collected, strict=True)))
+        grad_norm = self.optimizer.clip_gradients()
+        self._check_finite(scored, terms, grad_norm, len(positions))
+        self.optimizer.step()
+        self.update += 1
+        if self.ema is not None and self.config.training.ema_decay:
+            self.ema.average(self.config.training.ema_decay)
+
+        kept = scored.kept.to(self.device).view(-1)
+        mask = torch.cat(
+            [kept[i : i + len(t.samples)].repeat(len(positions)) for i, t in _offsets(scored.trajectories)]
+        )
+        terms = PolicyTerms(*(column[mask] for column in terms))
+        kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
+        self.kl_weight = next_kl_weight(self.kl_weight, float(kl.mean()), self.config.kl_weight)
+        # With several updates per rollout the last one's values stand for the iteration.
+        metrics |= {
+            "loss": float(terms.loss.mean()),
+            "ratio/mean": float(terms.ratio.mean()),
+            "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
+            "log_ratio/mean": float(terms.log_ratio.mean()),
+            "log_ratio/std": float(terms.log_ratio.std(correction=0)),
+            "ratio/clip_fraction": float(terms.clipped.float().mean()),
+            "kl/position": float(terms.kl_position.mean()),
+            "kl/velocity": float(terms.kl_velocity.mean()),
+            "kl/weight": weight,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+        }
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self, keep_videos: int = 0) -> tuple[Evaluation, list[Tensor]]:
+        """Score one ODE sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
+        config = self.config
+        num_steps = config.evaluation.num_steps or config.rollout.num_steps
+        table = transition_table("ode", sigma_schedule(num_steps, config.rollout.shift), 0.0)
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            return evaluate(
+                self.policy,
+                self.decoder,
+                self.reward,
+                self.eval_samples,
+                table,
+                self.latent_shape,
+                seed=config.evaluation.seed,
+                batch_size=config.evaluation.batch_size,
+                keep_videos=keep_videos,
+                device=self.device,
+                on_batch=lambda done, total: self.progress("evaluation", done, total),
+            )
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Weights for a checkpoint, by file stem."""
+        result: dict[str, Mapping[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.parameters.items()}}
+        if self.anchor is not None:
+            result["anchor"] = self.anchor.state_dict()
+        if self.ema is not None:
+            result["ema"] = self.ema.state_dict()
+        return result
+
+    def counters(self) -> dict[str, Any]:
+        """JSON-able state for a checkpoint."""
+        return {
+            "update": self.update,
+            "rollouts": self.rollouts,
+            "anchor_update": self.anchor_update,
+            "kl_weight": self.kl_weight.to_dict(),
+        }
+
+    def binary_state(self) -> dict[str, Any]:
+        """State that only torch can serialise. The trainer draws from no global generator; a custom reward may."""
+        version, words, gauss = random.getstate()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+            "python_rng": [version, list(words), gauss],
+        }
+
+    def load(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any], binary: Mapping[str, Any]
+    ) -> None:
+        """Take over the state of a checkpoint. ValueError when it does not fit this run."""
+        self.load_weights(tensors["weights"])
+        for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)):
+            if snapshot is not None:
+                if name not in tensors:
+                    raise ValueError(f"The checkpoint has no {name} weights, but this run's config needs them.")
+                snapshot.load_state_dict(tensors[name])
+        self.optimizer.load_state_dict(binary["optimizer"])
+        torch.set_rng_state(binary["torch_rng"].cpu())
+        version, words, gauss = binary["python_rng"]
+        random.setstate((version, tuple(words), gauss))
+        self.update = int(counters["update"])
+        self.rollouts = int(counters["rollouts"])
+        self.anchor_update = int(counters["anchor_update"])
+        self.kl_weight = KLWeightState.from_dict(counters["kl_weight"])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over trained weights alone. ValueError unless names and shapes agree."""
+        check_same_tensors({n: p.detach() for n, p in self.parameters.items()}, weights, "weights")
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+
+    # ------------------------------------------------------------------------------------------ helpers
+
+    def _batches(self, scored: ScoredRollout) -> Iterator[tuple[Trajectory, Sequence[Sequence[int]]]]:
+        """Each micro-batch with the step orders of its samples."""
+        for first, trajectory in _offsets(scored.trajectories):
+            yield trajectory, scored.orders[first : first + len(trajectory.samples)]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds[name] = time.perf_counter() - start
+
+    def _check_trainable_steps(self) -> None:
+        """Every window position must leave enough trainable steps; degenerate steps are reported once."""
+        rollout, training = self.config.rollout, self.config.training
+        full = rollout_table(rollout, 0)
+        if full.degenerate:
+            logger.warning(
+                "Steps %s of %s have no positive variance: they are deterministic and not trained.",
+                list(full.degenerate),
+                rollout.sde_type,
+            )
+        if kl_uses(self.config.objective.kl_mode)[1] and training.updates_per_rollout == 1:
+            logger.warning(
+                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update and "
+                "its gradient is zero in expectation; it acts from the second update of a rollout on.",
+                self.config.objective.kl_mode,
+            )
+        cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
+        fewest = min(
+            int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval)
+        )
+        trained = max(1, round(training.timestep_fraction * fewest)) if fewest else 0
+        if trained < training.updates_per_rollout:
+            raise ConfigError(
+                f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which timestep_fraction "
+                f"{training.timestep_fraction} trains {trained}: too few for training.updates_per_rollout = "
+                f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
+            )
+
+    def _check_finite(self, scored: ScoredRollout, terms: PolicyTerms, grad_norm: float, steps: int) -> None:
+        """Stop before the optimizer sees a number that is not finite, naming the prompts it came from."""
+        bad = (~terms.loss.isfinite()).cpu()
+        if not bad.any() and torch.isfinite(torch.tensor(grad_norm)):
+            return
+        rows = [s for t in scored.trajectories for _ in range(steps) for s in t.samples]
+        names = sorted(
+            {f"{s.prompt.index} ({s.prompt.text!r})" for s, wrong in zip(rows, bad.tolist(), strict=True) if wrong}
+        )
+        where = f"the loss of prompt {', '.join(names[:3])}" if names else f"the gradient norm ({grad_norm})"
+        self.optimizer.zero_grad()
+        raise TrainingError(
+            f"Update {self.update + 1}: {where} is not finite. The weights were not changed. Resume from the last "
+            "checkpoint with a lower optimizer.learning_rate, or with model.dtype float32."
+        )
+
+
+def _offsets(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Trajectory]]:
+    """Each micro-batch with the index of its first sample in the rollout."""
+    first = 0
+    for trajectory in trajectories:
+        yield first, trajectory
+        first += len(trajectory.samples)
+
+
+def resolve_device(name: str) -> str:
+    """`auto` becomes cuda where there is one. ConfigError for a device torch cannot use."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device is {name!r}, which torch cannot use here: {error}. Use auto or cpu."
+        ) from error
+    return name

@@ -1,0 +1,68 @@
+"""Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sage_fast.config import RunConfig, load_config
+from sage_fast.toy.components import CONFIG_NAME, TRANSFORMER_CONFIG, WEIGHTS_NAME, build_transformer, stored_parameters
+
+torch.set_num_threads(1)
+
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "mlp_ratio": 2.0,
+    "rope_axes_dim": [4, 4, 4],
+}
+
+TINY_RUN: dict[str, Any] = {
+    "data": {"prompts": "configs/prompts/toy_train.csv"},
+    "video": {"num_frames": 4, "height": 16, "width": 16, "fps": 4},
+    "rollout": {
+        "num_steps": 4,
+        "shift": 3.0,
+        "guidance_scale": 2.0,
+        "num_generations": 2,
+        "batch_size": 4,
+        "micro_batch_size": 4,
+    },
+    "lora": {"rank": 2},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+    "training": {"num_updates": 2},
+    "evaluation": {"num_prompts": 4, "every": 2, "batch_size": 4, "num_samples": 2},
+    "checkpoint": {"every": 1, "keep_last": 2},
+    "logging": {"tensorboard": False},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random two-block transformer over the toy world's captions and codec."""
+    folder = tmp_path_factory.mktemp("tiny_model")
+    config = TRANSFORMER_CONFIG | TINY
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformer = build_transformer(config)
+    save_file(stored_parameters(transformer), folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """`tiny_run("--training.mode=full")` is the config of a two-update run in a fresh directory."""
+    file = tmp_path / "run.yaml"
+    tree = TINY_RUN | {"output_dir": str(tmp_path / "run"), "model": {"path": str(tiny_model)}}
+    file.write_text(json.dumps(tree))
+
+    def make(*overrides: str) -> RunConfig:
+        return load_config(file, overrides)
+
+    return make

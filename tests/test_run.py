@@ -1,0 +1,221 @@
+"""A run as the user sees it: files, resume after any end, signals, damaged checkpoints."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.checkpoint import list_checkpoints
+from sage_fast.config import RunConfig, dump_config, load_config
+from sage_fast.metrics import read_metrics
+from sage_fast.run import Run
+
+MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Metrics without timings and memory, which no two runs share."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def with_output(config: RunConfig, output: Path, **changes: Any) -> RunConfig:
+    config.output_dir = str(output)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
+    config = tiny_run("--logging.tensorboard=true")
+    result = Run(config).train()
+    run = result.output_dir
+    assert result.finished and result.update == 2 and result.test is not None and result.test.count == 4
+    for name in ("config.yaml", "environment.json", "reward.png", "before_after.png", "evaluation/result.json"):
+        assert (run / name).stat().st_size > 0, name
+    assert [row["update"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert len(list((run / "samples/update-000002").glob("*.mp4"))) == 2
+    assert (run / "samples/update-000000.png").exists()
+    assert list((run / "tensorboard").iterdir())
+    assert load_config(run / "config.yaml") == config
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__.split("+")[0] or environment["packages"]["torch"]
+    wanted = {
+        "reward/mean", "reward/std", "reward/VQ_mean", "advantage/group_std", "advantage/zero_spread_groups",
+        "ratio/mean", "ratio/max_deviation", "log_ratio/std", "ratio/clip_fraction", "kl/position", "kl/velocity",
+        "kl/weight", "grad_norm", "learning_rate", "time/rollout", "time/update", "memory/peak_gib",
+    }  # fmt: skip
+    assert wanted <= set(read_metrics(run / "metrics.jsonl")[-1])
+
+
+def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: MakeRun) -> None:
+    from sage_fast.policy.hunyuan15 import velocity
+    from sage_fast.toy.components import load_components
+
+    config = tiny_run("--optimizer.learning_rate=0.05")
+    run = Run(config)
+    run.train()
+    trained = run.trainer.policy.transformer
+    stock = load_components(config.model.path).transformer
+    sample = run.trainer.eval_samples[0]
+    x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.7])
+    with torch.no_grad():
+        expected = velocity(trained, x, sigma, [sample.embeds])
+        before = velocity(stock, x, sigma, [sample.embeds])
+        stock.load_lora_adapter(list_checkpoints(run.checkpoints)[-1] / "lora", prefix="transformer")
+        loaded = velocity(stock, x, sigma, [sample.embeds])
+    assert not torch.allclose(before, expected, atol=1e-4)
+    torch.testing.assert_close(loaded, expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--objective.kl_mode=dual", "--training.anchor_interval=2"),
+        ("--optimizer.name=muon", "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.9"),
+        ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
+    ],
+    ids=["lora-anchor", "full-muon-ema", "window-two-updates"],
+)
+def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    def config(output: str, updates: int, resume: str) -> RunConfig:
+        given = (*overrides, f"--training.num_updates={updates}", "--checkpoint.every=2", f"--resume={resume}")
+        return with_output(tiny_run(*given), tmp_path / output)
+
+    Run(config("whole", 6, "none")).train()
+    Run(config("parts", 4, "none")).train()
+    Run(config("parts", 6, "auto")).train()
+    whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
+    # The shorter run also evaluated at its own end.
+    assert [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in parts] == [
+        {k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole
+    ]
+    assert parts[-1] == whole[-1]
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-m", "sage_fast", "train", str(config), "--resume", "auto"]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {count} metrics lines: exit status {process.poll()}")
+
+
+def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
+    files = {}
+    for name in ("whole", "killed"):
+        config = tiny_run(
+            "--training.num_updates=12", "--checkpoint.every=2", "--evaluation.every=4", "--num_threads=1"
+        )
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(dump_config(with_output(config, tmp_path / name)))
+    subprocess.run(command(files["whole"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250)
+
+    moments = random.Random(20)
+    for lines in (2, 5, 9):
+        process = subprocess.Popen(
+            command(files["killed"]),
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_for_lines(tmp_path / "killed/metrics.jsonl", lines, process)
+        time.sleep(moments.uniform(0, 0.5))
+        process.kill()
+        process.communicate()
+    # A machine that died while writing: the newest checkpoint is there but cut short.
+    newest = list_checkpoints(tmp_path / "killed/checkpoints")[-1]
+    with (newest / "weights.safetensors").open("r+b") as file:
+        file.truncate(100)
+    end = subprocess.run(
+        command(files["killed"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250, text=True
+    )
+    assert "Skipping a damaged checkpoint" in end.stderr and newest.name in end.stderr
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
+    tiny_run: MakeRun, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = with_output(tiny_run("--training.num_updates=500", "--checkpoint.every=500"), tmp_path / "stopped")
+    file = tmp_path / "stopped.yaml"
+    file.write_text(dump_config(config))
+    process = subprocess.Popen(
+        command(file), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_lines(tmp_path / "stopped/metrics.jsonl", 3, process)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    done = read_metrics(tmp_path / "stopped/metrics.jsonl")[-1]["update"]
+    assert f"Stopped after update {done}" in output and f"sage-fast train {file} --resume auto" in output
+    assert list_checkpoints(tmp_path / "stopped/checkpoints")[-1].name == f"update-{done:06d}"
+
+
+def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:
+    result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=2")).train()
+    names = [p.name for p in list_checkpoints(result.output_dir / "checkpoints")]
+    assert names == ["update-000003", "update-000004"]
+
+
+def test_a_finished_run_resumes_to_its_result(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Run(tiny_run()).train()
+    before = numbers(first.output_dir)
+    again = Run(tiny_run("--resume=auto")).train()
+    assert again == first and numbers(first.output_dir) == before
+    assert capsys.readouterr().out.count("Paired evaluation: 4 prompts") == 2
+
+
+def test_a_partial_checkpoint_is_never_picked_up(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = Path(Run(tiny_run()).train().output_dir)
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    shutil.copytree(newest, newest.with_name("update-000009"))
+    (newest.with_name("update-000009") / "manifest.json").unlink()
+    shutil.copytree(newest, newest.with_name(".update-000011.partial"))
+    resumed = Run(tiny_run("--resume=auto"))
+    assert resumed.checkpoint == newest
+    assert "update-000009" in caplog.text
+
+
+def test_generate_and_evaluate_a_finished_run(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sage_fast.cli import main
+
+    run = str(Run(tiny_run("--optimizer.learning_rate=0.05")).train().output_dir)
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("a blue square moving up\na red circle moving left\n")
+    videos = tmp_path / "videos"
+    arguments = ["--prompts", str(prompts), "--output", str(videos)]
+    assert main(["generate", run, *arguments, "--num_videos", "2", "--sampler", "sage_grpo"]) == 0
+    assert len(list(videos.glob("*.mp4"))) == 4 and (videos / "contact_sheet.png").exists()
+    assert main(["evaluate", run, "--output", str(tmp_path / "scores")]) == 0
+    printed = capsys.readouterr().out
+    assert "4 prompts, same noise, ODE sampler" in printed
+    after = json.loads((tmp_path / "scores/after.json").read_text())
+    assert after == json.loads((Path(run) / "evaluation/update-000002.json").read_text())

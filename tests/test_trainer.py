@@ -1,0 +1,299 @@
+"""The GRPO loop on a tiny random model: what is computed, not how fast."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import RunConfig
+from sage_fast.policy.hunyuan15 import GuidedPolicy, dead_modules, is_dead
+from sage_fast.rollout import rollout_table
+from sage_fast.run import build_trainer
+from sage_fast.trainer import Trainer, TrainingError
+
+MakeRun = Callable[..., RunConfig]
+UNTIMED = ("time/", "memory/")
+
+
+def numbers(record: dict[str, float]) -> dict[str, float]:
+    """A metrics record without what may differ between two identical runs."""
+    return {k: v for k, v in record.items() if not k.startswith(UNTIMED)}
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.parameters.items()}
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """(batch size, gradient enabled) of every guided velocity."""
+    calls: list[tuple[int, bool]] = []
+    velocity = GuidedPolicy.velocity
+
+    def counted(self: GuidedPolicy, latents: Tensor, *rest: object) -> Tensor:
+        calls.append((len(latents), torch.is_grad_enabled()))
+        return velocity(self, latents, *rest)
+
+    monkeypatch.setattr(GuidedPolicy, "velocity", counted)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("equalizer", ["true", "false"])
+@pytest.mark.parametrize("kl_mode", ["none", "fixed", "stepwise", "moving", "dual"])
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
+def test_every_algorithm_is_finite_and_deterministic(
+    tiny_run: MakeRun, sde_type: str, kl_mode: str, equalizer: str, mode: str
+) -> None:
+    config = tiny_run(
+        f"--rollout.sde_type={sde_type}",
+        f"--objective.kl_mode={kl_mode}",
+        f"--objective.equalizer={equalizer}",
+        f"--training.mode={mode}",
+        "--training.anchor_interval=1",
+        "--kl_weight.minimum=1.0",
+        "--kl_weight.maximum=1.0",
+    )
+    runs = []
+    for _ in range(2):
+        trainer = build_trainer(config)
+        start = weights(trainer)
+        records = [numbers(trainer.iterate()) for _ in range(2)]
+        moved = max(float((p - start[n]).abs().max()) for n, p in weights(trainer).items())
+        assert moved > 0
+        assert all(math.isfinite(v) for record in records for v in record.values())
+        assert records[0]["ratio/max_deviation"] == 0.0
+        runs.append((records, weights(trainer)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][n], w) for n, w in runs[1][1].items())
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_the_ratio_of_every_on_policy_update_is_exactly_one(tiny_run: MakeRun, mode: str, guidance: float) -> None:
+    trainer = build_trainer(tiny_run(f"--training.mode={mode}", f"--rollout.guidance_scale={guidance}"))
+    for _ in range(3):
+        record = trainer.iterate()
+        assert record["ratio/max_deviation"] == 0.0
+        assert record["log_ratio/mean"] == 0.0
+
+
+def test_micro_batch_size_changes_nothing_but_rounding(tiny_run: MakeRun) -> None:
+    results = []
+    for size in (4, 2, 1):
+        trainer = build_trainer(tiny_run(f"--rollout.micro_batch_size={size}"))
+        record = trainer.iterate()
+        results.append((record["reward/mean"], record["grad_norm"], weights(trainer)))
+    for reward, grad_norm, after in results[1:]:
+        assert reward == pytest.approx(results[0][0], abs=2e-4)  # a rounded pixel may differ by one
+        assert grad_norm == pytest.approx(results[0][1], rel=1e-3)
+        # AdamW's first step is the sign of the gradient, so compare directions rather than tiny entries.
+        a = torch.cat([w.flatten() for w in after.values()])
+        b = torch.cat([w.flatten() for w in results[0][2].values()])
+        assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999
+
+
+def test_several_updates_per_rollout_move_the_ratio(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(
+        tiny_run("--training.updates_per_rollout=2", "--training.num_updates=4", "--optimizer.learning_rate=0.01")
+    )
+    record = trainer.iterate()
+    assert trainer.update == 2 and trainer.rollouts == 1
+    assert record["ratio/max_deviation"] > 0
+
+
+def test_forwards_per_phase(tiny_run: MakeRun, forwards: list[tuple[int, bool]]) -> None:
+    """4 rollout steps, 4 anchor forwards unless the anchor is fresh, 4 training forwards."""
+    trainer = build_trainer(tiny_run("--training.anchor_interval=2"))
+    counts = []
+    for _ in range(4):
+        forwards.clear()
+        trainer.iterate()
+        counts.append((sum(not grad for _, grad in forwards), sum(grad for _, grad in forwards)))
+    assert counts == [(4, 4), (8, 4), (4, 4), (8, 4)]
+
+
+def test_the_moving_anchor_follows_and_the_fixed_one_stays(tiny_run: MakeRun) -> None:
+    for kl_mode in ("moving", "fixed"):
+        trainer = build_trainer(tiny_run(f"--objective.kl_mode={kl_mode}", "--training.anchor_interval=2"))
+        start = weights(trainer)
+        history = []
+        for _ in range(3):
+            trainer.iterate()
+            assert trainer.anchor is not None
+            history.append({n: v.clone() for n, v in trainer.anchor.values.items()})
+        same = [all(torch.equal(h[n], start[n]) for n in start) for h in history]
+        assert same == ([True, True, False] if kl_mode == "moving" else [True, True, True])
+
+
+def test_position_kl_is_zero_at_a_fresh_anchor_only(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--training.anchor_interval=2"))
+    values = [trainer.iterate()["kl/position"] for _ in range(4)]
+    assert values[0] == values[2] == 0.0
+    assert values[1] > 0 and values[3] > 0
+
+
+def test_lora_copies_no_frozen_weight(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--training.ema_decay=0.9"))
+    frozen = {n: p.detach().clone() for n, p in trainer.policy.transformer.named_parameters() if not p.requires_grad}
+    assert trainer.anchor is not None and trainer.ema is not None
+    assert set(trainer.anchor.values) == set(trainer.ema.values) == set(trainer.parameters)
+    assert all("lora_" in n and p.dtype == torch.float32 for n, p in trainer.parameters.items())
+    trainer.iterate()
+    after = dict(trainer.policy.transformer.named_parameters())
+    assert all(torch.equal(after[n], w) for n, w in frozen.items())
+
+
+def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun) -> None:
+    for mode in ("lora", "full"):
+        trainer = build_trainer(tiny_run(f"--training.mode={mode}"))
+        dead = dead_modules(trainer.policy.transformer)
+        assert not any(is_dead(name, dead) for name in trainer.parameters)
+        trainer.optimizer.zero_grad()
+        trainer.optimizer.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
+        trainer.iterate()
+        assert all(p.grad is not None for p in trainer.parameters.values())
+
+
+def test_bfloat16_base_keeps_float32_adapters_and_ratio_one(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--model.dtype=bfloat16"))
+    assert trainer.policy.transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in trainer.parameters.values())
+    assert [trainer.iterate()["ratio/max_deviation"] for _ in range(2)] == [0.0, 0.0]
+
+
+def test_gradient_checkpointing_changes_no_number(tiny_run: MakeRun) -> None:
+    records = []
+    for flag in ("true", "false"):
+        trainer = build_trainer(tiny_run(f"--model.gradient_checkpointing={flag}"))
+        records.append([numbers(trainer.iterate()) for _ in range(2)])
+    assert records[0] == records[1]
+
+
+def test_timesteps_are_permuted_per_sample_and_fraction_counts(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--rollout.num_steps=8", "--training.timestep_fraction=0.5"))
+    scored = trainer._score(trainer._rollout(), {})
+    assert all(len(set(order)) == len(order) == 4 for order in scored.orders)
+    assert len({tuple(order) for order in scored.orders}) > 1
+    trainer = build_trainer(tiny_run("--rollout.num_steps=8", "--training.permute_timesteps=false"))
+    scored = trainer._score(trainer._rollout(), {})
+    trainable = rollout_table(trainer.config.rollout, 0).trainable.nonzero().flatten().tolist()
+    assert all(list(order) == trainable for order in scored.orders)
+
+
+def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
+    config = tiny_run(
+        "--rollout.num_steps=6",
+        "--rollout.sde_window.size=2",
+        "--rollout.sde_window.start=1",
+        "--rollout.sde_window.interval=2",
+    )
+    windows = [rollout_table(config.rollout, r).trainable.nonzero().flatten().tolist() for r in range(11)]
+    assert windows[0] == windows[1] == [1, 2] and windows[2] == [2, 3] and windows[8] == [0, 5]
+    assert all(rollout_table(config.rollout, 0).std[i] == 0 for i in (0, 3, 4, 5))
+    trainer = build_trainer(config)
+    scored = trainer._score(trainer._rollout(), {})
+    assert all(set(order) == {1, 2} for order in scored.orders)
+    fixed = tiny_run("--rollout.sde_window.steps=[0,2]")
+    assert rollout_table(fixed.rollout, 7).trainable.nonzero().flatten().tolist() == [0, 2]
+
+
+def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
+    for shared in ("true", "false"):
+        trainer = build_trainer(tiny_run(f"--rollout.shared_initial_noise={shared}"))
+        start = trainer._rollout()[0].latents[0]
+        assert torch.equal(start[0], start[1]) == (shared == "true")
+        assert not torch.equal(start[0], start[2])
+
+
+def test_noise_does_not_depend_on_the_micro_batch(tiny_run: MakeRun) -> None:
+    whole = build_trainer(tiny_run())._rollout()
+    single = build_trainer(tiny_run("--rollout.micro_batch_size=1"))._rollout()
+    assert torch.equal(whole[0].latents[0], torch.cat([t.latents[0] for t in single]))
+    torch.testing.assert_close(whole[0].final, torch.cat([t.final for t in single]), rtol=1e-4, atol=1e-4)
+
+
+def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1"))
+    start = weights(trainer)
+    trainer.iterate()
+    assert trainer.ema is not None
+    after = weights(trainer)
+    for name, value in trainer.ema.values.items():
+        torch.testing.assert_close(value, 0.5 * start[name] + 0.5 * after[name])
+    averaged = trainer.evaluate()[0].reward
+    trainer.ema.refresh()
+    assert trainer.evaluate()[0].reward != averaged
+    assert all(torch.equal(after[n], p) for n, p in weights(trainer).items())
+
+
+def test_muon_takes_matrices_and_adamw_the_rest(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--optimizer.name=muon", "--training.mode=full"))
+    muon, adamw = trainer.optimizer.optimizers
+    assert type(muon).__name__ == "Muon" and type(adamw).__name__ == "AdamW"
+    assert all(p.ndim == 2 for group in muon.param_groups for p in group["params"])
+    assert sum(len(g["params"]) for o in (muon, adamw) for g in o.param_groups) == len(trainer.parameters)
+    assert math.isfinite(trainer.iterate()["grad_norm"])
+
+
+def test_learning_rate_warms_up(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--optimizer.warmup_updates=4"))
+    rates = [trainer.iterate()["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_gradients_are_clipped_to_the_global_norm(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--optimizer.max_grad_norm=1e-6"))
+    norms: list[float] = []
+    step = trainer.optimizer.step
+
+    def spy() -> None:
+        grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
+        norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+        step()
+
+    trainer.optimizer.step = spy  # type: ignore[method-assign]
+    assert trainer.iterate()["grad_norm"] > 1e-6
+    assert norms[0] == pytest.approx(1e-6, rel=1e-2)
+
+
+def test_a_prompt_twice_in_a_rollout_gets_fresh_noise(tiny_run: MakeRun, tmp_path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("a red circle moving left\n")
+    trainer = build_trainer(tiny_run(f"--data.prompts={file}", "--evaluation.every=0", "--evaluation.num_prompts=null"))
+    start = trainer._rollout()[0].latents[0]
+    for a, b in itertools.combinations(range(4), 2):
+        assert not torch.equal(start[a], start[b])
+
+
+def test_a_prompt_seed_replaces_the_run_seed(tiny_run: MakeRun, tmp_path) -> None:
+    file = tmp_path / "seeded.csv"
+    file.write_text("prompt,seed\na red circle moving left,7\na blue square moving up,\n")
+    starts = []
+    for seed in (0, 1):
+        trainer = build_trainer(
+            tiny_run(f"--data.prompts={file}", "--data.shuffle=false", "--evaluation.num_prompts=2", f"--seed={seed}")
+        )
+        starts.append(trainer._rollout()[0].latents[0])
+    assert torch.equal(starts[0][:2], starts[1][:2])
+    assert not torch.equal(starts[0][2:], starts[1][2:])
+
+
+def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(tiny_run())
+    before = weights(trainer)
+    velocity = GuidedPolicy.velocity
+
+    def poisoned(self: GuidedPolicy, *rest: object) -> Tensor:
+        v = velocity(self, *rest)
+        if torch.is_grad_enabled():
+            v = torch.cat([v[:1] * float("nan"), v[1:]])
+        return v
+
+    monkeypatch.setattr(GuidedPolicy, "velocity", poisoned)
+    with pytest.raises(TrainingError, match=r"Update 1: the loss of prompt .* is not finite.*not changed"):
+        trainer.iterate()
+    assert all(torch.equal(before[n], p) for n, p in weights(trainer).items())

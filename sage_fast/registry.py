@@ -7,6 +7,8 @@ Everything that is specific to one model family or one reward is reached through
 import importlib
 from typing import Any
 
+from sage_fast.config import ConfigError
+
 MODEL_FAMILIES = {
     "toy": "sage_fast.toy.components:load_components",
 }
@@ -19,17 +21,17 @@ REWARDS = {
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
     """The object behind a short name or a `package.module:attribute`.
 
-    Raises ValueError naming the config `key` when the name is unknown or cannot be imported.
+    Raises ConfigError naming the config `key` when the name is unknown or cannot be imported.
     """
     target = table.get(name, name)
     module_name, separator, attribute = target.partition(":")
     if not separator:
-        raise ValueError(
+        raise ConfigError(
             f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
-        raise ValueError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.") from error
+        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.") from error
     except AttributeError as error:
-        raise ValueError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error
+        raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error

@@ -15,7 +15,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.trainer import Trainer
+from sage_fast.trainer import Trainer, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,10 @@ class Run:
         self.config = config
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
-        # Before the model is loaded: a directory or checkpoint that cannot be used is found in a second.
-        self.checkpoint = self._prepare_directory()
+        # Before the model is loaded: a checkpoint that cannot be used is found in a second.
+        self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config)
+        self._prepare_directory()
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal asks to stop.
@@ -163,17 +164,28 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ directory, resume
 
-    def _prepare_directory(self) -> Path | None:
-        """Create the run directory; find the checkpoint to go on from, None for a fresh start."""
+    def _find_checkpoint(self) -> CheckpointData | None:
+        """The checkpoint to go on from, None for a fresh start. Nothing of an existing run is touched."""
         has_run = (self.directory / "metrics.jsonl").exists() or self.checkpoints.exists()
         if self.config.resume == "none" and has_run:
             raise ConfigError(
                 f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
                 "another output_dir."
             )
+        folder = find_checkpoint(self.config.resume, self.checkpoints)
+        if folder is None:
+            if self.config.resume == "auto" and has_run:
+                logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
+            return None
+        data = load_checkpoint(folder, resolve_device(self.config.model.device))
+        check_same_run(data.state["config"], to_dict(self.config), folder)
+        logger.info("Going on from %s.", folder)
+        return data
+
+    def _prepare_directory(self) -> None:
+        """Create the run directory and record what is being run."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            checkpoint = find_checkpoint(self.config.resume, self.checkpoints)
             save_config(self.config, self.directory / "config.yaml")
             write_environment(self.directory)
         except OSError as error:
@@ -181,18 +193,12 @@ class Run:
                 f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
                 "space and write permission."
             ) from error
-        if checkpoint is None and self.config.resume == "auto" and has_run:
-            logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
-        return checkpoint
 
-    def _restore(self, checkpoint: Path) -> None:
-        data = load_checkpoint(checkpoint, self.trainer.device)
-        check_same_run(data.state["config"], to_dict(self.config), checkpoint)
+    def _restore(self, data: CheckpointData) -> None:
         try:
             self.trainer.load(data.tensors, data.state["trainer"], data.binary)
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
-        logger.info("Going on from %s.", checkpoint)
+            raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
 
     def _save(self) -> None:
         trainer, mode = self.trainer, self.config.training.mode
@@ -304,7 +310,7 @@ class Run:
         media.before_after_sheet(self.directory / "before_after.png", rows, labels=labels)
 
 
-def check_same_run(saved: dict[str, Any], present: dict[str, Any], checkpoint: Path) -> None:
+def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpoint: Path) -> None:
     """ConfigError unless the configurations agree in everything that changes numbers."""
 
     def flatten(tree: object, prefix: str = "") -> dict[str, object]:

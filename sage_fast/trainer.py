@@ -458,8 +458,8 @@ class Trainer:
             )
         if kl_uses(self.config.objective.kl_mode)[1] and training.updates_per_rollout == 1:
             logger.warning(
-                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update and "
-                "its gradient is zero in expectation; it acts from the second update of a rollout on.",
+                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update "
+                "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
                 self.config.objective.kl_mode,
             )
         cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1

@@ -198,7 +198,7 @@ def test_a_partial_checkpoint_is_never_picked_up(tiny_run: MakeRun, caplog: pyte
     (newest.with_name("update-000009") / "manifest.json").unlink()
     shutil.copytree(newest, newest.with_name(".update-000011.partial"))
     resumed = Run(tiny_run("--resume=auto"))
-    assert resumed.checkpoint == newest
+    assert resumed.checkpoint is not None and resumed.checkpoint.state["trainer"]["update"] == 2
     assert "update-000009" in caplog.text
 
 

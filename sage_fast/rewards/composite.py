@@ -83,8 +83,8 @@ class CompositeReward:
         """As `score`, but a failure marks its sample instead of raising.
 
         Returns:
-            The scores that could be had (zero where they failed, without a name that failed everywhere), and (B,) bool, True
-            where a reward failed.
+            The scores that could be had (zero where they failed, without a name that failed everywhere), and
+            (B,) bool, True where a reward failed.
         """
         try:
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)

@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
+        usage="sage-fast train CONFIG [--section.key=value ...]",
         help="train, or go on with a run",
         description="Train a model as a YAML file says. Any key can be overridden: --section.key=value.",
         epilog=TRAIN_EPILOG,
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Score a checkpoint and the base model on the same prompts and noise and print the paired test.",
     )
     for command in (generate, evaluate):
+        command.usage = f"sage-fast {command.prog.split()[-1]} CONFIG [options] [--section.key=value ...]"
         command.add_argument("config", help="run directory, or YAML file of a run; keys can be overridden as in train")
         command.add_argument(
             "--checkpoint",
@@ -129,7 +131,8 @@ def _describe(error: Exception) -> str:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> "RunConfig":
-    from sage_fast.config import ConfigError, load_config
+    from sage_fast.config import ConfigError
+    from sage_fast.config_file import load_config
 
     if options.config is not None and options.config.startswith("-"):
         raise ConfigError(f"expected a YAML file before {options.config!r}")
@@ -140,7 +143,8 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> "RunConfig
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from sage_fast.config import ConfigError, build_parser, dump_config
+    from sage_fast.config import ConfigError
+    from sage_fast.config_file import build_parser, dump_config
 
     if options.keys:
         print(build_parser(prog="sage-fast train CONFIG", usage="%(prog)s [--section.key=value ...]").format_help())

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,27 +94,28 @@ def evaluate(
     *,
     seed: int,
     batch_size: int,
-    keep_videos: int = 0,
+    keep_videos: Collection[int] = (),
     device: torch.device | str = "cpu",
     on_batch: Callable[[int, int], None] | None = None,
-) -> tuple[Evaluation, list[Tensor]]:
+) -> tuple[Evaluation, dict[int, Tensor]]:
     """Generate and score one video per sample.
 
     Returns:
-        The scores, and the first `keep_videos` videos, (F, 3, H, W) uint8 each.
+        The scores, and the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
     """
     scores: dict[str, list[float]] = {}
     overall: list[float] = []
-    videos: list[Tensor] = []
+    videos: dict[int, Tensor] = {}
     batches = list(micro_batches(samples, batch_size))
     for done, batch in enumerate(batches):
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
         decoded = decoder.decode(trajectory.final)
         batch_scores = reward.score(decoded, batch)
+        first = len(overall)
+        videos |= {first + row: video.cpu() for row, video in enumerate(decoded) if first + row in keep_videos}
         overall += reward.overall(batch_scores).tolist()
         for name, value in batch_scores.items():
             scores.setdefault(name, []).extend(value.tolist())
-        videos += list(decoded[: max(0, keep_videos - len(videos))].cpu())
         if on_batch is not None:
             on_batch(done + 1, len(batches))
     return Evaluation(prompts=[s.prompt.text for s in samples], scores=scores, reward=overall), videos

@@ -15,7 +15,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from sage_fast.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from sage_fast.config import ConfigError, RunConfig, save_config, to_dict
+from sage_fast.config import ConfigError, RunConfig, to_dict
+from sage_fast.config_file import save_config
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
 from sage_fast.files import replacing
 from sage_fast.generate import video_file_name
@@ -125,6 +126,9 @@ class Run:
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config)
+        # Spread over the file: neighbouring prompts are often variations of one another.
+        count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
+        self.sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
         self._prepare_directory()
 
     def train(self) -> RunResult:
@@ -229,14 +233,14 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, write samples and scores, and return the metrics."""
         trainer, config = self.trainer, self.config
-        evaluation, videos = trainer.evaluate(keep_videos=config.evaluation.num_samples)
+        evaluation, videos = trainer.evaluate(keep_videos=self.sample_rows)
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
-        for index, (prompt, video) in enumerate(zip(evaluation.prompts, videos, strict=False)):
-            file = self.directory / "samples" / name / video_file_name(index, prompt)
+        for row, video in videos.items():
+            file = self.directory / "samples" / name / video_file_name(row, evaluation.prompts[row])
             media.write_video(file, video, config.video.fps)
         if videos:
-            rows = list(zip(evaluation.prompts, videos, strict=False))
+            rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
             media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")
             if trainer.update == 0:
                 self._keep_frames("before", videos)
@@ -259,12 +263,12 @@ class Run:
     def _evaluation_file(self, update: int) -> Path:
         return self.directory / "evaluation" / f"update-{update:06d}.json"
 
-    def _keep_frames(self, which: str, videos: Sequence[Tensor]) -> None:
+    def _keep_frames(self, which: str, videos: Mapping[int, Tensor]) -> None:
         """Keep a few frames of the sample videos for the before/after sheet, also across a resume."""
         frames = {}
-        for index, video in enumerate(videos):
+        for row, video in videos.items():
             chosen = torch.linspace(0, len(video) - 1, min(8, len(video))).round().long()
-            frames[str(index)] = video[chosen].numpy()
+            frames[str(row)] = video[chosen].numpy()
         with replacing(self.directory / "samples" / f"{which}.npz") as partial, partial.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **frames)
 
@@ -302,12 +306,12 @@ class Run:
             return
         with np.load(files[0]) as before, np.load(files[1]) as after:
             rows = [
-                (prompt, torch.from_numpy(before[str(i)]), torch.from_numpy(after[str(i)]))
-                for i, prompt in enumerate(first.prompts[: len(before.files)])
-                if str(i) in after.files
+                (first.prompts[int(row)], torch.from_numpy(before[row]), torch.from_numpy(after[row]))
+                for row in before.files
+                if row in after.files
             ]
-        labels = ("before", f"update {update}")
-        media.before_after_sheet(self.directory / "before_after.png", rows, labels=labels)
+        title = f"same prompt, same noise: before training and after update {update}"
+        media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
 
 
 def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpoint: Path) -> None:

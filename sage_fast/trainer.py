@@ -7,7 +7,7 @@ progress in `run.py`. Everything specific to one model arrives as `Components`.
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -356,7 +356,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, keep_videos: int = 0) -> tuple[Evaluation, list[Tensor]]:
+    def evaluate(self, keep_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
         """Score one ODE sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
         config = self.config
         num_steps = config.evaluation.num_steps or config.rollout.num_steps

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.config import RunConfig, load_config
+from sage_fast.config import RunConfig
+from sage_fast.config_file import load_config
 from sage_fast.toy.components import CONFIG_NAME, TRANSFORMER_CONFIG, WEIGHTS_NAME, build_transformer, stored_parameters
 
 torch.set_num_threads(1)

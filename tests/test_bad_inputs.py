@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sage_fast import cli
 from sage_fast.checkpoint import CheckpointError, list_checkpoints, save_checkpoint, verify_checkpoint
-from sage_fast.config import ConfigError, RunConfig, dump_config, load_config
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
 from sage_fast.policy.hunyuan15 import GuidedPolicy
 from sage_fast.rewards.base import RewardError
@@ -30,7 +31,7 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 CONFIG_MISTAKES = {
     "unknown-key": (["--rollout.ettaa=0.5"], ["rollout.ettaa", "rollout.eta"]),
-    "right-key-wrong-section": (["--training.learning_rate=1e-4"], ["training.learning_rate", "optimizer.learning_rate"]),
+    "right-key-wrong-section": (["--training.learning_rate=1e-4"], ["training.learning_rate", "optimizer.learning_rate"]),  # noqa: E501
     "wrong-type": (["--rollout.eta=high"], ["rollout.eta", "'high'", "float"]),
     "wrong-integer": (["--rollout.num_steps=2.5"], ["rollout.num_steps", "2.5", "int"]),
     "unknown-sampler": (["--rollout.sde_type=ddim"], ["rollout.sde_type", "'ddim'", "sage_grpo"]),

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.config import RunConfig, dump_config, load_config
+from sage_fast.config import RunConfig
+from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
 from sage_fast.run import Run
 
@@ -63,6 +64,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
 
 def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: MakeRun) -> None:
     from sage_fast.policy.hunyuan15 import velocity
+    from sage_fast.policy.lora import ADAPTER_FILE
     from sage_fast.toy.components import load_components
 
     config = tiny_run("--optimizer.learning_rate=0.05")
@@ -76,7 +78,9 @@ def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: Ma
     with torch.no_grad():
         expected = velocity(trained, x, sigma, [sample.embeds])
         before = velocity(stock, x, sigma, [sample.embeds])
-        stock.load_lora_adapter(list_checkpoints(run.checkpoints)[-1] / "lora", prefix="transformer")
+        stock.load_lora_adapter(
+            str(list_checkpoints(run.checkpoints)[-1] / "lora"), prefix=None, weight_name=ADAPTER_FILE
+        )
         loaded = velocity(stock, x, sigma, [sample.embeds])
     assert not torch.allclose(before, expected, atol=1e-4)
     torch.testing.assert_close(loaded, expected)

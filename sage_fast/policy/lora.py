@@ -105,7 +105,11 @@ def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dty
 
 
 def save_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> None:
-    """Write the adapter in diffusers' layout, for `load_lora_adapter` of a stock transformer."""
+    """Write the adapter in diffusers' layout.
+
+    A stock transformer takes it by `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`; without the file
+    name diffusers guesses, and refuses to below a folder named `checkpoints`.
+    """
     with _quiet_casts():
         transformer.save_lora_adapter(folder, weight_name=ADAPTER_FILE)
 

@@ -1,0 +1,145 @@
+"""Configuration files: YAML to a typed `RunConfig` and back, overrides from the command line, errors that help.
+
+Parsing is jsonargparse's (YAML into dataclasses, `--section.key=value`). A key that does not exist is an error, never
+a default; the message names the key, the value, and what to change.
+"""
+
+import contextlib
+import difflib
+import io
+import re
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from sage_fast.config import ConfigError, RunConfig, to_dict
+from sage_fast.files import replacing
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+def build_parser(**kwargs: Any) -> ArgumentParser:
+    """The jsonargparse parser of a run: `--config FILE`, `--section.key=value`, `--print_config`."""
+    parser = ArgumentParser(exit_on_error=False, **kwargs)
+    parser.add_argument("--config", action="config", help="YAML file of the run.")
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def _known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for f in fields(cls):
+        keys.append(prefix + f.name)
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            keys += _known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def _unknown_keys(tree: object, cls: type, prefix: str = "") -> list[str]:
+    """Dotted names in a YAML tree that no section has."""
+    if not isinstance(tree, dict):
+        return []
+    known = {f.name: f.type for f in fields(cls)}
+    unknown = []
+    for key, value in tree.items():
+        kind = known.get(key)
+        if kind is None:
+            unknown.append(f"{prefix}{key}")
+        elif isinstance(kind, type) and is_dataclass(kind):
+            unknown += _unknown_keys(value, kind, f"{prefix}{key}.")
+    return unknown
+
+
+def _explain_unknown(key: str, where: str) -> str:
+    known = _known_keys()
+    # The last word alone is compared too, so that `num_step` in the wrong section is still found.
+    close = difflib.get_close_matches(key, known, n=2, cutoff=0.6) or [
+        k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], key.split(".")[-1]).ratio() > 0.8
+    ]
+    hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `--help` lists every key."
+    return f"{where}: unknown key {key!r}.{hint}"
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML and apply command-line overrides.
+
+    Args:
+        path: YAML file; null when everything comes from `overrides`.
+        overrides: `--section.key=value` words.
+
+    Raises:
+        ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
+    """
+    words = list(overrides)
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError(
+                f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
+            )
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}."
+            )
+        unknown = _unknown_keys(tree, RunConfig)
+        if unknown:
+            raise ConfigError(_explain_unknown(unknown[0], str(path)))
+        words = ["--config", str(path), *words]
+    parser = build_parser()
+    try:
+        # jsonargparse prints usage on some errors before raising; the message alone is what helps.
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            namespace = parser.parse_args(words)
+            values = vars(parser.instantiate(namespace))
+    except ConfigError:
+        raise
+    except (ArgumentError, ValueError, TypeError) as error:
+        message = str(error)
+        if match := re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE):
+            raise ConfigError(_explain_unknown(match.group(1), "command line")) from error
+        raise ConfigError(_tidy(message)) from error
+    values.pop("config", None)
+    return RunConfig(**values)
+
+
+def _tidy(message: str) -> str:
+    """One line of prose from the report of a value that could not be taken."""
+    message = re.sub(r'Parser key "([\w.]+)":?\s*', r"\1: ", message)
+    message = message.replace("the following arguments are required:", "missing required keys:")
+    message = re.sub(r"\s+", " ", message).strip()
+    if match := re.fullmatch(r"([\w.]+): Expected a (.+?)\. Got value: (.*)", message):
+        key, kind, value = match.groups()
+        if literal := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+            return f"{key} is {value!r}, but it must be one of {literal[1]}."
+        kind = re.sub(r"<class '(.+?)'>", r"\1", kind).replace("typing.", "")
+        return f"{key} is {value!r}, but it must be of type {kind}."
+    # Settings of other modules name their own field; say in which section of the file it stands.
+    if match := re.match(r"(\w+) is ", message):
+        keys = [k for k in _known_keys() if k.endswith(f".{match[1]}")]
+        if len(keys) == 1:
+            return keys[0] + message[match.end(1) :]
+    return message
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal object."""
+    tree = to_dict(config)
+    tree["optimizer"]["betas"] = list(tree["optimizer"]["betas"])
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write `dump_config` to a file."""
+    with replacing(path) as partial:
+        partial.write_text(dump_config(config), encoding="utf-8")

@@ -291,7 +291,8 @@ class Run:
             self._before_after_sheet(first, evaluated[-1])
             print(
                 f"Paired evaluation: {test.count} prompts, same noise, ODE sampler, update {evaluated[-1]} against "
-                f"update {evaluated[0]}\n{format_comparison(first, last)}"
+                f"update {evaluated[0]}\n{format_comparison(first, last)}\n"
+                f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}: {test.standard_errors:+.1f} standard errors."
             )
         return RunResult(
             output_dir=self.directory,

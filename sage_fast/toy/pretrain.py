@@ -1,6 +1,6 @@
 """Make the base model of the toy world by flow matching on rendered videos.
 
-    python -m sage_fast.toy.pretrain --steps 450 --seed 0 --output DIR
+    python -m sage_fast.toy.pretrain --steps 300 --seed 0 --output DIR
 
 The model learns v = z - x0 at x_sigma = (1 - sigma) x0 + sigma z, with sigma drawn from the same shifted
 distribution that the sampler visits. The base model that ships is trained too briefly on purpose, so that
@@ -37,9 +37,9 @@ MODULE_COMMAND = "python -m sage_fast.toy.pretrain"
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """Settings of a pretraining run. Example: `PretrainConfig(steps=450, seed=0)`."""
+    """Settings of a pretraining run. Example: `PretrainConfig(steps=300, seed=0)`."""
 
-    steps: int = 450
+    steps: int = 300
     """Optimizer steps."""
     seed: int = 0
     """Seed of the initial weights and of every draw."""

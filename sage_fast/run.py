@@ -292,7 +292,8 @@ class Run:
             print(
                 f"Paired evaluation: {test.count} prompts, same noise, ODE sampler, update {evaluated[-1]} against "
                 f"update {evaluated[0]}\n{format_comparison(first, last)}\n"
-                f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}: {test.standard_errors:+.1f} standard errors."
+                f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
+                f"{test.standard_errors:+.1f} standard errors."
             )
         return RunResult(
             output_dir=self.directory,

@@ -1,0 +1,60 @@
+"""Order of prompts and steps: functions of the seed and a counter."""
+
+import torch
+
+from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
+from sage_fast.noise import NoiseKey
+from sage_fast.records import Prompt, PromptEmbeds
+
+PROMPTS = [Prompt(text=f"prompt {i}", index=i) for i in range(5)]
+
+
+def indices(schedule: PromptSchedule, start: int, count: int) -> list[int]:
+    return [p.index for p in schedule.take(start, count)]
+
+
+def test_every_epoch_visits_every_prompt_in_its_own_order() -> None:
+    schedule = PromptSchedule(PROMPTS, seed=3, shuffle=True)
+    epochs = [indices(schedule, 5 * e, 5) for e in range(4)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_a_position_needs_no_history() -> None:
+    whole = indices(PromptSchedule(PROMPTS, seed=3, shuffle=True), 0, 20)
+    parts = [indices(PromptSchedule(PROMPTS, seed=3, shuffle=True), k, 1)[0] for k in range(20)]
+    assert whole == parts
+    assert indices(PromptSchedule(PROMPTS, seed=4, shuffle=True), 0, 20) != whole
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    assert indices(PromptSchedule(PROMPTS, seed=3, shuffle=False), 3, 4) == [3, 4, 0, 1]
+
+
+def test_members_of_a_repeated_prompt_are_numbered_on() -> None:
+    embeds = PromptEmbeds(text=torch.zeros(1, 2), glyph=torch.zeros(0, 2))
+    samples = make_groups([PROMPTS[1], PROMPTS[0], PROMPTS[1]], [embeds] * 3, 2)
+    assert [(s.prompt.index, s.member) for s in samples] == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:
+    steps = [1, 2, 3, 5, 8]
+    orders = [step_order(NoiseKey(0, 4, 7, member), steps, 1.0, True) for member in range(8)]
+    assert all(sorted(order) == steps for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+    assert step_order(NoiseKey(0, 4, 7, 3), steps, 1.0, True) == orders[3]
+    assert step_order(NoiseKey(0, 5, 7, 3), steps, 1.0, True) != orders[3]
+
+
+def test_fraction_keeps_at_least_one_step() -> None:
+    key = NoiseKey(0, 0, 0, 0)
+    assert len(step_order(key, [0, 1, 2, 3], 0.5, True)) == 2
+    assert len(step_order(key, [0, 1, 2, 3], 0.01, True)) == 1
+    assert step_order(key, [0, 1, 2, 3], 0.5, False) == [0, 1]
+
+
+def test_split_evenly_covers_everything_once() -> None:
+    for count, parts in [(8, 1), (8, 2), (7, 3), (3, 3)]:
+        ranges = split_evenly(count, parts)
+        assert [i for r in ranges for i in r] == list(range(count))
+        assert max(map(len, ranges)) - min(map(len, ranges)) <= 1

@@ -1,0 +1,52 @@
+"""The paired test, by hand and against simulation."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.evaluation import Evaluation, format_comparison, paired_test
+
+
+def test_by_hand() -> None:
+    test = paired_test([0.0, 1.0, 2.0], [1.0, 3.0, 5.0])
+    assert (test.before, test.after, test.mean, test.wins, test.count) == (1.0, 3.0, 2.0, 1.0, 3)
+    assert test.stderr == pytest.approx(1 / math.sqrt(3))
+    assert test.standard_errors == pytest.approx(2 * math.sqrt(3))
+
+
+def test_the_standard_error_is_that_of_the_mean_difference() -> None:
+    """Pairs share a large common part; the spread of the mean over repetitions is what the test must report."""
+    generator = torch.Generator().manual_seed(0)
+    means, errors = [], []
+    for _ in range(400):
+        common = 10 * torch.randn(60, generator=generator, dtype=torch.float64)
+        before = common + torch.randn(60, generator=generator, dtype=torch.float64)
+        after = common + 0.3 + torch.randn(60, generator=generator, dtype=torch.float64)
+        test = paired_test(before.tolist(), after.tolist())
+        means.append(test.mean)
+        errors.append(test.stderr)
+    observed = torch.tensor(means).std()
+    assert torch.tensor(errors).mean() == pytest.approx(float(observed), rel=0.12)
+    assert torch.tensor(means).mean() == pytest.approx(0.3, abs=0.04)
+
+
+def test_no_difference_at_all() -> None:
+    test = paired_test([1.0, 2.0], [1.0, 2.0])
+    assert test.standard_errors == 0.0 and test.wins == 0.0
+
+
+@pytest.mark.parametrize(("before", "after"), [([1.0], [2.0]), ([1.0, 2.0], [1.0])])
+def test_too_few_or_unpaired_scores_are_refused(before: list[float], after: list[float]) -> None:
+    with pytest.raises(ValueError, match="two equally long lists of at least 2"):
+        paired_test(before, after)
+
+
+def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:
+    before = Evaluation(prompts=["a", "b"], scores={"VQ": [0.0, 1.0]}, reward=[0.0, 1.0])
+    after = Evaluation(prompts=["a", "b"], scores={"VQ": [0.5, 1.5]}, reward=[0.5, 1.5])
+    before.save(tmp_path / "deep/before.json")
+    assert Evaluation.load(tmp_path / "deep/before.json") == before
+    table = format_comparison(before, after).splitlines()
+    assert len(table) == 3 and table[1].split()[:4] == ["reward", "0.5000", "1.0000", "+0.5000"]

@@ -120,13 +120,15 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
+    from sage_fast.rewards.base import RewardError
+
     if _is_out_of_memory(error):
         return (
             f"out of memory: {str(error).splitlines()[0]}\nLower rollout.micro_batch_size or evaluation.batch_size, or "
             "set model.gradient_checkpointing to true; --resume auto goes on from the last checkpoint."
         )
-    if isinstance(error, OSError) and not str(error).startswith("--"):
-        return f"{error}\nWhat was written before is intact; when the cause is mended, --resume auto goes on."
+    if isinstance(error, OSError | RewardError):
+        return f"{error}\nWhat was saved before is intact; when the cause is mended, --resume auto goes on."
     return str(error)
 
 

@@ -2,7 +2,7 @@
 
     checkpoints/update-000040/
         weights.safetensors      the trained weights by parameter name, float32
-        lora/                    the same adapter in diffusers' layout (training.mode lora)
+        lora/                    the adapter that was evaluated (averaged, with EMA on), in diffusers' layout
         anchor.safetensors  ema.safetensors          when the run has them
         state.pt                 optimizer, schedule, RNG
         state.json               counters, KL controller, configuration
@@ -98,7 +98,8 @@ def save_checkpoint(
             f"Could not write checkpoint {final}: {error}. Free space or fix permissions, then resume with "
             f"--resume auto from {kept[-1] if kept else 'the beginning (no earlier checkpoint)'}."
         ) from error
-    for old in list_checkpoints(root)[:-keep_last]:
+    # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
+    for old in [p for p in list_checkpoints(root) if p.name <= final.name][:-keep_last]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -6,14 +6,17 @@ stopped on request, 1 the run failed, 2 the command or the configuration is wron
 
 import argparse
 import logging
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast import __version__
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sage_fast.config import RunConfig
     from sage_fast.trainer import Trainer
 
@@ -65,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--output", type=Path, required=True, help="folder to write to")
         command.add_argument("--prompts", help="prompt file; default: the evaluation prompts of the run")
-        command.add_argument("--noise_seed", type=int, help="seed of the noise; default: evaluation.seed")
+        command.add_argument(
+            "--noise_seed",
+            type=int,
+            help="seed of the noise (a prompt's own seed goes before it); default: evaluation.seed",
+        )
     generate.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
     generate.add_argument(
         "--sampler",
@@ -138,10 +145,13 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> "RunConfig
 
     if options.config is not None and options.config.startswith("-"):
         raise ConfigError(f"expected a YAML file before {options.config!r}")
-    path = None if options.config is None else Path(options.config)
-    if path is not None and path.is_dir():
-        path = path / "config.yaml"
-    return load_config(path, overrides)
+    if options.config is None:
+        return load_config(None, overrides)
+    path = Path(options.config)
+    if not path.is_dir():
+        return load_config(path, overrides)
+    # The directory may have been moved since: its checkpoints are where it is now.
+    return load_config(path / "config.yaml", [f"--output_dir={path}", *overrides])
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -161,12 +171,19 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.run import Run
 
     result = Run(config).train()
-    command = f"sage-fast train {options.config or ''} {' '.join(_without_resume(overrides))}".rstrip()
     if not result.finished:
-        print(f"Stopped after update {result.update}. Go on with:\n  {command} --resume auto")
+        words = ["train", *filter(None, [options.config]), *_without_resume(overrides), "--resume", "auto"]
+        print(f"Stopped after update {result.update}. Go on with:\n  {_program()} {shlex.join(words)}")
         return 0
-    print(f"Done: {result.output_dir}/ (look at reward.png and before_after.png)")
+    pictures = [name for name in ("reward.png", "before_after.png") if (result.output_dir / name).exists()]
+    print(f"Done: {result.output_dir}/ (look at {' and '.join(pictures)})")
     return 0
+
+
+def _program() -> str:
+    """How this program was called, for a command that can be pasted."""
+    name = Path(sys.argv[0]).name
+    return "python -m sage_fast" if name == "__main__.py" else sys.argv[0] if name == "sage-fast" else "sage-fast"
 
 
 def _without_resume(overrides: Sequence[str]) -> list[str]:
@@ -177,11 +194,13 @@ def _without_resume(overrides: Sequence[str]) -> list[str]:
     return [w for w in words if not w.startswith("--resume=")]
 
 
-def _load_trained(options: argparse.Namespace, config: "RunConfig") -> "tuple[Trainer, dict | None]":
-    """A trainer with the base weights, and the weights of the chosen checkpoint (None: the base model is meant)."""
+def _load_trained(options: argparse.Namespace, config: "RunConfig") -> "tuple[Trainer, Mapping[str, Tensor] | None]":
+    """A trainer with the base weights, and those of the chosen checkpoint that are meant to be used: the averaged ones
+    where the run kept an average. None: the base model is meant.
+    """
     from sage_fast.checkpoint import find_checkpoint, load_checkpoint
-    from sage_fast.config import ConfigError
-    from sage_fast.run import build_trainer
+    from sage_fast.config import ConfigError, to_dict
+    from sage_fast.run import build_trainer, check_same_run
 
     root = Path(config.output_dir) / "checkpoints"
     folder = find_checkpoint(options.checkpoint, root)
@@ -189,8 +208,11 @@ def _load_trained(options: argparse.Namespace, config: "RunConfig") -> "tuple[Tr
         raise ConfigError(
             f"{root} holds no complete checkpoint. Give --checkpoint FOLDER, or --checkpoint none for the base model."
         )
-    weights = None if folder is None else dict(load_checkpoint(folder).tensors["weights"])
-    return build_trainer(config), weights
+    if folder is None:
+        return build_trainer(config), None
+    data = load_checkpoint(folder)
+    check_same_run(data.state["config"], to_dict(config), folder, only=r"model\.(family|path)|lora\..*|training\.mode")
+    return build_trainer(config), data.tensors.get("ema", data.tensors["weights"])
 
 
 def _with_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":
@@ -224,6 +246,8 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     trainer, weights = _load_trained(options, config)
     if weights is None:
         raise ConfigError("evaluate compares a checkpoint with the base model: give --checkpoint auto or a folder.")
+    if len(trainer.eval_samples) < 2:
+        raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {options.prompts} holds one.")
     before, _ = trainer.evaluate()
     trainer.load_weights(weights)
     after, _ = trainer.evaluate()

@@ -4,6 +4,7 @@ Checks of one value live in its section's `__post_init__`; checks that need two 
 `RunConfig.__post_init__`. `config_file.py` reads and writes these as YAML.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,15 @@ class ConfigError(ValueError):
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
+
+
+def _require_finite(tree: dict[str, Any], prefix: str = "") -> None:
+    """No setting is NaN or infinite."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _require_finite(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            _require(math.isfinite(value), prefix + key, value, "a finite number")
 
 
 @dataclass(kw_only=True)
@@ -48,11 +58,11 @@ class VideoConfig:
     width: int = 624
     """Columns."""
     fps: float = 24.0
-    """Frames per second, for the files that are written and for rewards that sample by time."""
+    """Frames per second of the files that are written."""
 
     def __post_init__(self) -> None:
         for key in ("num_frames", "height", "width", "fps"):
-            _require(getattr(self, key) > 0, f"video.{key}", getattr(self, key), "positive")
+            _require(0 < getattr(self, key) < math.inf, f"video.{key}", getattr(self, key), "positive")
 
 
 @dataclass(kw_only=True)
@@ -85,6 +95,12 @@ class SDEWindowConfig:
             raise ConfigError(
                 "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
                 "or size for a sliding window, and leave the other null."
+            )
+        moves = (self.start, self.stride, self.interval) != (0, 1, 1)
+        if self.size is None and moves:
+            raise ConfigError(
+                f"rollout.sde_window.start {self.start}, stride {self.stride} and interval {self.interval} move a "
+                "sliding window, but rollout.sde_window.size is null. Set size, or leave the three at 0, 1 and 1."
             )
         _require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
         _require(self.size is None or self.size >= 1, "rollout.sde_window.size", self.size, "null or at least 1")
@@ -182,7 +198,8 @@ class RewardConfig:
     weights: dict[str, float] = field(default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0})
     """Score name -> weight. Scores without a weight are logged, not trained on."""
     on_failure: Literal["stop", "drop_group"] = "stop"
-    """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out."""
+    """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out of the update.
+    In the paired evaluation it always ends the run, after the update has been saved."""
 
     def __post_init__(self) -> None:
         _require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
@@ -246,6 +263,7 @@ class OptimizerConfig:
     """Global gradient norm above which gradients are scaled down."""
 
     def __post_init__(self) -> None:
+        _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
         _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
         _require(self.warmup_updates >= 0, "optimizer.warmup_updates", self.warmup_updates, "at least 0")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
@@ -385,7 +403,11 @@ class RunConfig:
     """Loggers."""
 
     def __post_init__(self) -> None:
-        _require(self.seed >= 0, "seed", self.seed, "at least 0")
+        _require_finite(asdict(self))
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "in 0 .. 2^63 - 1")
+        _require(
+            self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"
+        )
         _require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
         check_batch(self.rollout.batch_size, 1, self.rollout.num_generations)
         if self.rollout.sde_type == "ode" or self.rollout.eta == 0:

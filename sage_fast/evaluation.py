@@ -45,7 +45,7 @@ class PairedTest:
     """Difference of two evaluations of the same prompts and noise.
 
     mean: mean of (after - before). stderr: its standard error, from the sample std of the differences. wins: share of
-    prompts that improved. count: number of pairs.
+    prompts whose score is higher afterwards. count: number of pairs.
 
     Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, count 3.
     """
@@ -108,6 +108,8 @@ def evaluate(
     videos: dict[int, Tensor] = {}
     batches = list(micro_batches(samples, batch_size))
     for done, batch in enumerate(batches):
+        if on_batch is not None:
+            on_batch(done, len(batches))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
         decoded = decoder.decode(trajectory.final)
         batch_scores = reward.score(decoded, batch)
@@ -116,8 +118,6 @@ def evaluate(
         overall += reward.overall(batch_scores).tolist()
         for name, value in batch_scores.items():
             scores.setdefault(name, []).extend(value.tolist())
-        if on_batch is not None:
-            on_batch(done + 1, len(batches))
     return Evaluation(prompts=[s.prompt.text for s in samples], scores=scores, reward=overall), videos
 
 
@@ -125,13 +125,11 @@ def format_comparison(before: Evaluation, after: Evaluation) -> str:
     """The paired test of the overall reward and of every score, as a small table."""
     rows = [("reward", before.reward, after.reward)]
     rows += [(name, before.scores[name], after.scores[name]) for name in sorted(before.scores)]
-    lines = [
-        f"{'score':<18}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'improved':>10}"
-    ]
+    lines = [f"{'score':<18}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]
     for name, b, a in rows:
         test = paired_test(b, a)
         lines.append(
             f"{name:<18}{test.before:>10.4f}{test.after:>10.4f}{test.mean:>+12.4f}{test.stderr:>12.4f}"
-            f"{test.standard_errors:>+9.1f}{test.wins:>10.0%}"
+            f"{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
         )
     return "\n".join(lines)

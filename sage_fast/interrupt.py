@@ -1,7 +1,7 @@
 """Stopping politely: SIGINT and SIGTERM end the run after the update in progress."""
 
+import os
 import signal
-import sys
 from types import FrameType, TracebackType
 
 
@@ -30,8 +30,6 @@ class GracefulStop:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
-        print(
-            f"\n{signal.Signals(number).name}: finishing this update, then saving. Press Ctrl-C again to stop at once.",
-            file=sys.stderr,
-            flush=True,
-        )
+        # Not print: the signal may have come in the middle of one.
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing this update, then saving. Press Ctrl-C again to stop at once.\n".encode())

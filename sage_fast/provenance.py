@@ -55,9 +55,13 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def write_environment(run_dir: str | os.PathLike[str]) -> Path:
-    """Write ``describe_environment()`` to ``<run_dir>/environment.json`` and return that path."""
-    path = Path(run_dir) / FILE_NAME
+def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
+    """Write ``describe_environment()`` into the run's folder and return the path.
+
+    The file is ``environment.json``, or ``environment-update-000040.json`` for a run resumed after update 40: what the
+    first part was made with stays on record.
+    """
+    path = Path(run_dir) / (f"environment-update-{update:06d}.json" if update else FILE_NAME)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", "utf-8")
     return path

@@ -5,7 +5,7 @@ come out of one process or many, in any micro-batch, fresh or resumed.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def sample_trajectory(
     *,
     seed: int,
     update: int,
-    shared_initial_noise: bool = False,
+    initial_noise_group: int = 1,
     device: torch.device | str = "cpu",
 ) -> Trajectory:
     """Generate one micro-batch of latents.
@@ -69,15 +69,13 @@ def sample_trajectory(
         table: the sampler; an `ode` table draws no noise after the initial one.
         latent_shape: (C, F, H, W).
         seed, update: together with each sample's prompt and member they determine all noise.
-        shared_initial_noise: every member of a group starts from member 0's noise.
+        initial_noise_group: so many consecutive members of a prompt start from the same noise.
 
     Returns:
         Trajectory whose tensors are float32 on `device`.
     """
     keys = noise_keys(samples, seed, update)
-    start_keys = keys
-    if shared_initial_noise:
-        start_keys = [NoiseKey(k.seed, k.update, k.prompt_index, 0) for k in keys]
+    start_keys = [replace(k, sample_index=k.sample_index // initial_noise_group * initial_noise_group) for k in keys]
     embeds = [s.embeds for s in samples]
     latents, velocities = [], []
     x = initial_noise(start_keys, latent_shape, device=device)

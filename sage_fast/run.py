@@ -9,13 +9,12 @@ runs/NAME/
     reward.png  before_after.png         what to look at first
 """
 
+import hashlib
 import json
 import logging
 import re
-import resource
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_fast import media
 from sage_fast.checkpoint import (
     CheckpointData,
     CheckpointError,
     find_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
@@ -40,21 +39,24 @@ from sage_fast.files import replacing
 from sage_fast.generate import video_file_name
 from sage_fast.interrupt import GracefulStop
 from sage_fast.metrics import MetricsLogger, read_metrics
+from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, save_lora
+from sage_fast.progress import RunProgress, peak_memory_gib
 from sage_fast.prompts import read_prompts
 from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
+from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.trainer import Trainer, resolve_device
 
 logger = logging.getLogger(__name__)
 
-# What may differ between the run that saved a checkpoint and the one that resumes it: where things go and how often,
-# never what is computed.
+# What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
+# what machine. (Another device or number of threads changes the rounding, as on any other machine.)
 FREE_ON_RESUME = re.compile(
     r"output_dir|resume|num_threads|model\.device|training\.num_updates|checkpoint\..*|logging\..*"
-    r"|evaluation\.(every|num_samples|batch_size)"
+    r"|evaluation\.(every|num_samples)"
 )
 
 
@@ -92,8 +94,6 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
                 "prompts."
             )
         evaluated = evaluated[: config.evaluation.num_prompts]
-    if config.evaluation.every and len(evaluated) < 2:
-        raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
     return prompts, evaluated
 
 
@@ -126,10 +126,10 @@ class Run:
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config)
+        self._check_fit()
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
         self.sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
-        self._prepare_directory()
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal asks to stop.
@@ -138,30 +138,45 @@ class Run:
             ConfigError, CheckpointError, TrainingError, RewardError, OSError: each says what to do; what was saved
             before stays as it was.
         """
-        config, trainer = self.config, self.trainer
+        config, trainer, checkpoint = self.config, self.trainer, self.checkpoint
         total = config.training.num_updates
-        if self.checkpoint is not None:
-            self._restore(self.checkpoint)
-        metrics = MetricsLogger(
-            self.directory, tensorboard=config.logging.tensorboard, wandb_project=config.logging.wandb_project
-        )
-        with GracefulStop() as stop, RunProgress(total, trainer.update) as progress:
+        resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
+        self._prepare_directory(resumed)
+        metrics = self._open_metrics()
+        with GracefulStop() as stop, RunProgress(total, resumed) as progress:
             trainer.progress = progress.phase
             try:
-                metrics.truncate_after(trainer.update)
-                if config.evaluation.every and not read_metrics(metrics.path):
+                # A fresh start trusts nothing that an earlier attempt left behind.
+                metrics.truncate_after(resumed if checkpoint else -1)
+                if config.evaluation.every and not (checkpoint and self._evaluation_file(0).exists()):
+                    # The weights of a checkpoint are loaded below: the baseline is the base model's.
                     record = {"update": 0} | self._evaluate()
                     metrics.log(record)
                     progress.finished(record)
+                if checkpoint is not None:
+                    trainer.load(checkpoint.tensors, checkpoint.state["trainer"], checkpoint.binary)
+                seconds_saving = 0.0
                 while trainer.update < total and not stop.requested:
-                    record = trainer.iterate() | {"memory/peak_gib": peak_memory_gib(trainer.device)}
+                    record = trainer.iterate() | {
+                        "memory/peak_gib": peak_memory_gib(trainer.device),
+                        "time/checkpoint": seconds_saving,
+                    }
                     done = trainer.update >= total
+                    failure: RewardError | None = None
                     if config.evaluation.every and (done or self._due(config.evaluation.every)):
-                        record |= self._evaluate()
+                        try:
+                            record |= self._evaluate()
+                        except RewardError as error:
+                            failure = error  # the update itself is done and must not be lost
                     metrics.log(record)
                     progress.finished(record)
-                    if done or stop.requested or self._due(config.checkpoint.every):
+                    seconds_saving = 0.0
+                    if done or failure or stop.requested or self._due(config.checkpoint.every):
+                        start = time.perf_counter()
                         self._save()
+                        seconds_saving = time.perf_counter() - start
+                    if failure:
+                        raise failure
             finally:
                 metrics.close()
         return self._conclude()
@@ -170,7 +185,8 @@ class Run:
 
     def _find_checkpoint(self) -> CheckpointData | None:
         """The checkpoint to go on from, None for a fresh start. Nothing of an existing run is touched."""
-        has_run = (self.directory / "metrics.jsonl").exists() or self.checkpoints.exists()
+        log = self.directory / "metrics.jsonl"
+        has_run = (log.exists() and log.stat().st_size > 0) or bool(list_checkpoints(self.checkpoints))
         if self.config.resume == "none" and has_run:
             raise ConfigError(
                 f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
@@ -186,37 +202,67 @@ class Run:
         logger.info("Going on from %s.", folder)
         return data
 
-    def _prepare_directory(self) -> None:
+    def _check_fit(self) -> None:
+        """The model, the prompts and the checkpoint belong together; still nothing is written."""
+        config, trainer = self.config, self.trainer
+        if config.evaluation.every and len(trainer.eval_samples) < 2:
+            raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
+        if kl_uses(config.objective.kl_mode)[1] and config.training.updates_per_rollout == 1:
+            logger.info(
+                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update "
+                "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
+                config.objective.kl_mode,
+            )
+        self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
+        if self.checkpoint is None:
+            return
+        if self.checkpoint.state["prompts"] != self.prompts_digest:
+            raise ConfigError(
+                "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
+                "would no longer be the ones the run compares. Restore the file, or start a new run."
+            )
+        try:
+            trainer.check_fit(self.checkpoint.tensors)
+        except ValueError as error:
+            raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
+
+    def _prepare_directory(self, resumed: int) -> None:
         """Create the run directory and record what is being run."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             save_config(self.config, self.directory / "config.yaml")
-            write_environment(self.directory)
+            write_environment(self.directory, resumed)
         except OSError as error:
             raise ConfigError(
                 f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
                 "space and write permission."
             ) from error
 
-    def _restore(self, data: CheckpointData) -> None:
+    def _open_metrics(self) -> MetricsLogger:
+        section = self.config.logging
         try:
-            self.trainer.load(data.tensors, data.state["trainer"], data.binary)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
+            return MetricsLogger(self.directory, tensorboard=section.tensorboard, wandb_project=section.wandb_project)
+        except ValueError as error:
+            raise ConfigError(f"logging.*: {error}") from error
 
     def _save(self) -> None:
         trainer, mode = self.trainer, self.config.training.mode
 
         def add_adapter(folder: Path) -> None:
             if mode == "lora":
-                save_lora(trainer.policy.transformer, folder / "lora")
+                with trainer.evaluated_weights():
+                    save_lora(trainer.policy.transformer, folder / "lora")
 
         save_checkpoint(
             self.checkpoints,
             trainer.update,
             CheckpointData(
                 tensors=trainer.tensors(),
-                state={"trainer": trainer.counters(), "config": to_dict(self.config)},
+                state={
+                    "trainer": trainer.counters(),
+                    "prompts": self.prompts_digest,
+                    "config": to_dict(self.config),
+                },
                 binary=trainer.binary_state(),
             ),
             keep_last=self.config.checkpoint.keep_last,
@@ -233,7 +279,9 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, write samples and scores, and return the metrics."""
         trainer, config = self.trainer, self.config
+        start = time.perf_counter()
         evaluation, videos = trainer.evaluate(keep_videos=self.sample_rows)
+        seconds = time.perf_counter() - start
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
         for row, video in videos.items():
@@ -242,9 +290,7 @@ class Run:
         if videos:
             rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
             media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")
-            if trainer.update == 0:
-                self._keep_frames("before", videos)
-            self._keep_frames("after", videos)
+            self._keep_frames(videos)
         first = Evaluation.load(self._evaluation_file(0))
         test = paired_test(first.reward, evaluation.reward)
         overall = torch.tensor(evaluation.reward, dtype=torch.float64)
@@ -253,6 +299,7 @@ class Run:
             "eval/reward_stderr": float(overall.std()) / len(overall) ** 0.5,
             "eval/paired_gain": test.mean,
             "eval/paired_gain_stderr": test.stderr,
+            "time/evaluation": seconds,
         }
         for score, values in evaluation.scores.items():
             column = torch.tensor(values, dtype=torch.float64)
@@ -263,19 +310,26 @@ class Run:
     def _evaluation_file(self, update: int) -> Path:
         return self.directory / "evaluation" / f"update-{update:06d}.json"
 
-    def _keep_frames(self, which: str, videos: Mapping[int, Tensor]) -> None:
-        """Keep a few frames of the sample videos for the before/after sheet, also across a resume."""
+    def _frames_file(self, update: int) -> Path:
+        return self.directory / "samples" / f"update-{update:06d}.npz"
+
+    def _keep_frames(self, videos: Mapping[int, Tensor]) -> None:
+        """Keep a few frames of the first and the latest samples for the before/after sheet, also across a resume."""
         frames = {}
         for row, video in videos.items():
             chosen = torch.linspace(0, len(video) - 1, min(8, len(video))).round().long()
             frames[str(row)] = video[chosen].numpy()
-        with replacing(self.directory / "samples" / f"{which}.npz") as partial, partial.open("wb") as file:
+        present = self._frames_file(self.trainer.update)
+        with replacing(present) as partial, partial.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **frames)
+        for old in present.parent.glob("update-*.npz"):
+            if old not in (present, self._frames_file(0)):
+                old.unlink()
 
     def _conclude(self) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update = self.trainer.update
-        rows = read_metrics(self.directory / "metrics.jsonl")
+        rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
         if rows:
             media.plot_reward(self.directory / "reward.png", rows)
         test = None
@@ -303,7 +357,7 @@ class Run:
         )
 
     def _before_after_sheet(self, first: Evaluation, update: int) -> None:
-        files = [self.directory / "samples" / f"{which}.npz" for which in ("before", "after")]
+        files = [self._frames_file(0), self._frames_file(update)]
         if not all(f.exists() for f in files):
             return
         with np.load(files[0]) as before, np.load(files[1]) as after:
@@ -316,73 +370,35 @@ class Run:
         media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
 
 
-def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpoint: Path) -> None:
-    """ConfigError unless the configurations agree in everything that changes numbers."""
+def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the training and evaluation prompts with their indices and seeds."""
+    rows = [[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpoint: Path, only: str = ".*") -> None:
+    """ConfigError unless two configurations agree in what changes numbers.
+
+    Args:
+        saved, present: nested dicts, as `to_dict` makes them. Keys that one of them does not know (another version)
+            are not compared.
+        only: regular expression of the dotted keys that matter.
+    """
 
     def flatten(tree: object, prefix: str = "") -> dict[str, object]:
-        if isinstance(tree, dict) and tree:
+        # Weights and options of rewards are one value each: there a missing entry is a difference.
+        if isinstance(tree, Mapping) and prefix not in ("reward.weights.", "reward.options."):
             return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}{key}.").items()}
         return {prefix.rstrip("."): list(tree) if isinstance(tree, tuple) else tree}
 
     old, new = flatten(saved), flatten(present)
     different = [
-        f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not FREE_ON_RESUME.fullmatch(key)
+        f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now"
+        for key in sorted(old.keys() & new.keys())
+        if old[key] != new[key] and re.fullmatch(only, key) and not FREE_ON_RESUME.fullmatch(key)
     ]
     if different:
         raise ConfigError(
-            f"{checkpoint} was made with another configuration: {'; '.join(different[:4])}. Resume with the same "
-            "values, or start a new run in another output_dir."
+            f"{checkpoint} was made with another configuration: {'; '.join(different[:4])}. Use the same values, or "
+            "start a new run in another output_dir."
         )
-
-
-class RunProgress:
-    """A progress bar on a terminal; one line per update elsewhere (a log file, CI)."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total = total
-        self.bar: tqdm | None = None
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
-        self._start, self._first = time.monotonic(), done
-        self._last_refresh = 0.0
-        self._summary = ""
-
-    def __enter__(self) -> "RunProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        """Show where the iteration is; at most five times a second."""
-        if self.bar is not None and time.monotonic() - self._last_refresh > 0.2:
-            self._last_refresh = time.monotonic()
-            self.bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
-
-    def finished(self, record: dict[str, Any]) -> None:
-        """Show the result of an iteration."""
-        parts = []
-        if "reward/mean" in record:
-            parts.append(f"reward {record['reward/mean']:.4f}")
-        if "eval/reward_mean" in record:
-            parts.append(f"evaluation {record['eval/reward_mean']:.4f} (gain {record['eval/paired_gain']:+.4f})")
-        self._summary = "  ".join(parts)
-        update = record["update"]
-        if self.bar is not None:
-            self.bar.update(update - self.bar.n)
-            self.bar.set_postfix_str(self._summary)
-            return
-        seconds = time.monotonic() - self._start
-        left = (self.total - update) * seconds / max(1, update - self._first)
-        eta = f"  {left / 60:.1f} min left" if update > self._first else ""
-        print(f"update {update}/{self.total}  {self._summary}{eta}", file=sys.stderr, flush=True)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of the device, or of this process on a CPU, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

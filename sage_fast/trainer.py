@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from sage_fast.objective import (
     PolicyTerms,
     anchor_kind,
     initial_kl_weight,
-    kl_uses,
     next_kl_weight,
     policy_loss,
     weighted_advantages,
@@ -34,6 +33,7 @@ from sage_fast.policy.hunyuan15 import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
 from sage_fast.records import Prompt, Sample, Trajectory
+from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import gather_latents, gather_step, micro_batches, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
@@ -191,7 +191,7 @@ class Trainer:
                     self.latent_shape,
                     seed=self.config.seed,
                     update=self.update,
-                    shared_initial_noise=rollout.shared_initial_noise,
+                    initial_noise_group=rollout.num_generations if rollout.shared_initial_noise else 1,
                     device=self.device,
                 )
             )
@@ -221,6 +221,12 @@ class Trainer:
             )
         # A micro-batch that failed as a whole has no scores; its groups are dropped, so the filler is never read.
         names = {name for scores in collected for name in scores}
+        for scores in collected:
+            if scores and set(scores) != names:
+                raise RewardError(
+                    f"The rewards returned the scores {sorted(scores)} for some videos and {sorted(names)} in all; "
+                    "every video needs the same ones."
+                )
         columns = {
             name: torch.cat([s.get(name, lost.double()) for s, lost in zip(collected, failed, strict=True)])
             for name in sorted(names)
@@ -228,7 +234,7 @@ class Trainer:
         components = {name: values.view(groups)[kept_groups] for name, values in columns.items()}
         result = weighted_advantages(
             components,
-            config.reward.weights,
+            self.reward.weights,
             normalization=config.advantage.normalization,
             std=config.advantage.std,
             clip=config.advantage.clip,
@@ -248,6 +254,8 @@ class Trainer:
         metrics["advantage/zero_spread_groups"] = int(result.zero_spread.sum())
 
         table = trajectories[0].table
+        gains = table.gain[table.trainable].abs()
+        metrics["gain/abs_min"], metrics["gain/abs_max"] = float(gains.min()), float(gains.max())
         trainable = table.trainable.nonzero().flatten().tolist()
         training = config.training
         return ScoredRollout(
@@ -339,6 +347,8 @@ class Trainer:
         terms = PolicyTerms(*(column[mask] for column in terms))
         kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
         self.kl_weight = next_kl_weight(self.kl_weight, float(kl.mean()), self.config.kl_weight)
+        # At the first update of a rollout the policy is the one that made it: anything but 0 is a fault.
+        metrics.setdefault("ratio/first_max_deviation", float((terms.ratio - 1).abs().max()))
         # With several updates per rollout the last one's values stand for the iteration.
         metrics |= {
             "loss": float(terms.loss.mean()),
@@ -361,7 +371,7 @@ class Trainer:
         config = self.config
         num_steps = config.evaluation.num_steps or config.rollout.num_steps
         table = transition_table("ode", sigma_schedule(num_steps, config.rollout.shift), 0.0)
-        with self.ema.applied() if self.ema is not None else nullcontext():
+        with self.evaluated_weights():
             return evaluate(
                 self.policy,
                 self.decoder,
@@ -375,6 +385,10 @@ class Trainer:
                 device=self.device,
                 on_batch=lambda done, total: self.progress("evaluation", done, total),
             )
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
+        return self.ema.applied() if self.ema is not None else nullcontext()
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -405,15 +419,23 @@ class Trainer:
             "python_rng": [version, list(words), gauss],
         }
 
-    def load(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any], binary: Mapping[str, Any]
-    ) -> None:
-        """Take over the state of a checkpoint. ValueError when it does not fit this run."""
-        self.load_weights(tensors["weights"])
+    def check_fit(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """ValueError unless the weights of a checkpoint have this run's names and shapes. Nothing is changed."""
+        check_same_tensors(self.parameters, tensors["weights"], "weights")
         for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)):
             if snapshot is not None:
                 if name not in tensors:
                     raise ValueError(f"The checkpoint has no {name} weights, but this run's config needs them.")
+                check_same_tensors(snapshot.values, tensors[name], name)
+
+    def load(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any], binary: Mapping[str, Any]
+    ) -> None:
+        """Take over the state of a checkpoint. ValueError when it does not fit this run."""
+        self.check_fit(tensors)
+        self.load_weights(tensors["weights"])
+        for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)):
+            if snapshot is not None:
                 snapshot.load_state_dict(tensors[name])
         self.optimizer.load_state_dict(binary["optimizer"])
         torch.set_rng_state(binary["torch_rng"].cpu())
@@ -426,10 +448,12 @@ class Trainer:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over trained weights alone. ValueError unless names and shapes agree."""
-        check_same_tensors({n: p.detach() for n, p in self.parameters.items()}, weights, "weights")
+        """Take over trained weights alone, as the averaged ones too. ValueError unless names and shapes agree."""
+        check_same_tensors(self.parameters, weights, "weights")
         for name, parameter in self.parameters.items():
             parameter.copy_(weights[name])
+        if self.ema is not None:
+            self.ema.refresh()
 
     # ------------------------------------------------------------------------------------------ helpers
 
@@ -455,12 +479,6 @@ class Trainer:
                 "Steps %s of %s have no positive variance: they are deterministic and not trained.",
                 list(full.degenerate),
                 rollout.sde_type,
-            )
-        if kl_uses(self.config.objective.kl_mode)[1] and training.updates_per_rollout == 1:
-            logger.warning(
-                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update "
-                "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
-                self.config.objective.kl_mode,
             )
         cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
         fewest = min(

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from sage_fast.config import RunConfig
 from sage_fast.config_file import load_config
+from sage_fast.run import Run
 from sage_fast.toy.components import CONFIG_NAME, TRANSFORMER_CONFIG, WEIGHTS_NAME, build_transformer, stored_parameters
 
 torch.set_num_threads(1)
@@ -54,6 +55,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(stored_parameters(transformer), folder / WEIGHTS_NAME)
     (folder / CONFIG_NAME).write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run of two updates; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("finished")
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(tiny_model)}}))
+    Run(load_config(file)).train()
+    return folder / "run"
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
 from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.records import Sample
 from sage_fast.rewards.base import RewardError
 from sage_fast.run import Run, build_trainer
 from sage_fast.trainer import TrainingError
@@ -77,7 +78,21 @@ CONFIG_MISTAKES = {
     "video-size": (["--video.height=18"], ["height", "multiple of 4", "18"]),
     "too-many-evaluation-prompts": (["--evaluation.num_prompts=999"], ["evaluation.num_prompts", "999", "60"]),
     "seed": (["--seed=-1"], ["seed", "-1"]),
+    "seed-too-large": (["--seed=18446744073709551616"], ["seed", "18446744073709551616"]),
+    "threads": (["--num_threads=0"], ["num_threads", "at least 1"]),
+    "infinite-fps": (["--video.fps=.inf"], ["video.fps", "inf"]),
+    "infinite-rate": (["--optimizer.learning_rate=.inf"], ["optimizer.learning_rate", "inf", "finite"]),
+    "window-that-never-moves": (["--rollout.sde_window.stride=2"], ["rollout.sde_window.size is null"]),
+    "reward-that-cannot-start": (
+        ["--reward.rewards=['os.path:getsize']", "--reward.options={'os.path:getsize': {filename: /nowhere/weights}}",
+         "--reward.weights={x: 1}"],
+        ["reward.rewards", "/nowhere/weights"],
+    ),
+    "wandb-missing": (["--logging.wandb_project=p"], ["logging", "pip install wandb"]),
 }  # fmt: skip
+
+FOUND_IN_USE = ("weight-for-no-score", "wandb-missing")
+"""Mistakes that only show when the reward or the logger is first used, after the directory was made."""
 
 
 @pytest.mark.parametrize("name", CONFIG_MISTAKES)
@@ -92,9 +107,22 @@ def test_a_wrong_configuration_names_key_value_and_fix(
     assert "Traceback" not in errors
     text = errors[errors.index("error:") :]
     assert all(part in text for part in expected), text
-    assert not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text().count(
-        'update": 1'
-    )
+    left = {p.name for p in (tmp_path / "run").rglob("*")}
+    if name in FOUND_IN_USE:
+        assert not {"checkpoints", "evaluation"} & left
+        assert cli.main(["train", str(file)]) == 0, "the corrected command is blocked by what is left"
+    else:
+        assert not left
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIG_MISTAKES if name != "wandb-missing"])
+def test_a_wrong_resume_leaves_a_finished_run_as_it_was(finished_run: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    command = ["train", str(run / "config.yaml"), f"--output_dir={run}", "--resume=auto", *CONFIG_MISTAKES[name][0]]
+    assert cli.main(command) == 2
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -232,6 +260,39 @@ def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_pa
     assert both.iterate()["grad_norm"] == pytest.approx(build_trainer(config).iterate()["grad_norm"], rel=1e-4)
 
 
+def test_a_reward_that_fails_in_the_evaluation_does_not_cost_the_update(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run("--reward.on_failure=drop_group"))
+    evaluate = run._evaluate
+
+    def failing() -> dict[str, float]:
+        if run.trainer.update:
+            raise RewardError("the scoring server is gone")
+        return evaluate()
+
+    monkeypatch.setattr(run, "_evaluate", failing)
+    with pytest.raises(RewardError, match="server is gone"):
+        run.train()
+    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [0, 1, 2]
+    assert list_checkpoints(run.checkpoints)[-1].name == "update-000002"
+
+
+def test_scores_that_come_and_go_are_refused(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(tiny_run("--rollout.micro_batch_size=2"))
+    score = trainer.reward.score
+    calls: list[int] = []
+
+    def fickle(videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        calls.append(1)
+        scores = score(videos, samples)
+        return scores if len(calls) > 1 else {k: v for k, v in scores.items() if k != "manifold_distance"}
+
+    monkeypatch.setattr(trainer.reward, "score", fickle)
+    with pytest.raises(RewardError, match="every video needs the same"):
+        trainer.iterate()
+
+
 def test_every_group_dropped_is_an_error(tiny_run: MakeRun, tmp_path: Path) -> None:
     config = faulty(tiny_run, tmp_path, "nan", "drop_group")
     config.reward.options[f"{__name__}:FaultyReward"]["word"] = "moving"
@@ -284,7 +345,7 @@ def test_out_of_memory_says_what_to_lower(
 def test_an_output_directory_that_cannot_be_made(tiny_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"output_dir .*file/run.* cannot be written"):
-        Run(tiny_run(f"--output_dir={tmp_path / 'file' / 'run'}"))
+        Run(tiny_run(f"--output_dir={tmp_path / 'file' / 'run'}")).train()
     assert (tmp_path / "file").read_text() == "in the way"
 
 
@@ -294,7 +355,7 @@ def test_a_read_only_output_directory(tiny_run: MakeRun, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "touch", refused)  # root may write anywhere, so permissions alone prove nothing
     with pytest.raises(ConfigError, match="cannot be written.*Permission denied.*write permission"):
-        Run(tiny_run())
+        Run(tiny_run()).train()
 
 
 def test_a_directory_with_a_run_is_not_overwritten(tiny_run: MakeRun) -> None:
@@ -366,6 +427,16 @@ def test_a_checkpoint_of_another_configuration(tiny_run: MakeRun, override: str,
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("a red circle moving left\na blue square moving up\n")
+    given = (f"--evaluation.prompts={prompts}", "--evaluation.num_prompts=2")
+    Run(tiny_run(*given)).train()
+    prompts.write_text("a red circle moving left\na blue square moving down\n")
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: a file has changed"):
+        Run(tiny_run(*given, "--resume=auto"))
+
+
 def test_a_checkpoint_of_another_model(tiny_run: MakeRun, tmp_path: Path) -> None:
     run = Run(tiny_run()).train().output_dir
     newest = list_checkpoints(run / "checkpoints")[-1]
@@ -381,7 +452,8 @@ def test_a_checkpoint_of_another_model(tiny_run: MakeRun, tmp_path: Path) -> Non
     (other / "manifest.json").unlink()
     _write_manifest(other, 2)
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*of shape"):
-        Run(config).train()
+        Run(config)
+    assert not (tmp_path / "second").exists()
 
 
 def test_generate_without_a_checkpoint(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

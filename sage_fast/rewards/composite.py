@@ -19,7 +19,7 @@ class CompositeReward:
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
         self.rewards = dict(rewards)
-        self.weights = dict(weights)
+        self.weights = {name: weight for name, weight in weights.items() if weight}
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> "CompositeReward":
@@ -31,6 +31,8 @@ class CompositeReward:
                 rewards[name] = constructor(**options)
             except TypeError as error:
                 raise ConfigError(f"reward.options.{name} = {options} does not fit {name}: {error}.") from error
+            except (ValueError, OSError, ImportError) as error:
+                raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
         return cls(rewards, config.weights)
 
     def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
@@ -72,7 +74,7 @@ class CompositeReward:
                         f"Reward {name!r} returned {key} = {value[bad[0]].item()} for {_describe(samples[bad[0]])}."
                     )
                 scores[key] = value
-        missing = sorted(k for k, w in self.weights.items() if w and k not in scores)
+        missing = sorted(set(self.weights) - set(scores))
         if missing:
             raise ConfigError(
                 f"reward.weights names {missing}, but the rewards {list(self.rewards)} return {sorted(scores)}."
@@ -105,7 +107,7 @@ class CompositeReward:
 
     def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Weighted sum of the scores, (B,) float64."""
-        return torch.stack([w * scores[k] for k, w in self.weights.items() if w]).sum(0)
+        return torch.stack([w * scores[k] for k, w in self.weights.items()]).sum(0)
 
 
 def _describe(sample: Sample) -> str:

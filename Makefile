@@ -9,6 +9,8 @@ READY := $(VENV)/.ready
 DEMO_DIR ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes; each computes on one thread.
+JOBS ?= auto
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
@@ -24,7 +26,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
-	@echo "  DEMO_ARGS=\"--seed 1\"            overrides for make demo, as for sage-fast train"
+	@echo "  DEMO_DIR=runs/second            where make demo writes (a finished demo is shown again, not repeated)"
+	@echo "  DEMO_ARGS=\"--seed=1\"            overrides for make demo, as for sage-fast train; take another DEMO_DIR"
 	@echo "  PYTEST_ARGS=\"-k sde -x\"         arguments for make test"
 
 setup: $(READY)  ## create .venv and install the project into it
@@ -33,7 +36,7 @@ $(READY): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "SAGE-Fast needs Python 3.11 or newer, and $(PYTHON) is not that."; \
 		echo "Name another interpreter: make PYTHON=python3.12"; exit 1; }
-	@echo "Setting up $(VENV) (the first time takes a few minutes, mostly downloads)"
+	@echo "Setting up $(VENV) (the first time takes one to three minutes, mostly downloads)"
 	@echo "  1/2 virtual environment"
 	@rm -f $@
 	@$(PYTHON) -m venv $(VENV)
@@ -46,7 +49,7 @@ demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train configs/toy_cpu.yaml --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(READY)  ## check style, layout and types
 	$(BIN)/ruff check .

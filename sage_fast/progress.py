@@ -3,10 +3,12 @@
 import resource
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 
 class RunProgress:
@@ -15,7 +17,10 @@ class RunProgress:
     def __init__(self, total: int, done: int) -> None:
         self.total = total
         self.bar: tqdm | None = None
+        self._stack = ExitStack()
         if sys.stderr.isatty():
+            # Log messages go above the bar instead of through it.
+            self._stack.enter_context(logging_redirect_tqdm())
             self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
         self._start, self._first = time.monotonic(), done
         self._last_refresh = 0.0
@@ -27,6 +32,7 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.close()
+        self._stack.close()
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Show where the iteration is; at most five times a second."""

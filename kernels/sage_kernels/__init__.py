@@ -1,0 +1,1 @@
+"""Fused Triton kernels for flow-matching reinforcement learning; needs only torch and triton."""

@@ -157,6 +157,7 @@ class LaunchTable:
         if (None, None) not in rows:
             raise ValueError("a launch table needs the default row (None, None)")
         self._rows = dict(rows)
+        self.default = self._rows[None, None]
 
     def find(self, width: int, device: torch.device) -> Launch:
         """Settings for a block of `width` elements on `device`."""
@@ -165,6 +166,28 @@ class LaunchTable:
             if key in self._rows:
                 return self._rows[key]
         return self._rows[None, None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the tokens of a sample are dealt to the programs of a kernel that sums over tokens.
+
+    Example: 18,018 tokens over 528 programs are 515 programs of 35 tokens, the last one with 28.
+        >>> Split(programs=515, tokens=35)
+        Split(programs=515, tokens=35)
+    """
+
+    programs: int
+    """Programs of a sample; none of them is empty."""
+    tokens: int
+    """Tokens of every program but the last, which may have fewer."""
+
+
+def split_tokens(tokens: int, batch: int, launch: Launch, device: torch.device) -> Split:
+    """Deal `tokens` consecutive tokens of each of `batch` samples to about as many programs as fill the device."""
+    wanted = max(num_programs(launch, device) // max(batch, 1), 1)
+    each = max(cdiv(tokens, wanted), 1)
+    return Split(programs=cdiv(tokens, each), tokens=each)
 
 
 def num_programs(launch: Launch, device: torch.device) -> int:

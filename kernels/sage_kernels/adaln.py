@@ -193,9 +193,7 @@ def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 
 @_adaln_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=shift_dtype)
 
 

@@ -32,7 +32,7 @@ POISON_EMPTY: bool = os.environ.get("SAGE_KERNELS_POISON_EMPTY") == "1"
 _ROUND_BY_HAND = tl.constexpr(INTERPRETED)
 
 _INTERPRETED_PROGRAMS = 6
-"""Programs that a reduction is split over in the interpreter: enough to test the second stage, few enough to be fast."""
+"""Programs that a sum over tokens is split over in the interpreter: enough to test the second stage."""
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def check_tensors(op: str, tensors: Mapping[str, object]) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"{op}: {name} has dtype {tensor.dtype}; allowed are float32, bfloat16 and float16. "
-                f"Convert it, or call sage_kernels.reference.{op}, which takes any float dtype"
+                f"Convert it, or call sage_kernels.reference.{op}.{op}, which takes any float dtype"
             )
         if first is None:
             first = (name, tensor.device)

@@ -311,9 +311,7 @@ def launch_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
-    grad_q, grad_k, q, k, q_text, k_text = (
-        dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)
-    )
+    grad_q, grad_k, q, k, q_text, k_text = (dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text))
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     dq, dk, dq_text, dk_text = (common.empty_like(tensor) for tensor in (q, k, q_text, k_text))
@@ -415,9 +413,7 @@ def _qk_norm_rope_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = launch_backward if common.runs_triton(q) else reference.qk_norm_rope_backward
-    return run(
-        grad_q, grad_k, q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps
-    )
+    return run(grad_q, grad_k, q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
 
 
 @_qk_norm_rope.register_fake
@@ -619,12 +615,13 @@ def _kernels() -> tuple[Kernel, ...]:
 
 def _bytes_forward(inputs: Inputs) -> int:
     tokens = [inputs[name] for name in ("q", "k", "q_text", "k_text")]
-    return 2 * nbytes(*tokens) + nbytes(*(inputs[name] for name in inputs if name not in ("q", "k", "q_text", "k_text")))
+    # Every input is read; the outputs are the video and text tokens once more.
+    return nbytes(*inputs.values()) + nbytes(*tokens)
 
 
 def _bytes_backward(inputs: Inputs) -> int:
-    weights = [tensor for name, tensor in inputs.items() if name.endswith("weight")]
-    return _bytes_forward(inputs) + nbytes(*(inputs[name] for name in ("q", "k", "q_text", "k_text")), *weights)
+    gradients = [inputs[name] for name in SPEC.differentiable]
+    return _bytes_forward(inputs) + nbytes(*gradients)
 
 
 SPEC = OpSpec(

@@ -22,8 +22,10 @@ def qk_norm_rope(
     sin: Tensor,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Joint queries and keys (B, N + L, H, D), video first. Video (B, N, H, D) is normalised and rotated by cos and
-    sin (N, D), text (B, L, H, D) is normalised; weights (D,)."""
+    """Joint queries and keys (B, N + L, H, D), video first.
+
+    Video (B, N, H, D) is normalised and rotated by cos and sin (N, D), text (B, L, H, D) is normalised; weights (D,).
+    """
     dtype = compute_dtype(q.dtype)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:

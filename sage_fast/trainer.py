@@ -18,6 +18,7 @@ from torch import Tensor
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
 from sage_fast.evaluation import Evaluation, evaluate
+from sage_fast.kernels import select_kernels
 from sage_fast.objective import (
     KLWeightState,
     PolicyTerms,
@@ -25,7 +26,6 @@ from sage_fast.objective import (
     initial_kl_weight,
     kl_uses,
     next_kl_weight,
-    policy_loss,
     weighted_advantages,
 )
 from sage_fast.optim import OptimizerSet
@@ -93,6 +93,7 @@ class Trainer:
         self.reward = reward
         self.progress = progress
         self.device = torch.device(resolve_device(config.model.device))
+        self.kernels = select_kernels(config.model.kernels, self.device)
         self.decoder = components.video_decoder
         video = config.video
         self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
@@ -192,6 +193,7 @@ class Trainer:
                     seed=self.config.seed,
                     update=self.update,
                     shared_initial_noise=rollout.shared_initial_noise,
+                    kernels=self.kernels,
                     device=self.device,
                 )
             )
@@ -309,11 +311,12 @@ class Trainer:
                 )
                 step = gather_step(trajectory, [order[position] for order in orders])
                 velocity = self.policy.velocity(step.latents, step.sigma, embeds)
-                terms = policy_loss(
+                terms = self.kernels.policy_loss(
                     velocity,
                     step.velocity,
                     anchor_velocities[done][position] if anchor_velocities else step.velocity,
-                    step.noise,
+                    trajectory.keys,
+                    step.steps,
                     gain=step.gain,
                     std=step.std,
                     scale=step.scale,

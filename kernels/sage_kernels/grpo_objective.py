@@ -13,6 +13,8 @@ the loss, so the backward pass is one product.
 Shapes: B batch.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +40,8 @@ from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_t
 LAUNCHES = LaunchTable({(None, None): Launch(num_warps=1)})
 BLOCK = 128
 """Samples of a program."""
-PARTS = Objective._fields
+PARTS = ("log_ratio", "ratio", "surrogate", "kl_position", "kl_velocity")
+"""Columns of the second result of the operator; the loss and `clipped` are tensors of their own."""
 NUM_TERMS, NUM_PARTS = tl.constexpr(len(TERMS)), tl.constexpr(len(PARTS))
 
 
@@ -48,7 +51,9 @@ def grpo_objective_forward_kernel(
     p_advantage,
     p_std,
     p_scale,
+    p_loss,
     p_parts,
+    p_clipped,
     p_cotangents,
     num_rows,
     clip_low,
@@ -63,7 +68,7 @@ def grpo_objective_forward_kernel(
     KL_EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """parts (B, 7) float32 in the order of `PARTS`, cotangents (B, 4) float32."""
+    """loss (B,), parts (B, 5) in the order of `PARTS`, clipped (B,), cotangents (B, 4)."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < num_rows
     b_gaussian = tl.load(p_terms + o * NUM_TERMS, mask=m, other=0.0).to(tl.float32)
@@ -107,14 +112,14 @@ def grpo_objective_forward_kernel(
             b_c_gaussian = b_c_gaussian - velocity_weight
         b_loss += velocity_weight * b_kl_velocity
 
+    tl.store(p_loss + o, b_loss, mask=m)
+    tl.store(p_clipped + o, m_clipped, mask=m)
     p_row = p_parts + o * NUM_PARTS
-    tl.store(p_row, b_loss, mask=m)
-    tl.store(p_row + 1, b_used, mask=m)
-    tl.store(p_row + 2, b_ratio, mask=m)
-    tl.store(p_row + 3, b_surrogate, mask=m)
-    tl.store(p_row + 4, b_kl_position, mask=m)
-    tl.store(p_row + 5, b_kl_velocity, mask=m)
-    tl.store(p_row + 6, tl.where(m_clipped, 1.0, 0.0), mask=m)
+    tl.store(p_row, b_used, mask=m)
+    tl.store(p_row + 1, b_ratio, mask=m)
+    tl.store(p_row + 2, b_surrogate, mask=m)
+    tl.store(p_row + 3, b_kl_position, mask=m)
+    tl.store(p_row + 4, b_kl_velocity, mask=m)
     p_row = p_cotangents + o * NUM_TERMS
     tl.store(p_row, b_c_gaussian, mask=m)
     tl.store(p_row + 1, b_c_guard, mask=m)
@@ -123,11 +128,11 @@ def grpo_objective_forward_kernel(
 
 
 @triton.jit
-def grpo_objective_backward_kernel(p_grad_parts, p_cotangents, p_grad_terms, numel, BLOCK: tl.constexpr):
-    """grad_terms = grad_loss * cotangents; the loss is the first of a row's parts."""
+def grpo_objective_backward_kernel(p_grad_loss, p_cotangents, p_grad_terms, numel, BLOCK: tl.constexpr):
+    """grad_terms = grad_loss * cotangents."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
-    b_grad_loss = tl.load(p_grad_parts + o // NUM_TERMS * NUM_PARTS, mask=m, other=0.0).to(tl.float32)
+    b_grad_loss = tl.load(p_grad_loss + o // NUM_TERMS, mask=m, other=0.0).to(tl.float32)
     tl.store(
         p_grad_terms + o,
         narrow(b_grad_loss * tl.load(p_cotangents + o, mask=m, other=0.0), p_grad_terms.dtype.element_ty),
@@ -149,11 +154,13 @@ def grpo_objective_forward(
     use_kl_velocity: bool,
     velocity_weight: float,
     kl_velocity_exact: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel: parts (B, 7) and cotangents (B, 4), float32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the forward kernel: loss (B,), parts (B, 5), clipped (B,) bool and cotangents (B, 4)."""
     terms, advantage, std, scale = (t.contiguous() for t in (terms, advantage, std, scale))
     rows = terms.shape[0]
+    loss = empty((rows,), dtype=torch.float32, device=terms.device)
     parts = empty((rows, len(PARTS)), dtype=torch.float32, device=terms.device)
+    clipped = empty((rows,), dtype=torch.bool, device=terms.device)
     cotangents = empty((rows, len(TERMS)), dtype=torch.float32, device=terms.device)
     if rows:
         with on_device_of(terms):
@@ -162,7 +169,9 @@ def grpo_objective_forward(
                 advantage,
                 std,
                 scale,
+                loss,
                 parts,
+                clipped,
                 cotangents,
                 rows,
                 1 - clip_range,
@@ -179,17 +188,17 @@ def grpo_objective_forward(
                 num_warps=LAUNCHES.find(BLOCK, terms.device).num_warps,
                 enable_fp_fusion=False,
             )
-    return parts, cotangents
+    return loss, parts, clipped, cotangents
 
 
-def grpo_objective_backward(grad_parts: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the backward kernel: (B, 4) of `dtype` from the gradient (B, 7) of the parts."""
-    grad_parts, cotangents = grad_parts.contiguous(), cotangents.contiguous()
+def grpo_objective_backward(grad_loss: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launch the backward kernel: (B, 4) of `dtype` from the gradient (B,) of the loss."""
+    grad_loss, cotangents = grad_loss.contiguous(), cotangents.contiguous()
     grad_terms = empty(cotangents.shape, dtype=dtype, device=cotangents.device)
     if grad_terms.numel():
         with on_device_of(cotangents):
             grpo_objective_backward_kernel[(cdiv(grad_terms.numel(), BLOCK),)](
-                grad_parts,
+                grad_loss,
                 cotangents,
                 grad_terms,
                 grad_terms.numel(),
@@ -214,7 +223,7 @@ def _forward_op(
     use_kl_velocity: bool,
     velocity_weight: float,
     kl_velocity_exact: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     numbers = (
         clip_range,
         ratio_norm,
@@ -228,10 +237,11 @@ def _forward_op(
     )
     if runs_triton(terms):
         return grpo_objective_forward(terms, advantage, std, scale, *numbers)
-    settings = dict(zip(SETTINGS, numbers, strict=True))
+    settings: dict[str, Any] = dict(zip(SETTINGS, numbers, strict=True))
     objective = reference.grpo_objective(terms, advantage, std=std, scale=scale, **settings)
     cotangents = reference.grpo_objective_cotangents(terms, advantage, std=std, scale=scale, **settings)
-    return torch.stack([part.to(cotangents) for part in objective], dim=1), cotangents
+    parts = torch.stack([getattr(objective, name) for name in PARTS], dim=1)
+    return objective.loss.clone(), parts, objective.clipped, cotangents
 
 
 SETTINGS = (
@@ -263,34 +273,39 @@ def _(
     use_kl_velocity: bool,
     velocity_weight: float,
     kl_velocity_exact: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = terms.shape[0]
     return (
+        terms.new_empty((rows,), dtype=torch.float32),
         terms.new_empty((rows, len(PARTS)), dtype=torch.float32),
+        terms.new_empty((rows,), dtype=torch.bool),
         terms.new_empty((rows, len(TERMS)), dtype=torch.float32),
     )
 
 
 @torch.library.custom_op("sage_kernels::grpo_objective_backward", mutates_args=())
-def _backward_op(grad_parts: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
-    if runs_triton(grad_parts):
-        return grpo_objective_backward(grad_parts, cotangents, dtype)
-    return (grad_parts[:, :1] * cotangents).to(dtype)
+def _backward_op(grad_loss: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
+    if runs_triton(grad_loss):
+        return grpo_objective_backward(grad_loss, cotangents, dtype)
+    return (grad_loss.unsqueeze(1) * cotangents).to(dtype)
 
 
 @_backward_op.register_fake
-def _(grad_parts: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
+def _(grad_loss: Tensor, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
     return cotangents.new_empty(cotangents.shape, dtype=dtype)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(output[1])
+    *_, cotangents = output
+    ctx.save_for_backward(cotangents)
     ctx.dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_parts: Tensor, grad_cotangents: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_loss, *others):  # type: ignore[no-untyped-def]
     (cotangents,) = ctx.saved_tensors
-    return _backward_op(grad_parts, cotangents, ctx.dtype), *[None] * 12
+    grad_terms = None if grad_loss is None else _backward_op(grad_loss, cotangents, ctx.dtype)
+    return grad_terms, *[None] * 12
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -345,7 +360,7 @@ def grpo_objective(
     for label, weight in (("position_weight", position_weight), ("velocity_weight", velocity_weight)):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"{name}: {label} is {weight!r}; it must be finite and not negative")
-    parts, _ = _forward_op(
+    loss, parts, clipped, _ = _forward_op(
         terms,
         advantage.detach(),
         std.detach(),
@@ -360,8 +375,7 @@ def grpo_objective(
         float(velocity_weight),
         kl_velocity_exact,
     )
-    loss, *rest, clipped = parts.unbind(1)
-    return Objective(loss, *(part.detach() for part in rest), clipped.detach() != 0)
+    return Objective(loss, *parts.detach().unbind(1), clipped)  # type: ignore[call-arg]
 
 
 def make_inputs(
@@ -369,7 +383,7 @@ def make_inputs(
 ) -> Inputs:
     """Inputs of a case whose ratios lie on both sides of the clip; options of the op stand in its shape."""
     rows = case.shape["batch"]
-    how = {"device": device, "generator": generator, "strided": case.strided}
+    how: dict[str, Any] = {"device": device, "generator": generator, "strided": case.strided}
     small = torch.float32 if case.mixed else dtype
     options = {key: bool(value) for key, value in case.shape.items() if key != "batch"}
     return {
@@ -387,14 +401,16 @@ def make_inputs(
 def aot_kernels() -> tuple[Kernel, ...]:
     """Builds with every term switched on."""
     num_warps = LAUNCHES.find(BLOCK, torch.device("cpu")).num_warps
-    pointers = ("p_terms", "p_advantage", "p_std", "p_scale", "p_parts", "p_cotangents")
+    pointers = ("p_terms", "p_advantage", "p_std", "p_scale", "p_loss", "p_parts", "p_cotangents")
     numbers = ("clip_low", "clip_high", "position_weight", "velocity_weight")
     switches = ("RATIO_NORM", "UNNORMALIZED", "EQUALIZER", "KL_POSITION", "KL_VELOCITY", "KL_EXACT")
     return (
         Kernel(
             name="grpo_objective_forward",
             function=grpo_objective_forward_kernel,
-            signature=dict.fromkeys(pointers, "*fp32") | {"num_rows": "i32"} | dict.fromkeys(numbers, "fp32"),
+            signature=dict.fromkeys(pointers, "*fp32")
+            | {"p_clipped": "*i1", "num_rows": "i32"}
+            | dict.fromkeys(numbers, "fp32"),
             constexprs=dict.fromkeys(switches, True) | {"BLOCK": BLOCK},
             num_warps=num_warps,
             unaligned=("num_rows",),
@@ -402,7 +418,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="grpo_objective_backward",
             function=grpo_objective_backward_kernel,
-            signature=dict.fromkeys(("p_grad_parts", "p_cotangents", "p_grad_terms"), "*fp32") | {"numel": "i32"},
+            signature=dict.fromkeys(("p_grad_loss", "p_cotangents", "p_grad_terms"), "*fp32") | {"numel": "i32"},
             constexprs={"BLOCK": BLOCK},
             num_warps=num_warps,
             unaligned=("numel",),
@@ -427,9 +443,10 @@ SPEC = OpSpec(
         Case(id="mixed-dtypes", shape={"batch": 16, "ratio_norm": 1, "unnormalized": 1}, mixed=True),
     ),
     bench_cases=(Case(id="A", shape={"batch": 8}, mixed=True), Case(id="B", shape={"batch": 64}, mixed=True)),
-    bytes_forward=lambda i: nbytes(i["terms"], i["advantage"], i["std"], i["scale"]) + len(i["terms"]) * 4 * 11,
-    bytes_backward=lambda i: len(i["terms"]) * 4 * 11 + nbytes(i["terms"]),
-    bytes_formula=("72 B", "60 B"),
+    # Written forward, per sample: 10 float32 numbers and a bool. Read backward: the loss gradient and 4 cotangents.
+    bytes_forward=lambda i: nbytes(i["terms"], i["advantage"], i["std"], i["scale"]) + len(i["terms"]) * 41,
+    bytes_backward=lambda i: nbytes(i["terms"]) + len(i["terms"]) * 20,
+    bytes_formula=("69 B", "36 B"),
     k_bf16=2.0,
     kernels=aot_kernels,
 )

@@ -112,7 +112,6 @@ def check_noise_owner(
         raise ValueError(f"{op}: element_offset is {element_offset!r}; it must be an int that is not negative")
 
 
-def noise_owner(keys: Tensor, step: int | Tensor) -> Tensor:
-    """(B, 3) int64: the two key words and the step of every row, as the kernels read them."""
-    column = step.to(torch.int64) if isinstance(step, Tensor) else torch.full_like(keys[:, 0], step)
-    return torch.cat([keys, column.unsqueeze(1)], dim=1)
+def step_column(step: int | Tensor, keys: Tensor) -> Tensor:
+    """The step of every row, (B,) int64 beside the keys."""
+    return step.to(torch.int64) if isinstance(step, Tensor) else torch.full_like(keys[:, 0], step)

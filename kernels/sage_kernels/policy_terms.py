@@ -38,7 +38,7 @@ from sage_kernels.common import (
     on_device_of,
     runs_triton,
 )
-from sage_kernels.philox import check_noise_owner, noise_owner
+from sage_kernels.philox import check_noise_owner, step_column
 from sage_kernels.reference import policy_terms as reference
 from sage_kernels.reference.policy_terms import TERMS
 from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes
@@ -67,7 +67,8 @@ def policy_terms_partial_kernel(
     p_old,
     p_anchor,
     p_noise,
-    p_owner,
+    p_keys,
+    p_step,
     p_gain,
     p_partial,
     guidance_scale,
@@ -94,7 +95,7 @@ def policy_terms_partial_kernel(
     if HAS_NOISE:
         b_noise = tl.load(p_noise + o_row, mask=m, other=0.0).to(tl.float32)
     else:
-        b_noise = row_noise(p_owner, i_row, first_block, i_tile, BLOCK)
+        b_noise = row_noise(p_keys, p_step, i_row, first_block, i_tile, BLOCK)
     # Outside the mask all velocities are 0, so that s and t are 0 there, whatever was drawn.
     b_shift = gain * (b_velocity - b_old)
     p_out = p_partial + i_row * NUM_TERMS * num_tiles + i_tile
@@ -129,7 +130,8 @@ def policy_terms_backward_kernel(
     p_old,
     p_anchor,
     p_noise,
-    p_owner,
+    p_keys,
+    p_step,
     p_gain,
     p_grad_cond,
     p_grad_uncond,
@@ -158,7 +160,7 @@ def policy_terms_backward_kernel(
     if HAS_NOISE:
         b_noise = tl.load(p_noise + o_row, mask=m, other=0.0).to(tl.float32)
     else:
-        b_noise = row_noise(p_owner, i_row, first_block, i_tile, BLOCK)
+        b_noise = row_noise(p_keys, p_step, i_row, first_block, i_tile, BLOCK)
     b_shift = gain * (b_velocity - b_old)
     b_grad = tl.load(p_grad) * (b_noise - b_shift) + tl.load(p_grad + 1) * b_noise + tl.load(p_grad + 3) * b_shift
     if HAS_ANCHOR:
@@ -178,16 +180,16 @@ def policy_terms_forward(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
 ) -> Tensor:
-    """Launch both stages; gain is (B,) float32, owner as in `philox.noise_owner`."""
-    v_cond, v_uncond, v_old, v_anchor, noise = (
-        None if t is None else t.contiguous() for t in (v_cond, v_uncond, v_old, v_anchor, noise)
-    )
-    assert v_cond is not None and v_old is not None
+    """Launch both stages; gain is (B,) float32, step (B,) int64."""
+    v_cond, v_old, gain = (t.contiguous() for t in (v_cond, v_old, gain))
+    v_uncond, v_anchor = (None if t is None else t.contiguous() for t in (v_uncond, v_anchor))
+    noise, keys, step = (None if t is None else t.contiguous() for t in (noise, keys, step))
     rows = v_cond.shape[0]
     numel = v_cond.numel() // rows
     shift = element_offset % 4 if noise is None else 0
@@ -201,7 +203,8 @@ def policy_terms_forward(
             v_old,
             v_cond if v_anchor is None else v_anchor,
             v_cond if noise is None else noise,
-            gain if owner is None else owner,
+            gain if keys is None else keys,
+            gain if step is None else step,
             gain,
             partial,
             guidance_scale,
@@ -229,17 +232,17 @@ def policy_terms_backward(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Launch the backward kernel: (dv_cond, dv_uncond) in the types of v_cond and v_uncond."""
     grad_terms = grad_terms.contiguous()
-    v_cond, v_uncond, v_old, v_anchor, noise = (
-        None if t is None else t.contiguous() for t in (v_cond, v_uncond, v_old, v_anchor, noise)
-    )
-    assert v_cond is not None and v_old is not None
+    v_cond, v_old, gain = (t.contiguous() for t in (v_cond, v_old, gain))
+    v_uncond, v_anchor = (None if t is None else t.contiguous() for t in (v_uncond, v_anchor))
+    noise, keys, step = (None if t is None else t.contiguous() for t in (noise, keys, step))
     rows = v_cond.shape[0]
     numel = v_cond.numel() // rows
     shift = element_offset % 4 if noise is None else 0
@@ -254,7 +257,8 @@ def policy_terms_backward(
             v_old,
             v_cond if v_anchor is None else v_anchor,
             v_cond if noise is None else noise,
-            gain if owner is None else owner,
+            gain if keys is None else keys,
+            gain if step is None else step,
             gain,
             grad_cond,
             grad_uncond,
@@ -280,14 +284,15 @@ def _forward_op(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
 ) -> Tensor:
     if runs_triton(v_cond):
         return policy_terms_forward(
-            v_cond, v_uncond, v_old, v_anchor, noise, owner, gain, guidance_scale, element_offset
+            v_cond, v_uncond, v_old, v_anchor, noise, keys, step, gain, guidance_scale, element_offset
         )
     return reference.policy_terms(
         v_cond,
@@ -297,8 +302,8 @@ def _forward_op(
         guidance_scale=guidance_scale,
         gain=gain,
         noise=noise,
-        keys=None if owner is None else owner[:, :2],
-        step=0 if owner is None else owner[:, 2],
+        keys=keys,
+        step=0 if step is None else step,
         element_offset=element_offset,
     )
 
@@ -310,7 +315,8 @@ def _(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
@@ -326,14 +332,15 @@ def _backward_op(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
 ) -> tuple[Tensor, Tensor]:
     if runs_triton(v_cond):
         return policy_terms_backward(
-            grad_terms, v_cond, v_uncond, v_old, v_anchor, noise, owner, gain, guidance_scale, element_offset
+            grad_terms, v_cond, v_uncond, v_old, v_anchor, noise, keys, step, gain, guidance_scale, element_offset
         )
     grad_cond, grad_uncond = reference.policy_terms_backward(
         grad_terms,
@@ -344,8 +351,8 @@ def _backward_op(
         guidance_scale=1.0 if v_uncond is None else guidance_scale,
         gain=gain,
         noise=noise,
-        keys=None if owner is None else owner[:, :2],
-        step=0 if owner is None else owner[:, 2],
+        keys=keys,
+        step=0 if step is None else step,
         element_offset=element_offset,
     )
     grad_uncond = v_cond.new_empty(0) if v_uncond is None else grad_uncond.to(v_uncond.dtype).contiguous()
@@ -360,13 +367,13 @@ def _(
     v_old: Tensor,
     v_anchor: Tensor | None,
     noise: Tensor | None,
-    owner: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     gain: Tensor,
     guidance_scale: float,
     element_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    absent = v_uncond is None
-    grad_uncond = v_cond.new_empty(0) if absent else v_uncond.new_empty(v_uncond.shape)
+    grad_uncond = v_cond.new_empty(0) if v_uncond is None else v_uncond.new_empty(v_uncond.shape)
     return v_cond.new_empty(v_cond.shape), grad_uncond
 
 
@@ -377,8 +384,10 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad_terms: Tensor):  # type: ignore[no-untyped-def]
-    grad_cond, grad_uncond = _backward_op(grad_terms, *ctx.saved_tensors, *ctx.numbers)
-    return grad_cond, None if ctx.saved_tensors[1] is None else grad_uncond, *[None] * 7
+    # Read once: under selective checkpointing a saved tensor can be unpacked one time only.
+    saved = ctx.saved_tensors
+    grad_cond, grad_uncond = _backward_op(grad_terms, *saved, *ctx.numbers)
+    return grad_cond, None if saved[1] is None else grad_uncond, *[None] * 8
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -418,7 +427,7 @@ def policy_terms(
     name = "policy_terms"
     tensors = {"v_cond": v_cond, "v_uncond": v_uncond, "v_old": v_old, "v_anchor": v_anchor, "noise": noise}
     check_tensors(name, tensors)
-    check_batch(name, tensors, "v_cond")
+    check_batch(name, tensors)
     if not v_cond.numel():
         raise ValueError(f"{name}: v_cond has shape {tuple(v_cond.shape)}; a mean over no elements has no value")
     if (noise is None) == (keys is None):
@@ -432,8 +441,9 @@ def policy_terms(
         v_old.detach(),
         None if v_anchor is None else v_anchor.detach(),
         None if noise is None else noise.detach(),
-        None if keys is None else noise_owner(keys, step),
-        coefficient_columns(name, {"gain": gain}, v_cond.shape[0], v_cond.device)[:, 0],
+        keys,
+        None if keys is None else step_column(step, keys),
+        *coefficient_columns(name, {"gain": gain}, v_cond.shape[0], v_cond.device),
         float(guidance_scale),
         element_offset,
     )
@@ -489,7 +499,8 @@ def aot_kernels() -> tuple[Kernel, ...]:
         "p_old": "*fp32",
         "p_anchor": "*fp32",
         "p_noise": "*fp32",
-        "p_owner": "*i64",
+        "p_keys": "*i64",
+        "p_step": "*i64",
         "p_gain": "*fp32",
     }
     scalars = {

@@ -28,7 +28,7 @@ from sage_kernels.common import (
     on_device_of,
     runs_triton,
 )
-from sage_kernels.philox import check_noise_owner, noise_owner
+from sage_kernels.philox import check_noise_owner, step_column
 from sage_kernels.reference import sde_step as reference
 from sage_kernels.reference.sde_step import SDEStep
 from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes
@@ -54,8 +54,12 @@ def sde_step_forward_kernel(
     p_cond,
     p_uncond,
     p_x,
-    p_coefficients,
-    p_owner,
+    p_a,
+    p_b,
+    p_std,
+    p_sigma,
+    p_keys,
+    p_step,
     p_next,
     p_x0,
     p_velocity,
@@ -80,13 +84,13 @@ def sde_step_forward_kernel(
     b_x = tl.load(p_x + o_row, mask=m, other=0.0).to(tl.float32)
     b_cond = tl.load(p_cond + o_row, mask=m, other=0.0).to(tl.float32)
     b_velocity = combine_guidance(b_cond, p_uncond, o_row, m, guidance_scale, HAS_UNCOND)
-    b_next = tl.load(p_coefficients + i_row * 4) * b_x + tl.load(p_coefficients + i_row * 4 + 1) * b_velocity
+    b_next = tl.load(p_a + i_row) * b_x + tl.load(p_b + i_row) * b_velocity
     if HAS_NOISE:
-        b_noise = row_noise(p_owner, i_row, first_block, i_tile, BLOCK)
-        b_next += tl.load(p_coefficients + i_row * 4 + 2) * b_noise
+        b_noise = row_noise(p_keys, p_step, i_row, first_block, i_tile, BLOCK)
+        b_next += tl.load(p_std + i_row) * b_noise
     tl.store(p_next + o_row, b_next, mask=m)
     if HAS_X0:
-        tl.store(p_x0 + o_row, b_x - tl.load(p_coefficients + i_row * 4 + 3) * b_velocity, mask=m)
+        tl.store(p_x0 + o_row, b_x - tl.load(p_sigma + i_row) * b_velocity, mask=m)
     if HAS_VELOCITY:
         tl.store(p_velocity + o_row, b_velocity, mask=m)
 
@@ -96,7 +100,9 @@ def sde_step_backward_kernel(
     p_grad_next,
     p_grad_x0,
     p_grad_velocity,
-    p_coefficients,
+    p_a,
+    p_b,
+    p_sigma,
     p_grad_cond,
     p_grad_uncond,
     p_grad_x,
@@ -116,11 +122,11 @@ def sde_step_backward_kernel(
     o_row = i_row * numel + o
 
     b_grad_next = tl.load(p_grad_next + o_row, mask=m, other=0.0).to(tl.float32)
-    b_grad_v = tl.load(p_coefficients + i_row * 4 + 1) * b_grad_next
-    b_grad_x = tl.load(p_coefficients + i_row * 4) * b_grad_next
+    b_grad_v = tl.load(p_b + i_row) * b_grad_next
+    b_grad_x = tl.load(p_a + i_row) * b_grad_next
     if HAS_X0:
         b_grad_x0 = tl.load(p_grad_x0 + o_row, mask=m, other=0.0).to(tl.float32)
-        b_grad_v -= tl.load(p_coefficients + i_row * 4 + 3) * b_grad_x0
+        b_grad_v -= tl.load(p_sigma + i_row) * b_grad_x0
         b_grad_x += b_grad_x0
     if HAS_VELOCITY:
         b_grad_v += tl.load(p_grad_velocity + o_row, mask=m, other=0.0).to(tl.float32)
@@ -142,8 +148,12 @@ def sde_step_forward(
     v_cond: Tensor,
     v_uncond: Tensor | None,
     x: Tensor,
-    coefficients: Tensor,
-    owner: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    std: Tensor,
+    sigma: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     guidance_scale: float,
     element_offset: int,
     return_x0: bool,
@@ -151,8 +161,8 @@ def sde_step_forward(
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the forward kernel; `block` (a power of two from 4 on) changes the launch geometry and nothing else."""
-    v_cond, x = v_cond.contiguous(), x.contiguous()
-    v_uncond = None if v_uncond is None else v_uncond.contiguous()
+    v_cond, x, a, b, std = (t.contiguous() for t in (v_cond, x, a, b, std))
+    v_uncond, sigma, keys, step = (None if t is None else t.contiguous() for t in (v_uncond, sigma, keys, step))
     block = block or _block(x)
     x_next = empty_like(x, torch.float32)
     x0 = empty_like(x if return_x0 else x.new_empty(0), torch.float32)
@@ -166,8 +176,12 @@ def sde_step_forward(
                 v_cond,
                 v_cond if v_uncond is None else v_uncond,
                 x,
-                coefficients,
-                coefficients if owner is None else owner,
+                a,
+                b,
+                std,
+                std if sigma is None else sigma,
+                std if keys is None else keys,
+                std if step is None else step,
                 x_next,
                 x0,
                 velocity,
@@ -177,7 +191,7 @@ def sde_step_forward(
                 element_offset // 4,
                 shift,
                 HAS_UNCOND=v_uncond is not None,
-                HAS_NOISE=owner is not None,
+                HAS_NOISE=keys is not None,
                 HAS_X0=return_x0,
                 HAS_VELOCITY=return_velocity,
                 BLOCK=block,
@@ -191,14 +205,15 @@ def sde_step_backward(
     grad_x_next: Tensor,
     grad_x0: Tensor | None,
     grad_velocity: Tensor | None,
-    coefficients: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sigma: Tensor | None,
     guidance_scale: float,
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernel; `dtypes` are those of v_cond, v_uncond (None: there is none) and x."""
-    grad_x_next = grad_x_next.contiguous()
-    grad_x0 = None if grad_x0 is None else grad_x0.contiguous()
-    grad_velocity = None if grad_velocity is None else grad_velocity.contiguous()
+    grad_x_next, a, b = (t.contiguous() for t in (grad_x_next, a, b))
+    grad_x0, grad_velocity, sigma = (None if t is None else t.contiguous() for t in (grad_x0, grad_velocity, sigma))
     cond_dtype, uncond_dtype, x_dtype = dtypes
     grad_cond, grad_x = empty_like(grad_x_next, cond_dtype), empty_like(grad_x_next, x_dtype)
     grad_uncond = empty_like(grad_x_next if uncond_dtype else grad_x_next.new_empty(0), uncond_dtype)
@@ -211,7 +226,9 @@ def sde_step_backward(
                 grad_x_next,
                 grad_x_next if grad_x0 is None else grad_x0,
                 grad_x_next if grad_velocity is None else grad_velocity,
-                coefficients,
+                a,
+                b,
+                b if sigma is None else sigma,
                 grad_cond,
                 grad_uncond,
                 grad_x,
@@ -233,8 +250,12 @@ def _forward_op(
     v_cond: Tensor,
     v_uncond: Tensor | None,
     x: Tensor,
-    coefficients: Tensor,
-    owner: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    std: Tensor,
+    sigma: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     guidance_scale: float,
     element_offset: int,
     return_x0: bool,
@@ -242,9 +263,20 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if runs_triton(x):
         return sde_step_forward(
-            v_cond, v_uncond, x, coefficients, owner, guidance_scale, element_offset, return_x0, return_velocity
+            v_cond,
+            v_uncond,
+            x,
+            a,
+            b,
+            std,
+            sigma,
+            keys,
+            step,
+            guidance_scale,
+            element_offset,
+            return_x0,
+            return_velocity,
         )
-    a, b, std, sigma = coefficients.unbind(1)
     result = reference.sde_step(
         v_cond,
         v_uncond,
@@ -254,8 +286,8 @@ def _forward_op(
         b=b,
         std=std,
         sigma=sigma,
-        keys=None if owner is None else owner[:, :2],
-        step=0 if owner is None else owner[:, 2],
+        keys=keys,
+        step=0 if step is None else step,
         return_x0=return_x0,
         return_velocity=return_velocity,
         element_offset=element_offset,
@@ -272,8 +304,12 @@ def _(
     v_cond: Tensor,
     v_uncond: Tensor | None,
     x: Tensor,
-    coefficients: Tensor,
-    owner: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    std: Tensor,
+    sigma: Tensor | None,
+    keys: Tensor | None,
+    step: Tensor | None,
     guidance_scale: float,
     element_offset: int,
     return_x0: bool,
@@ -290,7 +326,9 @@ def _backward_op(
     grad_x_next: Tensor,
     grad_x0: Tensor | None,
     grad_velocity: Tensor | None,
-    coefficients: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sigma: Tensor | None,
     guidance_scale: float,
     cond_dtype: torch.dtype,
     uncond_dtype: torch.dtype | None,
@@ -298,8 +336,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtypes = (cond_dtype, uncond_dtype, x_dtype)
     if runs_triton(grad_x_next):
-        return sde_step_backward(grad_x_next, grad_x0, grad_velocity, coefficients, guidance_scale, dtypes)
-    a, b, _, sigma = coefficients.unbind(1)
+        return sde_step_backward(grad_x_next, grad_x0, grad_velocity, a, b, sigma, guidance_scale, dtypes)
     scale = 1.0 if uncond_dtype is None else guidance_scale
     grad_cond, grad_uncond, grad_x = reference.sde_step_backward(
         grad_x_next, grad_x0, grad_velocity, guidance_scale=scale, a=a, b=b, sigma=sigma
@@ -313,7 +350,9 @@ def _(
     grad_x_next: Tensor,
     grad_x0: Tensor | None,
     grad_velocity: Tensor | None,
-    coefficients: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sigma: Tensor | None,
     guidance_scale: float,
     cond_dtype: torch.dtype,
     uncond_dtype: torch.dtype | None,
@@ -329,25 +368,19 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    v_cond, v_uncond, x, coefficients, _, guidance_scale, _, return_x0, return_velocity = inputs
-    ctx.save_for_backward(coefficients)
-    ctx.guidance_scale = guidance_scale
-    ctx.returned = (return_x0, return_velocity)
+    v_cond, v_uncond, x, a, b, _, sigma, _, _, ctx.guidance_scale, *_ = inputs
+    ctx.save_for_backward(a, b, sigma)
     ctx.dtypes = (v_cond.dtype, None if v_uncond is None else v_uncond.dtype, x.dtype)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_x_next: Tensor, grad_x0: Tensor, grad_velocity: Tensor):  # type: ignore[no-untyped-def]
-    (coefficients,) = ctx.saved_tensors
-    return_x0, return_velocity = ctx.returned
+def _backward(ctx, grad_x_next, grad_x0, grad_velocity):  # type: ignore[no-untyped-def]
+    if grad_x_next is None:
+        grad_x_next = torch.zeros_like(grad_velocity if grad_x0 is None else grad_x0)
     grad_cond, grad_uncond, grad_x = _backward_op(
-        grad_x_next,
-        grad_x0 if return_x0 else None,
-        grad_velocity if return_velocity else None,
-        coefficients,
-        ctx.guidance_scale,
-        *ctx.dtypes,
+        grad_x_next, grad_x0, grad_velocity, *ctx.saved_tensors, ctx.guidance_scale, *ctx.dtypes
     )
-    return grad_cond, None if ctx.dtypes[1] is None else grad_uncond, grad_x, *[None] * 6
+    return grad_cond, None if ctx.dtypes[1] is None else grad_uncond, grad_x, *[None] * 10
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -392,7 +425,7 @@ def sde_step(
     name = "sde_step"
     tensors = {"v_cond": v_cond, "v_uncond": v_uncond, "x": x}
     check_tensors(name, tensors)
-    check_batch(name, tensors, "x")
+    check_batch(name, tensors)
     rows = x.shape[0]
     if keys is None:
         if isinstance(std, Tensor) or std != 0:
@@ -401,13 +434,14 @@ def sde_step(
         check_noise_owner(name, keys, step, rows, x.device, element_offset)
     if return_x0 and sigma is None:
         raise ValueError(f"{name}: return_x0 needs sigma, the noise level of the step; None was given")
-    values = {"a": a, "b": b, "std": std, "sigma": 0.0 if sigma is None else sigma}
+    columns = coefficient_columns(name, {"a": a, "b": b, "std": std, "sigma": sigma}, rows, x.device)
     x_next, x0, velocity = _forward_op(
         v_cond,
         v_uncond,
         x,
-        coefficient_columns(name, values, rows, x.device),
-        None if keys is None else noise_owner(keys, step),
+        *columns,
+        keys,
+        None if keys is None else step_column(step, keys),
         float(guidance_scale),
         element_offset,
         return_x0,
@@ -457,10 +491,10 @@ def bytes_forward(inputs: Inputs) -> int:
 
 
 def bytes_backward(inputs: Inputs) -> int:
-    """The float32 cotangents once, the gradients once, four coefficients per row."""
+    """The float32 cotangents once, the gradients once, three coefficients per row."""
     x = inputs["x"]
     cotangents = 1 + 2 * bool(inputs.get("return_x0"))
-    return nbytes(x, inputs["v_cond"], inputs["v_uncond"]) + cotangents * 4 * x.numel() + x.shape[0] * 4 * 4
+    return nbytes(x, inputs["v_cond"], inputs["v_uncond"]) + cotangents * 4 * x.numel() + x.shape[0] * 3 * 4
 
 
 def aot_kernels() -> tuple[Kernel, ...]:
@@ -475,8 +509,8 @@ def aot_kernels() -> tuple[Kernel, ...]:
                 "p_cond": "*bf16",
                 "p_uncond": "*bf16",
                 "p_x": "*fp32",
-                "p_coefficients": "*fp32",
-                "p_owner": "*i64",
+                **dict.fromkeys(("p_a", "p_b", "p_std", "p_sigma"), "*fp32"),
+                **dict.fromkeys(("p_keys", "p_step"), "*i64"),
                 "p_next": "*fp32",
                 "p_x0": "*fp32",
                 "p_velocity": "*fp32",
@@ -496,7 +530,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
                 "p_grad_next": "*fp32",
                 "p_grad_x0": "*fp32",
                 "p_grad_velocity": "*fp32",
-                "p_coefficients": "*fp32",
+                **dict.fromkeys(("p_a", "p_b", "p_sigma"), "*fp32"),
                 "p_grad_cond": "*bf16",
                 "p_grad_uncond": "*bf16",
                 "p_grad_x": "*fp32",

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.common import check_shape
+from sage_kernels.common import FLOAT_DTYPES
 from sage_kernels.philox import normal_tile
 from sage_kernels.registry import Case, random_tensor
 
@@ -28,48 +28,48 @@ def combine_guidance(b_cond, p_uncond, o_row, m, guidance_scale, HAS_UNCOND: tl.
 
 
 @triton.jit
-def row_noise(p_owner, i_row, first_block, i_tile, BLOCK: tl.constexpr):
+def row_noise(p_keys, p_step, i_row, first_block, i_tile, BLOCK: tl.constexpr):
     """The numbers of a row for the tile's BLOCK elements, which start at block first_block + i_tile * BLOCK / 4."""
     BLOCKS: tl.constexpr = BLOCK // 4
-    k0 = tl.load(p_owner + i_row * 3).to(tl.uint32)
-    k1 = tl.load(p_owner + i_row * 3 + 1).to(tl.uint32)
-    step = tl.load(p_owner + i_row * 3 + 2).to(tl.uint32)
+    k0 = tl.load(p_keys + i_row * 2).to(tl.uint32)
+    k1 = tl.load(p_keys + i_row * 2 + 1).to(tl.uint32)
+    step = tl.load(p_step + i_row).to(tl.uint32)
     return normal_tile(first_block + i_tile * BLOCKS + tl.arange(0, BLOCKS), k0, k1, step, 0)
 
 
-def coefficient_columns(op: str, values: Mapping[str, float | Tensor], rows: int, device: torch.device) -> Tensor:
-    """(B, C) float32 on `device` from C coefficients, each a number or a tensor (B,).
+def coefficient_columns(
+    op: str, values: Mapping[str, float | Tensor | None], rows: int, device: torch.device
+) -> list[Tensor | None]:
+    """Each coefficient as (B,) float32 on `device`. A float32 tensor is passed through as it is; a number
+    costs one small fill.
 
     Raises:
-        ValueError: for a coefficient that is neither.
+        ValueError: for a coefficient that is neither a number nor such a tensor.
     """
+    columns: list[Tensor | None] = []
     for name, value in values.items():
-        if isinstance(value, Tensor):
-            if value.shape not in ((), (rows,)) or not value.is_floating_point():
+        if value is None:
+            columns.append(None)
+        elif isinstance(value, Tensor):
+            if value.shape != (rows,) or value.dtype not in FLOAT_DTYPES or value.device != device:
                 raise ValueError(
-                    f"{op}: {name} is {value.dtype} {tuple(value.shape)}; it must be a number or (B,) = ({rows},)"
+                    f"{op}: {name} has shape {tuple(value.shape)} and dtype {value.dtype} on {value.device}; "
+                    f"it must be a number, or float32 (B,) = ({rows},) on {device}"
                 )
+            columns.append(value.detach().to(torch.float32))
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{op}: {name} is {value!r}; it must be a number or floats (B,) = ({rows},)")
-    if not any(isinstance(value, Tensor) for value in values.values()):
-        return torch.tensor([list(values.values())], dtype=torch.float32).to(device).repeat(rows, 1)
-    columns = [
-        value.detach().to(device=device, dtype=torch.float32).expand(rows)
-        if isinstance(value, Tensor)
-        else torch.full((rows,), float(value), dtype=torch.float32, device=device)
-        for value in values.values()
-    ]
-    return torch.stack(columns, dim=1)
+            raise ValueError(f"{op}: {name} is {value!r}, a {type(value).__name__}; it must be a number or floats (B,)")
+        else:
+            columns.append(torch.full((rows,), float(value), dtype=torch.float32, device=device))
+    return columns
 
 
-def check_batch(op: str, tensors: Mapping[str, Tensor | None], first: str) -> None:
-    """Refuse tensors that are not all of the shape (B, ...) of the argument named `first`."""
-    shape = tensors[first].shape  # type: ignore[union-attr]
-    if len(shape) < 2:
-        raise ValueError(f"{op}: {first} has shape {tuple(shape)}; it must be (B, ...) with at least 2 dimensions")
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check_shape(op, name, tensor, shape, "(B, ...)")
+def check_batch(op: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse tensors (None is skipped) that do not have one shape (B, ...) in common."""
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(given.values())) > 1 or any(len(shape) < 2 for shape in given.values()):
+        shapes = ", ".join(f"{name} has shape {shape}" for name, shape in given.items())
+        raise ValueError(f"{op}: {shapes}; they must have one shape (B, ...) of at least 2 dimensions")
 
 
 def latent_shape(batch: int, *sizes: int, **options: int) -> dict[str, int]:

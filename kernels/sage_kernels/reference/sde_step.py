@@ -94,13 +94,13 @@ def sde_step_backward(
     guidance_scale: float,
     a: Tensor,
     b: Tensor,
-    sigma: Tensor,
+    sigma: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dv_cond, dv_uncond, dx) from those of the three results; a, b, sigma are (B,)."""
     dtype = compute_dtype(grad_x_next)
     grad_x_next = grad_x_next.to(dtype)
     grad_v, grad_x = _column(b, grad_x_next) * grad_x_next, _column(a, grad_x_next) * grad_x_next
-    if grad_x0 is not None:
+    if grad_x0 is not None and sigma is not None:
         grad_v = grad_v - _column(sigma, grad_x_next) * grad_x0.to(dtype)
         grad_x = grad_x + grad_x0.to(dtype)
     if grad_velocity is not None:

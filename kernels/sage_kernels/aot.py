@@ -235,7 +235,7 @@ def markdown(builds: Sequence[Build]) -> str:
     def accesses(found: dict[str, list[int]], streaming: Sequence[str]) -> str:
         groups: dict[str, list[str]] = {}
         for name, widths in found.items():
-            short = name.removesuffix("_ptr")
+            short = name.removesuffix("_ptr").removeprefix("p_")
             text = f"**{short}**" if name in streaming else short
             groups.setdefault("/".join(map(str, widths)), []).append(text)
         return "; ".join(f"{', '.join(names)} {widths}" for widths, names in groups.items())

@@ -1,20 +1,11 @@
 """One table of ops. It drives the tests, the benchmarks, the ahead-of-time builds and the table in kernels/README.md.
 
 Every op module ends with `SPEC = OpSpec(...)`; this module holds the record types and collects the modules.
-`python -m sage_kernels.registry --write` renews the table between the markers of kernels/README.md; without `--write`
-it prints the table.
-
-The bandwidth column is read from benchmarks/results/<gpu>/<date>-<commit>.json, newest last, as far as those files
-hold a list "kernels" of {"op", "case", "direction": "forward" or "backward", "dtype", "gb_per_s", "share_of_copy"}.
 """
 
-import argparse
 import importlib
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -159,79 +150,3 @@ def random_tensor(
 def specs() -> dict[str, OpSpec]:
     """Every op by name, in the order of `OPS`."""
     return {name: importlib.import_module(f"sage_kernels.{name}").SPEC for name in OPS}
-
-
-README = Path(__file__).resolve().parents[1] / "README.md"
-RESULTS = README.parents[1] / "benchmarks" / "results"
-_BEGIN, _END = "<!-- table of ops: begin -->\n", "<!-- table of ops: end -->\n"
-
-
-def bandwidths(results: Path = RESULTS) -> dict[str, str]:
-    """Op -> achieved bandwidth at shape B in bfloat16 with the file it comes from, from the newest run of a GPU."""
-    found: dict[str, str] = {}
-    for file in sorted(results.glob("*/*.json"), key=lambda path: path.name):
-        rows = json.loads(file.read_text("utf-8")).get("kernels", [])
-        rows = [row for row in rows if row.get("case") == "B" and row.get("dtype") == "bfloat16"]
-        for op in {row["op"] for row in rows}:
-            parts = [
-                f"{row['direction']} {row['gb_per_s']:.0f} GB/s ({row['share_of_copy']:.0%} of copy)"
-                for row in rows
-                if row["op"] == op
-            ]
-            found[op] = f"{', '.join(parts)}, {file.parent.name}/{file.name}"
-    return found
-
-
-def table() -> str:
-    """The table of ops in Markdown. Megabytes are counted by the dispatch tracer on the meta device, shape B, bf16."""
-    from sage_kernels.tracer import count_op
-
-    measured = bandwidths()
-    lines = [
-        "| op | formula | bytes forward, backward | MB forward: fused, eager | MB backward: fused, eager | reference "
-        "| float32 error, bf16 k | bandwidth |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for spec in specs().values():
-        inputs = spec.make_inputs(spec.bench_cases[-1], torch.bfloat16, "meta", None)
-        fused = count_op(spec, spec.op, inputs)
-        eager = count_op(spec, spec.eager or spec.reference, inputs)
-        megabytes = [f"{a.total / 1e6:.1f}, {b.total / 1e6:.1f}" for a, b in zip(fused, eager, strict=True)]
-        formula = spec.formula.replace("|", "\\|")
-        lines.append(
-            f"| [{spec.name}](sage_kernels/{spec.name}.py) | {formula} | {', '.join(spec.bytes_formula)} "
-            f"| {megabytes[0]} | {megabytes[1]} | [plain PyTorch](sage_kernels/reference/{spec.name}.py) "
-            f"| {spec.atol_fp32:.0e}, {spec.k_bf16:g} | {measured.get(spec.name, 'not measured')} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def readme_with(text: str, rows: str) -> str:
-    """README text with the part between its markers replaced.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"kernels/README.md holds no lines {_BEGIN.strip()} and {_END.strip()} around the table")
-    return before + begin + rows + end + after
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sage_kernels.registry", description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"renew the table in {README.name}")
-    if parser.parse_args(argv).write:
-        README.write_text(readme_with(README.read_text("utf-8"), table()), "utf-8")
-    else:
-        print(table(), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    # This file runs under the name __main__; the ops hold records of the imported module.
-    from sage_kernels import registry
-
-    sys.exit(registry.main())

@@ -32,11 +32,11 @@ HALF_PI_LOW = tl.constexpr(7.54978995489188216e-8)
 
 @triton.jit
 def philox_words(i_block, k0, k1, step, stream):
-    """Four uint32 tensors for the blocks i_block (int64), key (k0, k1), step and stream (uint32)."""
+    """Four uint32 tensors for the blocks i_block (int64), key (k0, k1, uint32), step and stream."""
     c0 = (i_block & 0xFFFFFFFF).to(tl.uint32)
     c1 = (i_block >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + step
-    c3 = tl.zeros_like(c0) + stream
+    c2 = (tl.zeros_like(c0) + step).to(tl.uint32)
+    c3 = (tl.zeros_like(c0) + stream).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), c0 * MULTIPLIER_0
         high_1, low_1 = tl.umulhi(c2, MULTIPLIER_1), c2 * MULTIPLIER_1

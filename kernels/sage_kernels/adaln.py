@@ -9,11 +9,14 @@ With n = (x - mean) * rstd, g = dL/dy and h = g * (1 + scale), the gradients are
 
 The backward kernel recomputes mean and rstd from the row it reads anyway, so nothing but x and scale is saved. A
 program owns a range of a sample's tokens and keeps its sums over tokens in registers; a second stage adds the programs'
-sums in a fixed order. No float is added atomically: the same input gives the same bits.
+sums in a fixed order. No float is added atomically: the same input gives the same bits. Where neither scale nor shift
+needs a gradient (frozen modulation), no sums are taken.
 
 Shapes: B batch, N tokens, D width, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -80,7 +83,7 @@ def adaln_backward_kernel(
     x_ptr,  # (B, N, D), dense rows
     scale_ptr,  # (B, D), dense rows
     dx_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program
+    sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program; None without SUMS
     num_tokens,
     tokens_per_program,
     grad_stride_b,
@@ -91,8 +94,9 @@ def adaln_backward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sums over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -105,13 +109,15 @@ def adaln_backward_kernel(
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, rstd = normalize_row(x, m_d, eps, WIDTH)
-        dscale += grad * normed
-        dshift += grad
+        if SUMS:
+            dscale += grad * normed
+            dshift += grad
         dx = normalize_row_backward(grad * scale, normed, rstd, WIDTH)
         tl.store(dx_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
-    p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
-    tl.store(p_sums, dscale, mask=m_d)
-    tl.store(p_sums + WIDTH, dshift, mask=m_d)
+    if SUMS:
+        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
+        tl.store(p_sums, dscale, mask=m_d)
+        tl.store(p_sums + WIDTH, dshift, mask=m_d)
 
 
 def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -142,15 +148,20 @@ def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
 
 
 def launch_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernel. grad, x (B, N, D); scale (B, D). Returns the gradients of x, scale and shift."""
+    """Run the backward kernel. grad, x (B, N, D); scale (B, D).
+
+    Returns the gradients of x, scale and shift; without `modulation` the last two are empty.
+    """
     grad, x, scale = (common.dense_rows(tensor) for tensor in (grad, x, scale))
     batch, tokens, width = x.shape
     dx = common.empty_like(x)
     launch = BACKWARD_LAUNCH.find(width, x.device)
     split = common.split_tokens(tokens, batch, launch, x.device)
-    sums = common.empty((batch, split.programs, 2, width), dtype=torch.float32, device=x.device)
+    sums = None
+    if modulation:
+        sums = common.empty((batch, split.programs, 2, width), dtype=torch.float32, device=x.device)
     if dx.numel():
         with common.on_device_of(x):
             adaln_backward_kernel[split.programs, batch](
@@ -169,8 +180,11 @@ def launch_backward(
                 eps,
                 WIDTH=width,
                 BLOCK=common.next_power_of_2(width),
+                SUMS=modulation,
                 num_warps=launch.num_warps,
             )
+    if sums is None:
+        return dx, scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     dscale, dshift = sums.sum(1).unbind(1)
     return dx, dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
 
@@ -182,9 +196,10 @@ def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("sage_kernels::adaln_backward", mutates_args=())
 def _adaln_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (launch_backward if common.runs_triton(x) else reference.adaln_backward)(grad, x, scale, shift_dtype, eps)
+    run = launch_backward if common.runs_triton(x) else reference.adaln_backward
+    return run(grad, x, scale, shift_dtype, eps, modulation)
 
 
 @_adaln.register_fake
@@ -193,18 +208,23 @@ def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 
 @_adaln_backward.register_fake
-def _(grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=shift_dtype)
+def _(
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = scale.shape if modulation else (0,)
+    return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     x, scale, shift, ctx.eps = inputs
     ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(x, scale)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    return *_adaln_backward(grad, *ctx.saved_tensors, ctx.shift_dtype, ctx.eps), None
+def _backward(ctx, grad: Tensor):
+    _, scale_needs, shift_needs, _ = ctx.needs_input_grad[:4]
+    dx, dscale, dshift = _adaln_backward(grad, *ctx.saved_tensors, ctx.shift_dtype, ctx.eps, scale_needs or shift_needs)
+    return dx, dscale if scale_needs else None, dshift if shift_needs else None, None
 
 
 _adaln.register_autograd(_backward, setup_context=_setup_context)
@@ -255,11 +275,11 @@ def _make_inputs(
 ) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
-    how = {"device": device, "generator": generator, "strided": case.strided}
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
     return {
-        "x": random_tensor(batch, tokens, width, dtype=dtype, **how),
-        "scale": random_tensor(batch, width, dtype=small, **how),
-        "shift": random_tensor(batch, width, dtype=small, **how),
+        "x": draw(batch, tokens, width, dtype=dtype),
+        "scale": draw(batch, width, dtype=small),
+        "shift": draw(batch, width, dtype=small),
     }
 
 
@@ -288,7 +308,7 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
                 | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
                 | {"scale_stride_b": "i32", "eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
                 num_warps=BACKWARD_LAUNCH.default.num_warps,
                 streaming=("grad_ptr", "x_ptr", "dx_ptr", "sums_ptr"),
                 unaligned=("num_tokens", "tokens_per_program"),

@@ -4,10 +4,13 @@ Source: DiT (arXiv 2212.09748), section 3.2; `HunyuanVideo15TransformerBlock.for
 
 Gradients: dx = g itself (no kernel), dy = gate * g, dgate = sum over tokens of g * y. A program owns a range of a
 sample's tokens and keeps its part of dgate in registers; a second stage adds the programs' parts in a fixed order.
+Where the gate needs no gradient (frozen modulation), y is neither saved nor read.
 
 Shapes: B batch, N tokens, D width, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -56,10 +59,10 @@ def gated_residual_forward_kernel(
 @triton.jit
 def gated_residual_backward_kernel(
     grad_ptr,  # (B, N, D), dense rows
-    y_ptr,  # (B, N, D), dense rows
+    y_ptr,  # (B, N, D), dense rows; None without SUMS
     gate_ptr,  # (B, D), dense rows
     dy_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, D) float32: dgate of every program
+    sums_ptr,  # (B, P, D) float32: dgate of every program; None without SUMS
     num_tokens,
     tokens_per_program,
     grad_stride_b,
@@ -69,8 +72,9 @@ def gated_residual_backward_kernel(
     gate_stride_b,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sum over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sum over them."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -80,11 +84,13 @@ def gated_residual_backward_kernel(
     i_first = i_p * tokens_per_program
     for i_n in range(i_first, tl.minimum(i_first + tokens_per_program, num_tokens)):
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        dgate += grad * y
+        if SUMS:
+            y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+            dgate += grad * y
         dy = narrow(grad * gate, dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, dy, mask=m_d)
-    tl.store(sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d)
+    if SUMS:
+        tl.store(sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d)
 
 
 def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
@@ -114,16 +120,22 @@ def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def launch_backward(grad: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the backward kernel. grad, y (B, N, D); gate (B, D). Returns the gradients of y and gate."""
-    grad, y, gate = (common.dense_rows(tensor) for tensor in (grad, y, gate))
-    batch, tokens, width = y.shape
-    dy = common.empty_like(y)
-    launch = BACKWARD_LAUNCH.find(width, y.device)
-    split = common.split_tokens(tokens, batch, launch, y.device)
-    sums = common.empty((batch, split.programs, width), dtype=torch.float32, device=y.device)
+def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Run the backward kernel. grad, y (B, N, D); gate (B, D).
+
+    Returns the gradients of y and gate; without y the latter is empty.
+    """
+    grad, gate = common.dense_rows(grad), common.dense_rows(gate)
+    batch, tokens, width = grad.shape
+    dy = common.empty_like(grad, y_dtype)
+    launch = BACKWARD_LAUNCH.find(width, grad.device)
+    split = common.split_tokens(tokens, batch, launch, grad.device)
+    sums = None
+    if y is not None:
+        y = common.dense_rows(y)
+        sums = common.empty((batch, split.programs, width), dtype=torch.float32, device=grad.device)
     if dy.numel():
-        with common.on_device_of(y):
+        with common.on_device_of(grad):
             gated_residual_backward_kernel[split.programs, batch](
                 grad,
                 y,
@@ -134,14 +146,15 @@ def launch_backward(grad: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tens
                 split.tokens,
                 grad.stride(0),
                 grad.stride(1),
-                y.stride(0),
-                y.stride(1),
+                0 if y is None else y.stride(0),
+                0 if y is None else y.stride(1),
                 gate.stride(0),
                 WIDTH=width,
                 BLOCK=common.next_power_of_2(width),
+                SUMS=y is not None,
                 num_warps=launch.num_warps,
             )
-    return dy, sums.sum(1).to(gate.dtype)
+    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype)
 
 
 @torch.library.custom_op("sage_kernels::gated_residual", mutates_args=())
@@ -150,8 +163,11 @@ def _gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("sage_kernels::gated_residual_backward", mutates_args=())
-def _gated_residual_backward(grad: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    return (launch_backward if common.runs_triton(y) else reference.gated_residual_backward)(grad, y, gate)
+def _gated_residual_backward(
+    grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    run = launch_backward if common.runs_triton(grad) else reference.gated_residual_backward
+    return run(grad, y, gate, y_dtype)
 
 
 @_gated_residual.register_fake
@@ -160,16 +176,19 @@ def _(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 
 @_gated_residual_backward.register_fake
-def _(grad: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), gate.new_empty(gate.shape)
+def _(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape, dtype=y_dtype), gate.new_empty(gate.shape if y is not None else (0,))
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[1:])
+def _setup_context(ctx, inputs, output) -> None:
+    _, y, gate = inputs
+    ctx.y_dtype = y.dtype
+    ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, gate)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    return grad, *_gated_residual_backward(grad, *ctx.saved_tensors)
+def _backward(ctx, grad: Tensor):
+    dy, dgate = _gated_residual_backward(grad, *ctx.saved_tensors, ctx.y_dtype)
+    return grad, dy, dgate if ctx.needs_input_grad[2] else None
 
 
 _gated_residual.register_autograd(_backward, setup_context=_setup_context)
@@ -205,11 +224,11 @@ def _make_inputs(
     case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
 ) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
-    how = {"device": device, "generator": generator, "strided": case.strided}
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
     return {
-        "x": random_tensor(batch, tokens, width, dtype=torch.float32 if case.mixed else dtype, **how),
-        "y": random_tensor(batch, tokens, width, dtype=dtype, **how),
-        "gate": random_tensor(batch, width, dtype=torch.float32 if case.mixed else dtype, **how),
+        "x": draw(batch, tokens, width, dtype=torch.float32 if case.mixed else dtype),
+        "y": draw(batch, tokens, width, dtype=dtype),
+        "gate": draw(batch, width, dtype=torch.float32 if case.mixed else dtype),
     }
 
 
@@ -236,7 +255,7 @@ def _kernels() -> tuple[Kernel, ...]:
                 signature={name: f"*{dtype}" for name in ("grad_ptr", "y_ptr", "gate_ptr", "dy_ptr")}
                 | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
                 | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", *strides)},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
                 num_warps=BACKWARD_LAUNCH.default.num_warps,
                 streaming=("grad_ptr", "y_ptr", "dy_ptr", "sums_ptr"),
                 unaligned=("num_tokens", "tokens_per_program"),

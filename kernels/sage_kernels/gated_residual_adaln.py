@@ -10,11 +10,14 @@ With n = (r - mean) * rstd, gr = dL/dr from outside, g = dL/dz and h = g * (1 + 
     dx = gr + rstd * (h - mean(h) - n * mean(h * n)),   dy = gate * dx
     dgate = sum of dx * y,   dscale = sum of g * n,   dshift = sum of g        (sums over the tokens of a sample)
 
-Statistics are recomputed from r; sums over tokens are taken in two stages without atomics, as in adaln.
+Statistics are recomputed from r; sums over tokens are taken in two stages without atomics, as in adaln. Where neither
+gate nor scale nor shift needs a gradient (frozen modulation), no sums are taken and y is neither saved nor read.
 
 Shapes: B batch, N tokens, D width, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -82,12 +85,12 @@ def gated_residual_adaln_backward_kernel(
     grad_residual_ptr,  # (B, N, D), dense rows
     grad_ptr,  # (B, N, D), dense rows
     residual_ptr,  # (B, N, D), contiguous
-    y_ptr,  # (B, N, D), dense rows
+    y_ptr,  # (B, N, D), dense rows; None without SUMS
     gate_ptr,  # (B, D), dense rows
     scale_ptr,  # (B, D), dense rows
     dx_ptr,  # (B, N, D), contiguous
     dy_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, 3, D) float32: dgate, dscale and dshift of every program
+    sums_ptr,  # (B, P, 3, D) float32: dgate, dscale and dshift of every program; None without SUMS
     num_tokens,
     tokens_per_program,
     grad_residual_stride_b,
@@ -101,8 +104,9 @@ def gated_residual_adaln_backward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sums over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -119,18 +123,22 @@ def gated_residual_adaln_backward_kernel(
         residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         dx = tl.load(p_grad_residual + i_n * grad_residual_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if SUMS:
+            # Before the reductions, so that it is on its way while they wait for each other.
+            y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, rstd = normalize_row(residual, m_d, eps, WIDTH)
-        dscale += grad * normed
-        dshift += grad
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
-        dgate += dx * y
+        if SUMS:
+            dgate += dx * y
+            dscale += grad * normed
+            dshift += grad
         tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
         tl.store(dy_ptr + o_row, narrow(dx * gate, dy_ptr.dtype.element_ty), mask=m_d)
-    p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 3 * WIDTH + o_d
-    tl.store(p_sums, dgate, mask=m_d)
-    tl.store(p_sums + WIDTH, dscale, mask=m_d)
-    tl.store(p_sums + 2 * WIDTH, dshift, mask=m_d)
+    if SUMS:
+        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 3 * WIDTH + o_d
+        tl.store(p_sums, dgate, mask=m_d)
+        tl.store(p_sums + WIDTH, dscale, mask=m_d)
+        tl.store(p_sums + 2 * WIDTH, dshift, mask=m_d)
 
 
 def launch_forward(
@@ -172,24 +180,29 @@ def launch_backward(
     grad_residual: Tensor,
     grad: Tensor,
     residual: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     gate: Tensor,
     scale: Tensor,
+    y_dtype: torch.dtype,
     shift_dtype: torch.dtype,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernel. Returns the gradients of x, y (B, N, D), gate, scale and shift (B, D)."""
-    grad_residual, grad, y, gate, scale = (
-        common.dense_rows(tensor) for tensor in (grad_residual, grad, y, gate, scale)
-    )
+    """Run the backward kernel.
+
+    Returns the gradients of x, y (B, N, D), gate, scale and shift (B, D); without y the last three are empty.
+    """
+    grad_residual, grad, gate, scale = (common.dense_rows(tensor) for tensor in (grad_residual, grad, gate, scale))
     residual = residual.contiguous()
     batch, tokens, width = residual.shape
-    dx, dy = common.empty_like(residual), common.empty_like(y)
-    launch = BACKWARD_LAUNCH.find(width, y.device)
-    split = common.split_tokens(tokens, batch, launch, y.device)
-    sums = common.empty((batch, split.programs, 3, width), dtype=torch.float32, device=y.device)
+    dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
+    launch = BACKWARD_LAUNCH.find(width, residual.device)
+    split = common.split_tokens(tokens, batch, launch, residual.device)
+    sums = None
+    if y is not None:
+        y = common.dense_rows(y)
+        sums = common.empty((batch, split.programs, 3, width), dtype=torch.float32, device=residual.device)
     if dx.numel():
-        with common.on_device_of(y):
+        with common.on_device_of(residual):
             gated_residual_adaln_backward_kernel[split.programs, batch](
                 grad_residual,
                 grad,
@@ -206,15 +219,18 @@ def launch_backward(
                 grad_residual.stride(1),
                 grad.stride(0),
                 grad.stride(1),
-                y.stride(0),
-                y.stride(1),
+                0 if y is None else y.stride(0),
+                0 if y is None else y.stride(1),
                 gate.stride(0),
                 scale.stride(0),
                 eps,
                 WIDTH=width,
                 BLOCK=common.next_power_of_2(width),
+                SUMS=y is not None,
                 num_warps=launch.num_warps,
             )
+    if sums is None:
+        return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     dgate, dscale, dshift = sums.sum(1).unbind(1)
     return (
         dx,
@@ -238,14 +254,15 @@ def _gated_residual_adaln_backward(
     grad_residual: Tensor,
     grad: Tensor,
     residual: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     gate: Tensor,
     scale: Tensor,
+    y_dtype: torch.dtype,
     shift_dtype: torch.dtype,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = launch_backward if common.runs_triton(y) else reference.gated_residual_adaln_backward
-    return run(grad_residual, grad, residual, y, gate, scale, shift_dtype, eps)
+    run = launch_backward if common.runs_triton(residual) else reference.gated_residual_adaln_backward
+    return run(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps)
 
 
 @_gated_residual_adaln.register_fake
@@ -258,30 +275,33 @@ def _(
     grad_residual: Tensor,
     grad: Tensor,
     residual: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     gate: Tensor,
     scale: Tensor,
+    y_dtype: torch.dtype,
     shift_dtype: torch.dtype,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = gate.shape if y is not None else (0,)
     return (
         residual.new_empty(residual.shape),
-        y.new_empty(y.shape),
-        gate.new_empty(gate.shape),
-        scale.new_empty(scale.shape),
-        scale.new_empty(scale.shape, dtype=shift_dtype),
+        residual.new_empty(residual.shape, dtype=y_dtype),
+        gate.new_empty(shape),
+        scale.new_empty(shape),
+        scale.new_empty(shape, dtype=shift_dtype),
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     _, y, gate, scale, shift, ctx.eps = inputs
-    ctx.shift_dtype = shift.dtype
-    ctx.save_for_backward(output[0], y, gate, scale)
+    ctx.dtypes = y.dtype, shift.dtype
+    ctx.save_for_backward(output[0], y if any(ctx.needs_input_grad[2:5]) else None, gate, scale)
 
 
-def _backward(ctx, grad_residual: Tensor, grad: Tensor):  # type: ignore[no-untyped-def]
-    grads = _gated_residual_adaln_backward(grad_residual, grad, *ctx.saved_tensors, ctx.shift_dtype, ctx.eps)
-    return *grads, None
+def _backward(ctx, grad_residual: Tensor, grad: Tensor):
+    dx, dy, *modulation = _gated_residual_adaln_backward(grad_residual, grad, *ctx.saved_tensors, *ctx.dtypes, ctx.eps)
+    wanted = ctx.needs_input_grad[2:5]
+    return dx, dy, *(gradient if wants else None for gradient, wants in zip(modulation, wanted, strict=True)), None
 
 
 _gated_residual_adaln.register_autograd(_backward, setup_context=_setup_context)
@@ -319,11 +339,11 @@ def _make_inputs(
 ) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
-    how = {"device": device, "generator": generator, "strided": case.strided}
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
     return {
-        "x": random_tensor(batch, tokens, width, dtype=small, **how),
-        "y": random_tensor(batch, tokens, width, dtype=dtype, **how),
-        **{name: random_tensor(batch, width, dtype=small, **how) for name in ("gate", "scale", "shift")},
+        "x": draw(batch, tokens, width, dtype=small),
+        "y": draw(batch, tokens, width, dtype=dtype),
+        **{name: draw(batch, width, dtype=small) for name in ("gate", "scale", "shift")},
     }
 
 
@@ -358,7 +378,7 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: "i32" for name in ("grad_residual_stride_b", "grad_residual_stride_n")}
                 | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "y_stride_b", "y_stride_n")}
                 | {"gate_stride_b": "i32", "scale_stride_b": "i32", "eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
                 num_warps=BACKWARD_LAUNCH.default.num_warps,
                 streaming=(*streams, "dx_ptr", "dy_ptr", "sums_ptr"),
                 unaligned=("num_tokens", "tokens_per_program"),

@@ -103,11 +103,11 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor) -> Tensor:
     return _gelu_tanh_backward(grad, *ctx.saved_tensors)
 
 

@@ -20,6 +20,8 @@ Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs 
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -462,12 +464,12 @@ def _(
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad_q: Tensor, grad_k: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
     return *_qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps), None, None, None
 
 
@@ -541,17 +543,17 @@ def _make_inputs(
 ) -> Inputs:
     batch, video, text, heads, head_dim = (case.shape[name] for name in ("batch", "video", "text", "heads", "head_dim"))
     small = torch.float32 if case.mixed else dtype
-    how = {"device": device, "generator": generator}
+    draw = partial(random_tensor, device=device, generator=generator)
 
     def projection(tokens: int) -> Tensor:
         # Strided: heads are sliced from one row per token, as in a fused query-key-value projection.
-        flat = random_tensor(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided, **how)
+        flat = draw(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided)
         return flat.unflatten(-1, (heads, head_dim))
 
     def weight() -> Tensor:
-        return random_tensor(head_dim, dtype=small, strided=case.strided, **how)
+        return draw(head_dim, dtype=small, strided=case.strided)
 
-    angles = random_tensor(video, head_dim // 2, dtype=torch.float32, **how).repeat_interleave(2, dim=-1)
+    angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
     return {
         "q": projection(video),
         "k": projection(video),
@@ -574,24 +576,24 @@ def _kernels() -> tuple[Kernel, ...]:
     strides = [f"{name}_stride_{axis}" for name in ("q", "k", "q_text", "k_text") for axis in ("b", "n")]
     built = []
     for dtype in ("bf16", "fp32"):
-        outputs = ("q_out_ptr", "k_out_ptr")
+        joint = ("q_out_ptr", "k_out_ptr")
         built.append(
             Kernel(
                 name=f"qk_norm_rope_forward[{dtype}]",
                 function=qk_norm_rope_forward_kernel,
                 signature={name: f"*{dtype}" for name in (*projections, *weights)}
                 | tables
-                | {name: f"*{dtype}" for name in outputs}
+                | {name: f"*{dtype}" for name in joint}
                 | {name: "i32" for name in ("num_video", "num_text", *strides)}
                 | {"eps": "fp32"},
                 constexprs=shape | {"ROWS": FORWARD_LAUNCH.default.rows},
                 num_warps=FORWARD_LAUNCH.default.num_warps,
-                streaming=(*projections, *outputs, *tables),
+                streaming=(*projections, *joint, *tables),
                 unaligned=("num_video", "num_text"),
             )
         )
         grads = ("grad_q_ptr", "grad_k_ptr")
-        outputs = ("dq_ptr", "dk_ptr", "dq_text_ptr", "dk_text_ptr")
+        gradients = ("dq_ptr", "dk_ptr", "dq_text_ptr", "dk_text_ptr")
         grad_strides = [f"grad_{name}_stride_{axis}" for name in ("q", "k") for axis in ("b", "n")]
         integers = ("num_video", "num_text", "video_programs", "tokens_per_program")
         built.append(
@@ -600,13 +602,13 @@ def _kernels() -> tuple[Kernel, ...]:
                 function=qk_norm_rope_backward_kernel,
                 signature={name: f"*{dtype}" for name in (*grads, *projections, *weights)}
                 | tables
-                | {name: f"*{dtype}" for name in outputs}
+                | {name: f"*{dtype}" for name in gradients}
                 | {"sums_ptr": "*fp32"}
                 | {name: "i32" for name in (*integers, *grad_strides, *strides)}
                 | {"eps": "fp32"},
                 constexprs=shape,
                 num_warps=BACKWARD_LAUNCH.default.num_warps,
-                streaming=(*grads, *projections, *outputs, *tables),
+                streaming=(*grads, *projections, *gradients, *tables),
                 unaligned=integers,
             )
         )

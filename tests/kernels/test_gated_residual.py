@@ -19,7 +19,7 @@ def test_reference_backward_is_autograd_of_the_reference() -> None:
     assert_backward_is_autograd(
         reference.gated_residual,
         (x, y, gate),
-        lambda cotangents: (cotangents[0], *reference.gated_residual_backward(cotangents[0], y, gate)),
+        lambda cotangents: (cotangents[0], *reference.gated_residual_backward(cotangents[0], y, gate, y.dtype)),
     )
 
 

@@ -22,7 +22,9 @@ def test_reference_backward_is_autograd_of_the_reference() -> None:
     assert_backward_is_autograd(
         reference.gated_residual_adaln,
         (x, y, gate, scale, shift),
-        lambda cotangents: reference.gated_residual_adaln_backward(*cotangents, residual, y, gate, scale, shift.dtype),
+        lambda cotangents: reference.gated_residual_adaln_backward(
+            *cotangents, residual, y, gate, scale, y.dtype, shift.dtype
+        ),
     )
 
 

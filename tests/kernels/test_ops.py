@@ -1,5 +1,6 @@
 """What every op of the registry must do: parity, operator contract, compile, checkpoint, bytes, refusals."""
 
+import dataclasses
 import json
 import random
 from functools import partial
@@ -179,6 +180,42 @@ def test_counted_bytes_are_the_formula(spec: OpSpec) -> None:
 @each_op
 def test_bench_cases_are_shapes_a_and_b(spec: OpSpec) -> None:
     assert [case.id for case in spec.bench_cases] == ["A", "B"]
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
+def test_frozen_modulation_costs_nothing(
+    name: str, interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", interpreted)
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    frozen = dataclasses.replace(spec, differentiable=tuple(n for n in ("x", "y") if n in inputs))
+    expected = dict(parity.run(spec, spec.op, inputs, cotangents))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+        given = parity.run(frozen, spec.op, inputs, cotangents)
+    for tensor, value in given:
+        torch.testing.assert_close(value, expected[tensor], rtol=0, atol=0)
+    # One large tensor where the norm's statistics are recomputed, none for a bare residual.
+    large = [tensor for tensor in saved if tensor.shape == inputs["x"].shape]
+    assert len(large) == (0 if name == "gated_residual" else 1)
+    meta = spec.make_inputs(spec.bench_cases[0], torch.bfloat16, "meta", None)
+    _, backward = count_op(frozen, spec.op, meta)
+    unit = registry.nbytes(meta["x"])
+    assert backward.total // unit == {"adaln": 3, "gated_residual": 2, "gated_residual_adaln": 5}[name]
+
+
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope"])
+def test_single_gradients(name: str, device: torch.device) -> None:
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    expected = dict(parity.run(spec, spec.op, inputs, cotangents))
+    for wanted in spec.differentiable:
+        alone = dict(parity.run(dataclasses.replace(spec, differentiable=(wanted,)), spec.op, inputs, cotangents))
+        torch.testing.assert_close(alone[f"d {wanted}"], expected[f"d {wanted}"], rtol=0, atol=0)
 
 
 def float_tensors(spec: OpSpec, inputs: registry.Inputs) -> list[str]:

@@ -22,20 +22,28 @@ def gated_residual_adaln_backward(
     grad_residual: Tensor,
     grad: Tensor,
     residual: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     gate: Tensor,
     scale: Tensor,
+    y_dtype: torch.dtype,
     shift_dtype: torch.dtype,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, y (B, N, D), gate, scale and shift (B, D), each in its input's dtype."""
+    """Gradients of x, y (B, N, D), gate, scale and shift (B, D), each in its input's dtype.
+
+    Without y the last three are not wanted and empty.
+    """
     dtype = compute_dtype(residual.dtype)
     grad = grad.to(dtype)
     normed, rstd = normalize(residual.to(dtype), eps)
     dx = grad_residual.to(dtype) + layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), normed, rstd)
+    dy = (dx * gate.to(dtype)[:, None]).to(y_dtype)
+    if y is None:
+        empty = gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
+        return dx.to(residual.dtype), dy, *empty
     return (
         dx.to(residual.dtype),
-        (dx * gate.to(dtype)[:, None]).to(y.dtype),
+        dy,
         (dx * y.to(dtype)).sum(1).to(gate.dtype),
         (grad * normed).sum(1).to(scale.dtype),
         grad.sum(1).to(shift_dtype),

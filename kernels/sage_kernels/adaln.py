@@ -28,8 +28,20 @@ from sage_kernels.common import Launch, LaunchTable, narrow
 from sage_kernels.reference import adaln as reference
 from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=4, rows=4)})
-BACKWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=8, programs_per_sm=4)})
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=4, rows=4),
+        (4096, None): Launch(num_warps=8, rows=4),
+        (None, None): Launch(num_warps=16, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=4),
+        (4096, None): Launch(num_warps=16, programs_per_sm=2),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
 
 
 @triton.jit
@@ -294,8 +306,8 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {"num_tokens": "i32"}
                 | {name: "i32" for name in ("x_stride_b", "x_stride_n", "scale_stride_b", "shift_stride_b")}
                 | {"eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.default.rows},
-                num_warps=FORWARD_LAUNCH.default.num_warps,
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
                 streaming=("x_ptr", "out_ptr"),
                 unaligned=("num_tokens",),
             )
@@ -309,11 +321,16 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
                 | {"scale_stride_b": "i32", "eps": "fp32"},
                 constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
-                num_warps=BACKWARD_LAUNCH.default.num_warps,
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
                 streaming=("grad_ptr", "x_ptr", "dx_ptr", "sums_ptr"),
                 unaligned=("num_tokens", "tokens_per_program"),
             )
         )
+        built.append(built[-1].variant(f"adaln_backward_frozen[{dtype}]", sums_ptr=None, SUMS=False))
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A width that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, width 3072")
+        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
     return tuple(built)
 
 
@@ -332,5 +349,6 @@ SPEC = OpSpec(
     bytes_backward=lambda i: 3 * nbytes(i["x"]) + 2 * nbytes(i["scale"]) + nbytes(i["shift"]),
     bytes_formula=("2 S + 2 m", "3 S + 3 m"),
     k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     kernels=_kernels,
 )

@@ -11,6 +11,7 @@ Addresses are formed in int64: a 720p batch passes 2^31 elements.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -146,26 +147,25 @@ class Launch:
 
 
 class LaunchTable:
-    """Launch settings keyed by (width, device capability), most specific row first.
+    """Launch settings keyed by (largest width, device capability).
 
-    Lookup order: (width, capability), (width, None), (None, None). `width` is whatever dimension an op's block
-    spans, `capability` is (major, minor). There is no autotuning: a lookup costs nothing, gives the same kernel in
-    every process, and works in the interpreter.
+    A row serves widths up to its own, None any width; capability is (major, minor), None any device. The narrowest row
+    that fits wins, and of two with one width the one that names the device. There is no autotuning: a lookup costs
+    nothing, gives the same kernel in every process, and works in the interpreter.
     """
 
     def __init__(self, rows: Mapping[tuple[int | None, tuple[int, int] | None], Launch]) -> None:
         if (None, None) not in rows:
             raise ValueError("a launch table needs the default row (None, None)")
-        self._rows = dict(rows)
-        self.default = self._rows[None, None]
+        self._rows = sorted(rows.items(), key=lambda row: (row[0][0] or sys.maxsize, row[0][1] is None))
 
-    def find(self, width: int, device: torch.device) -> Launch:
-        """Settings for a block of `width` elements on `device`."""
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        for key in ((width, capability), (width, None)):
-            if key in self._rows:
-                return self._rows[key]
-        return self._rows[None, None]
+    def find(self, width: int, device: torch.device | None = None) -> Launch:
+        """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
+        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else None
+        for (largest, named), launch in self._rows:
+            if (largest is None or width <= largest) and named in (None, capability):
+                return launch
+        raise AssertionError("the default row fits every width")
 
 
 @dataclass(frozen=True)

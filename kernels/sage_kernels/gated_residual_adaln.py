@@ -36,8 +36,20 @@ from sage_kernels.gated_residual import check_gated_residual
 from sage_kernels.reference import gated_residual_adaln as reference
 from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=4, rows=4)})
-BACKWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=8, programs_per_sm=2)})
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=4, rows=4),
+        (4096, None): Launch(num_warps=8, rows=4),
+        (None, None): Launch(num_warps=16, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=2),
+        (4096, None): Launch(num_warps=16, programs_per_sm=1),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
 
 
 @triton.jit
@@ -362,8 +374,8 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: "i32" for name in ("num_tokens", "x_stride_b", "x_stride_n", "y_stride_b", "y_stride_n")}
                 | {name: "i32" for name in ("gate_stride_b", "scale_stride_b", "shift_stride_b")}
                 | {"eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.default.rows},
-                num_warps=FORWARD_LAUNCH.default.num_warps,
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
                 streaming=("x_ptr", "y_ptr", "residual_ptr", "out_ptr"),
                 unaligned=("num_tokens",),
             )
@@ -379,11 +391,18 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "y_stride_b", "y_stride_n")}
                 | {"gate_stride_b": "i32", "scale_stride_b": "i32", "eps": "fp32"},
                 constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
-                num_warps=BACKWARD_LAUNCH.default.num_warps,
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
                 streaming=(*streams, "dx_ptr", "dy_ptr", "sums_ptr"),
                 unaligned=("num_tokens", "tokens_per_program"),
             )
         )
+        built.append(
+            built[-1].variant(f"gated_residual_adaln_backward_frozen[{dtype}]", y_ptr=None, sums_ptr=None, SUMS=False)
+        )
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A width that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, width 3072")
+        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
     return tuple(built)
 
 
@@ -402,5 +421,6 @@ SPEC = OpSpec(
     bytes_backward=lambda i: 4 * nbytes(i["x"]) + 2 * nbytes(i["y"], i["gate"], i["scale"]) + nbytes(i["shift"]),
     bytes_formula=("4 S + 3 m", "6 S + 5 m"),
     k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     kernels=_kernels,
 )

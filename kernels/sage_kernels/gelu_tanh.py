@@ -178,7 +178,7 @@ def _kernels() -> tuple[Kernel, ...]:
             function=function,
             signature={name: f"*{dtype}" for name in pointers} | {"size": "i32"},
             constexprs={"BLOCK": BLOCK},
-            num_warps=LAUNCH.default.num_warps,
+            num_warps=LAUNCH.find(BLOCK).num_warps,
             streaming=pointers,
         )
         for dtype in ("bf16", "fp32")
@@ -212,5 +212,6 @@ SPEC = OpSpec(
     bytes_backward=lambda i: 3 * nbytes(i["x"]),
     bytes_formula=("2 S", "3 S"),
     k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     kernels=_kernels,
 )

@@ -33,8 +33,20 @@ from sage_kernels.reference import qk_norm_rope as reference
 from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
 
 # Keyed by H * D, the elements of a token.
-FORWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=8, rows=4)})
-BACKWARD_LAUNCH = LaunchTable({(None, None): Launch(num_warps=8, programs_per_sm=2)})
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, rows=4),
+        (4096, None): Launch(num_warps=16, rows=4),
+        (None, None): Launch(num_warps=32, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=2),
+        (4096, None): Launch(num_warps=16, programs_per_sm=1),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
 
 
 @triton.jit
@@ -586,8 +598,8 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: f"*{dtype}" for name in joint}
                 | {name: "i32" for name in ("num_video", "num_text", *strides)}
                 | {"eps": "fp32"},
-                constexprs=shape | {"ROWS": FORWARD_LAUNCH.default.rows},
-                num_warps=FORWARD_LAUNCH.default.num_warps,
+                constexprs=shape | {"ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
                 streaming=(*projections, *joint, *tables),
                 unaligned=("num_video", "num_text"),
             )
@@ -607,11 +619,15 @@ def _kernels() -> tuple[Kernel, ...]:
                 | {name: "i32" for name in (*integers, *grad_strides, *strides)}
                 | {"eps": "fp32"},
                 constexprs=shape,
-                num_warps=BACKWARD_LAUNCH.default.num_warps,
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
                 streaming=(*grads, *projections, *gradients, *tables),
                 unaligned=integers,
             )
         )
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A number of heads that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, 24 heads")
+        built.append(kernel.variant(name, table.find(24 * 128).num_warps, HEADS=24, BLOCK_H=32))
     return tuple(built)
 
 
@@ -660,5 +676,6 @@ SPEC = OpSpec(
     bytes_backward=_bytes_backward,
     bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 8 w"),
     k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     kernels=_kernels,
 )

@@ -5,7 +5,7 @@ Every op module ends with `SPEC = OpSpec(...)`; this module holds the record typ
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,16 @@ class Kernel:
     """Pointers to the large tensors. Every access through them must be 16 bytes wide."""
     unaligned: tuple[str, ...] = ()
     """Integers and pointers that are not multiples of 16 (elements, bytes) in a real launch; all others are."""
+
+    def variant(self, name: str, num_warps: int | None = None, **constexprs: Any) -> "Kernel":
+        """The same kernel under another name with other compile-time arguments; a pointer may be fixed to None."""
+        return replace(
+            self,
+            name=name,
+            constexprs={**self.constexprs, **constexprs},
+            num_warps=num_warps or self.num_warps,
+            streaming=tuple(pointer for pointer in self.streaming if pointer not in constexprs),
+        )
 
 
 class MakeInputs(Protocol):

@@ -283,11 +283,16 @@ def test_comparison_fails_an_unwritten_element(device: torch.device) -> None:
     assert failed[0].startswith("out 0") and "nan" in failed[0]
 
 
-def test_launch_table_prefers_the_most_specific_row() -> None:
-    default, wide = common.Launch(num_warps=4), common.Launch(num_warps=8)
-    table = common.LaunchTable({(None, None): default, (4096, None): wide})
-    assert table.find(2048, torch.device("cpu")) is default
-    assert table.find(4096, torch.device("cpu")) is wide
+def test_launch_table_takes_the_narrowest_row_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, hopper, wide, default = (common.Launch(num_warps=warps) for warps in (1, 2, 4, 8))
+    table = common.LaunchTable(
+        {(None, None): default, (4096, None): wide, (2048, None): narrow, (2048, (9, 0)): hopper}
+    )
+    assert [table.find(width) for width in (64, 2048, 2049, 4096, 4097)] == [narrow, narrow, wide, wide, default]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert [table.find(width, torch.device("cuda")) for width in (2048, 4096)] == [hopper, wide]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert table.find(2048, torch.device("cuda")) is narrow
     with pytest.raises(ValueError, match="default row"):
         common.LaunchTable({(4096, None): wide})
 

@@ -20,6 +20,7 @@ Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs 
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -222,15 +223,15 @@ def qk_norm_rope_backward_kernel(
     else:
         q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        p_grad_q += num_video * grad_q_stride_n
-        p_grad_k += num_video * grad_k_stride_n
         p_q = q_text_ptr + i_b * q_text_stride_b
         p_k = k_text_ptr + i_b * k_text_stride_b
         i_first = (i_p - video_programs) * tokens_per_program
         for i_l in range(i_first, tl.minimum(i_first + tokens_per_program, num_text)):
             o_out = (i_b * num_text + i_l) * HEADS * HEAD_DIM + o_hd
-            grad_q = tl.load(p_grad_q + i_l * grad_q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            grad_k = tl.load(p_grad_k + i_l * grad_k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            o_grad_q = (num_video + i_l) * grad_q_stride_n + o_hd
+            o_grad_k = (num_video + i_l) * grad_k_stride_n + o_hd
+            grad_q = tl.load(p_grad_q + o_grad_q, mask=m_hd, other=0.0).to(tl.float32)
+            grad_k = tl.load(p_grad_k + o_grad_k, mask=m_hd, other=0.0).to(tl.float32)
             q = tl.load(p_q + i_l * q_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
             k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
             dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
@@ -251,6 +252,17 @@ def dense_tokens(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
 
 
+def _strides(tensors: Iterable[Tensor]) -> list[int]:
+    """Batch and token stride of each (B, N, H, D) tensor."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def _blocks(q: Tensor) -> dict[str, int]:
+    heads, head_dim = q.shape[2:]
+    blocks = {"BLOCK_H": common.next_power_of_2(heads), "BLOCK_D": common.next_power_of_2(head_dim)}
+    return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
+
+
 def launch_forward(
     q: Tensor,
     k: Tensor,
@@ -265,7 +277,8 @@ def launch_forward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_rope`."""
-    q, k, q_text, k_text = (dense_tokens(tensor) for tensor in (q, k, q_text, k_text))
+    tokens = [dense_tokens(tensor) for tensor in (q, k, q_text, k_text)]
+    small = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight, cos, sin)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     joint = (batch, num_video + num_text, heads, head_dim)
@@ -274,37 +287,10 @@ def launch_forward(
     launch = FORWARD_LAUNCH.find(heads * head_dim, q.device)
     if q_out.numel():
         programs = common.cdiv(num_video, launch.rows) + common.cdiv(num_text, launch.rows)
+        settings = {**_blocks(q), "ROWS": launch.rows, "num_warps": launch.num_warps}
         with common.on_device_of(q):
             qk_norm_rope_forward_kernel[programs, batch](
-                q,
-                k,
-                q_text,
-                k_text,
-                q_weight.contiguous(),
-                k_weight.contiguous(),
-                q_text_weight.contiguous(),
-                k_text_weight.contiguous(),
-                cos.contiguous(),
-                sin.contiguous(),
-                q_out,
-                k_out,
-                num_video,
-                num_text,
-                q.stride(0),
-                q.stride(1),
-                k.stride(0),
-                k.stride(1),
-                q_text.stride(0),
-                q_text.stride(1),
-                k_text.stride(0),
-                k_text.stride(1),
-                eps,
-                HEADS=heads,
-                HEAD_DIM=head_dim,
-                BLOCK_H=common.next_power_of_2(heads),
-                BLOCK_D=common.next_power_of_2(head_dim),
-                ROWS=launch.rows,
-                num_warps=launch.num_warps,
+                *tokens, *small, q_out, k_out, num_video, num_text, *_strides(tokens), eps, **settings
             )
     return q_out, k_out
 
@@ -323,157 +309,60 @@ def launch_backward(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
-    grad_q, grad_k, q, k, q_text, k_text = (dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text))
+    tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)]
+    weights = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
-    dq, dk, dq_text, dk_text = (common.empty_like(tensor) for tensor in (q, k, q_text, k_text))
+    gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
     launch = BACKWARD_LAUNCH.find(heads * head_dim, q.device)
     video = common.split_tokens(num_video, batch, launch, q.device)
     # As many tokens as a video program, so that no program outlasts the others.
-    text_programs = common.cdiv(num_text, video.tokens)
-    programs = video.programs + text_programs
+    programs = video.programs + common.cdiv(num_text, video.tokens)
     sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
     if sums.numel():
+        pointers = (*tokens, *weights, cos.contiguous(), sin.contiguous(), *gradients, sums)
+        sizes = (num_video, num_text, video.programs, video.tokens)
         with common.on_device_of(q):
             qk_norm_rope_backward_kernel[programs, batch](
-                grad_q,
-                grad_k,
-                q,
-                k,
-                q_text,
-                k_text,
-                q_weight.contiguous(),
-                k_weight.contiguous(),
-                q_text_weight.contiguous(),
-                k_text_weight.contiguous(),
-                cos.contiguous(),
-                sin.contiguous(),
-                dq,
-                dk,
-                dq_text,
-                dk_text,
-                sums,
-                num_video,
-                num_text,
-                video.programs,
-                video.tokens,
-                grad_q.stride(0),
-                grad_q.stride(1),
-                grad_k.stride(0),
-                grad_k.stride(1),
-                q.stride(0),
-                q.stride(1),
-                k.stride(0),
-                k.stride(1),
-                q_text.stride(0),
-                q_text.stride(1),
-                k_text.stride(0),
-                k_text.stride(1),
-                eps,
-                HEADS=heads,
-                HEAD_DIM=head_dim,
-                BLOCK_H=common.next_power_of_2(heads),
-                BLOCK_D=common.next_power_of_2(head_dim),
-                num_warps=launch.num_warps,
+                *pointers, *sizes, *_strides(tokens), eps, **_blocks(q), num_warps=launch.num_warps
             )
-    dq_weight, dk_weight = sums[:, : video.programs].sum((0, 1))
-    dq_text_weight, dk_text_weight = sums[:, video.programs :].sum((0, 1))
-    return (
-        dq,
-        dk,
-        dq_text,
-        dk_text,
-        dq_weight.to(q_weight.dtype, copy=True),
-        dk_weight.to(k_weight.dtype, copy=True),
-        dq_text_weight.to(q_text_weight.dtype, copy=True),
-        dk_text_weight.to(k_text_weight.dtype, copy=True),
-    )
+    # Rows of the query and the key weight, first of the video, then of the text programs.
+    rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))
+    return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
 
 
-@torch.library.custom_op("sage_kernels::qk_norm_rope", mutates_args=())
-def _qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    run = launch_forward if common.runs_triton(q) else reference.qk_norm_rope
-    return run(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
+# Schemas in place of annotations: the argument list is written out in the launchers, the reference and the public op.
+_ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
+    Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
 
 
-@torch.library.custom_op("sage_kernels::qk_norm_rope_backward", mutates_args=())
-def _qk_norm_rope_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = launch_backward if common.runs_triton(q) else reference.qk_norm_rope_backward
-    return run(grad_q, grad_k, q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
+@torch.library.custom_op("sage_kernels::qk_norm_rope", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def _qk_norm_rope(*arguments):
+    q = arguments[0]
+    return (launch_forward if common.runs_triton(q) else reference.qk_norm_rope)(*arguments)
+
+
+@torch.library.custom_op(
+    "sage_kernels::qk_norm_rope_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
+)
+def _qk_norm_rope_backward(*arguments):
+    _, _, q, *_ = arguments
+    return (launch_backward if common.runs_triton(q) else reference.qk_norm_rope_backward)(*arguments)
 
 
 @_qk_norm_rope.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def _(q, k, q_text, *rest):
     joint = (q.shape[0], q.shape[1] + q_text.shape[1], *q.shape[2:])
     return q.new_empty(joint), k.new_empty(joint)
 
 
 @_qk_norm_rope_backward.register_fake
-def _(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        q_text.new_empty(q_text.shape),
-        k_text.new_empty(k_text.shape),
-        q_weight.new_empty(q_weight.shape),
-        k_weight.new_empty(k_weight.shape),
-        q_text_weight.new_empty(q_text_weight.shape),
-        k_text_weight.new_empty(k_text_weight.shape),
-    )
+def _(grad_q, grad_k, *inputs):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:8])
 
 
 def _setup_context(ctx, inputs, output) -> None:

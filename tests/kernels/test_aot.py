@@ -145,6 +145,25 @@ def test_kernels_stay_within_limits(arch: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kernels_build_where_every_integer_is_one() -> None:
+    # Triton turns an integer argument of 1 into a compile-time constant, which has other methods than a value.
+    done = run_python(
+        "-c",
+        """
+from sage_kernels.aot import build
+from sage_kernels.registry import specs
+for spec in specs().values():
+    for kernel in spec.kernels():
+        ones = {name: 1 for name, kind in kernel.signature.items() if kind in ("i32", "i64")}
+        build(kernel.variant(kernel.name, **(ones | dict(kernel.constexprs))), 90)
+        print(kernel.name)
+""",
+    )
+    assert done.stdout.splitlines() == KERNELS, done.stderr[-3000:]
+
+
 def test_every_op_has_a_kernel_to_build() -> None:
     assert [spec.name for spec in registry.specs().values() if not spec.kernels()] == []
 

@@ -7,7 +7,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from sage_kernels import qk_norm_rope
-from sage_kernels.qk_norm_rope import dense_tokens
+from sage_kernels.qk_norm_rope import dense_tokens, launch_backward
 from sage_kernels.reference import qk_norm_rope as reference
 from tests.kernels.support import assert_backward_is_autograd
 
@@ -74,6 +74,22 @@ def test_a_sample_does_not_see_its_batch(device: torch.device) -> None:
     for i in range(2):
         alone = qk_norm_rope(*(tensor[i : i + 1] for tensor in inputs[:4]), *inputs[4:])
         assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
+
+
+def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 12 << 30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    # The text begins 6 * 400,000,000 elements into the gradient. On a CPU only the pages of the tokens are touched.
+    inputs = [tensor.to(device) for tensor in sample(torch.bfloat16, batch=1)]
+    near = torch.randn(1, VIDEO + TEXT, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(6)).bfloat16()
+    stride = 400_000_000
+    buffer = torch.empty((VIDEO + TEXT) * stride, dtype=torch.bfloat16, device=device)
+    far = buffer.as_strided(near.shape, (stride, stride, HEAD_DIM, 1))
+    far.copy_(near)
+    assert dense_tokens(far) is far
+    expected = launch_backward(near.to(device), near.to(device), *inputs, 1e-6)
+    for a, b in zip(launch_backward(far, far, *inputs, 1e-6), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_refuses_an_odd_head_dim() -> None:

@@ -82,7 +82,8 @@ def adaln_forward_kernel(
     m_d = o_d < WIDTH
     scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
-    for i_n in range(i_first, tl.minimum(i_first + ROWS, num_tokens)):
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, _ = normalize_row(x, m_d, eps, WIDTH)
         out = normed * scale + shift
@@ -117,7 +118,8 @@ def adaln_backward_kernel(
     dscale = tl.zeros([BLOCK], tl.float32)
     dshift = tl.zeros([BLOCK], tl.float32)
     i_first = i_p * tokens_per_program
-    for i_n in range(i_first, tl.minimum(i_first + tokens_per_program, num_tokens)):
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, rstd = normalize_row(x, m_d, eps, WIDTH)

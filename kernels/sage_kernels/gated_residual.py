@@ -61,7 +61,8 @@ def gated_residual_forward_kernel(
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
     gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
-    for i_n in range(i_first, tl.minimum(i_first + ROWS, num_tokens)):
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         out = narrow(x + gate * y, out_ptr.dtype.element_ty)
@@ -94,7 +95,8 @@ def gated_residual_backward_kernel(
     gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
     dgate = tl.zeros([BLOCK], tl.float32)
     i_first = i_p * tokens_per_program
-    for i_n in range(i_first, tl.minimum(i_first + tokens_per_program, num_tokens)):
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         if SUMS:
             y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)

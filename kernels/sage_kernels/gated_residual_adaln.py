@@ -82,7 +82,8 @@ def gated_residual_adaln_forward_kernel(
     gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
     scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
-    for i_n in range(i_first, tl.minimum(i_first + ROWS, num_tokens)):
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         residual = narrow(x + gate * y, residual_ptr.dtype.element_ty)
@@ -130,7 +131,8 @@ def gated_residual_adaln_backward_kernel(
     dshift = tl.zeros([BLOCK], tl.float32)
     p_grad_residual = grad_residual_ptr + i_b * grad_residual_stride_b
     i_first = i_p * tokens_per_program
-    for i_n in range(i_first, tl.minimum(i_first + tokens_per_program, num_tokens)):
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
         o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
         residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)

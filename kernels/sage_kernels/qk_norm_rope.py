@@ -118,7 +118,8 @@ def qk_norm_rope_forward_kernel(
         q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_first = i_p * ROWS
-        for i_n in range(i_first, tl.minimum(i_first + ROWS, num_video)):
+        for i in range(0, tl.minimum(ROWS, num_video - i_first)):
+            i_n = i_first + i
             cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
             o_out = (o_sample + i_n) * HEADS * HEAD_DIM + o_hd
@@ -134,7 +135,8 @@ def qk_norm_rope_forward_kernel(
         q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_first = (i_p - video_programs) * ROWS
-        for i_l in range(i_first, tl.minimum(i_first + ROWS, num_text)):
+        for i in range(0, tl.minimum(ROWS, num_text - i_first)):
+            i_l = i_first + i
             o_out = (o_sample + num_video + i_l) * HEADS * HEAD_DIM + o_hd
             p_q = q_text_ptr + i_b * q_text_stride_b + i_l * q_text_stride_n
             p_k = k_text_ptr + i_b * k_text_stride_b + i_l * k_text_stride_n
@@ -203,7 +205,8 @@ def qk_norm_rope_backward_kernel(
         q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_first = i_p * tokens_per_program
-        for i_n in range(i_first, tl.minimum(i_first + tokens_per_program, num_video)):
+        for i in range(0, tl.minimum(tokens_per_program, num_video - i_first)):
+            i_n = i_first + i
             cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
             o_out = (i_b * num_video + i_n) * HEADS * HEAD_DIM + o_hd
@@ -226,7 +229,8 @@ def qk_norm_rope_backward_kernel(
         p_q = q_text_ptr + i_b * q_text_stride_b
         p_k = k_text_ptr + i_b * k_text_stride_b
         i_first = (i_p - video_programs) * tokens_per_program
-        for i_l in range(i_first, tl.minimum(i_first + tokens_per_program, num_text)):
+        for i in range(0, tl.minimum(tokens_per_program, num_text - i_first)):
+            i_l = i_first + i
             o_out = (i_b * num_text + i_l) * HEADS * HEAD_DIM + o_hd
             o_grad_q = (num_video + i_l) * grad_q_stride_n + o_hd
             o_grad_k = (num_video + i_l) * grad_k_stride_n + o_hd

@@ -22,6 +22,8 @@ inputs give the same bits. Kernels are built without fused multiply-add, as in `
 Shapes: B batch, N elements of a sample, K partial sums of a row.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -500,17 +502,7 @@ def bytes_backward(inputs: Inputs) -> int:
 
 
 def aot_kernels() -> tuple[Kernel, ...]:
-    """Builds of the kernels for guided bfloat16 velocities, stored float32 ones and noise from its keys."""
-    large = {
-        "p_cond": "*bf16",
-        "p_uncond": "*bf16",
-        "p_old": "*fp32",
-        "p_anchor": "*fp32",
-        "p_noise": "*fp32",
-        "p_keys": "*i64",
-        "p_step": "*i64",
-        "p_gain": "*fp32",
-    }
+    """Builds for bfloat16 and float32 velocities beside stored float32 ones, noise from keys and given."""
     scalars = {
         "guidance_scale": "fp32",
         "numel": "i64",
@@ -520,17 +512,12 @@ def aot_kernels() -> tuple[Kernel, ...]:
     }
     constexprs = {"HAS_UNCOND": True, "HAS_ANCHOR": True, "HAS_NOISE": False, "BLOCK": BLOCK}
     reads = ("p_cond", "p_uncond", "p_old", "p_anchor")
+
+    def given_noise(kernel: Kernel) -> Kernel:
+        return replace(kernel, streaming=(*kernel.streaming, "p_noise"))
+
     num_warps = LAUNCHES.find(BLOCK, torch.device("cpu")).num_warps
-    return (
-        Kernel(
-            name="policy_terms_partial",
-            function=policy_terms_partial_kernel,
-            signature={**large, "p_partial": "*fp32", **scalars},
-            constexprs=constexprs,
-            num_warps=num_warps,
-            streaming=reads,
-            unaligned=("num_tiles", "first_block"),
-        ),
+    built = [
         Kernel(
             name="policy_terms_sum",
             function=policy_terms_sum_kernel,
@@ -538,23 +525,48 @@ def aot_kernels() -> tuple[Kernel, ...]:
             constexprs={"CHUNKS": 2, "BLOCK": SUM_BLOCK},
             num_warps=num_warps,
             unaligned=("num_tiles",),
-        ),
-        Kernel(
-            name="policy_terms_backward",
+        )
+    ]
+    for dtype in ("bf16", "fp32"):
+        large = {
+            **dict.fromkeys(("p_cond", "p_uncond"), f"*{dtype}"),
+            **dict.fromkeys(("p_old", "p_anchor", "p_noise"), "*fp32"),
+            **dict.fromkeys(("p_keys", "p_step"), "*i64"),
+            "p_gain": "*fp32",
+        }
+        partial = Kernel(
+            name=f"policy_terms_partial[{dtype}]",
+            function=policy_terms_partial_kernel,
+            signature={**large, "p_partial": "*fp32", **scalars},
+            constexprs=constexprs,
+            num_warps=num_warps,
+            streaming=reads,
+            unaligned=("num_tiles", "first_block"),
+        )
+        backward = Kernel(
+            name=f"policy_terms_backward[{dtype}]",
             function=policy_terms_backward_kernel,
             signature={
                 "p_grad_terms": "*fp32",
                 **large,
-                "p_grad_cond": "*bf16",
-                "p_grad_uncond": "*bf16",
+                **dict.fromkeys(("p_grad_cond", "p_grad_uncond"), f"*{dtype}"),
                 **scalars,
             },
             constexprs=constexprs,
             num_warps=num_warps,
             streaming=(*reads, "p_grad_cond", "p_grad_uncond"),
             unaligned=("num_tiles", "first_block"),
-        ),
-    )
+        )
+        outside = {"HAS_UNCOND": False, "p_uncond": None}
+        built += [
+            partial,
+            partial.variant(f"policy_terms_partial[{dtype}, guided outside]", **outside),
+            given_noise(partial.variant(f"policy_terms_partial[{dtype}, given noise]", HAS_NOISE=True)),
+            backward,
+            backward.variant(f"policy_terms_backward[{dtype}, guided outside]", **outside, p_grad_uncond=None),
+            given_noise(backward.variant(f"policy_terms_backward[{dtype}, given noise]", HAS_NOISE=True)),
+        ]
+    return tuple(built)
 
 
 SPEC = OpSpec(

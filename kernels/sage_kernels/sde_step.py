@@ -498,50 +498,46 @@ def bytes_backward(inputs: Inputs) -> int:
 
 
 def aot_kernels() -> tuple[Kernel, ...]:
-    """Builds of the kernels for guided bfloat16 velocities and a float32 state."""
+    """Builds for bfloat16 and float32 velocities beside a float32 state, with every option and without."""
     scalars = {"guidance_scale": "fp32", "numel": "i64", "num_tiles": "i32"}
-    launch = LAUNCHES.find(BLOCK, torch.device("cpu"))
-    return (
-        Kernel(
-            name="sde_step_forward",
+    num_warps = LAUNCHES.find(BLOCK, torch.device("cpu")).num_warps
+    built = []
+    for dtype in ("bf16", "fp32"):
+        forward = Kernel(
+            name=f"sde_step_forward[{dtype}]",
             function=sde_step_forward_kernel,
             signature={
-                "p_cond": "*bf16",
-                "p_uncond": "*bf16",
-                "p_x": "*fp32",
-                **dict.fromkeys(("p_a", "p_b", "p_std", "p_sigma"), "*fp32"),
+                **dict.fromkeys(("p_cond", "p_uncond"), f"*{dtype}"),
+                **dict.fromkeys(("p_x", "p_a", "p_b", "p_std", "p_sigma"), "*fp32"),
                 **dict.fromkeys(("p_keys", "p_step"), "*i64"),
-                "p_next": "*fp32",
-                "p_x0": "*fp32",
-                "p_velocity": "*fp32",
+                **dict.fromkeys(("p_next", "p_x0", "p_velocity"), "*fp32"),
                 **scalars,
                 "first_block": "i64",
                 "shift": "i32",
             },
             constexprs={"HAS_UNCOND": True, "HAS_NOISE": True, "HAS_X0": True, "HAS_VELOCITY": True, "BLOCK": BLOCK},
-            num_warps=launch.num_warps,
+            num_warps=num_warps,
             streaming=("p_cond", "p_uncond", "p_x", "p_next", "p_x0", "p_velocity"),
             unaligned=("num_tiles", "first_block"),
-        ),
-        Kernel(
-            name="sde_step_backward",
+        )
+        backward = Kernel(
+            name=f"sde_step_backward[{dtype}]",
             function=sde_step_backward_kernel,
             signature={
-                "p_grad_next": "*fp32",
-                "p_grad_x0": "*fp32",
-                "p_grad_velocity": "*fp32",
-                **dict.fromkeys(("p_a", "p_b", "p_sigma"), "*fp32"),
-                "p_grad_cond": "*bf16",
-                "p_grad_uncond": "*bf16",
+                **dict.fromkeys(("p_grad_next", "p_grad_x0", "p_grad_velocity", "p_a", "p_b", "p_sigma"), "*fp32"),
+                **dict.fromkeys(("p_grad_cond", "p_grad_uncond"), f"*{dtype}"),
                 "p_grad_x": "*fp32",
                 **scalars,
             },
             constexprs={"HAS_UNCOND": True, "HAS_X0": True, "HAS_VELOCITY": True, "BLOCK": BLOCK},
-            num_warps=launch.num_warps,
+            num_warps=num_warps,
             streaming=("p_grad_next", "p_grad_x0", "p_grad_velocity", "p_grad_cond", "p_grad_uncond", "p_grad_x"),
             unaligned=("num_tiles",),
-        ),
-    )
+        )
+        plain = {"HAS_UNCOND": False, "p_uncond": None, "HAS_X0": False, "p_x0": None}
+        plain |= {"HAS_VELOCITY": False, "p_velocity": None}
+        built += [forward, forward.variant(f"sde_step_forward[{dtype}, guided outside]", **plain), backward]
+    return tuple(built)
 
 
 SPEC = OpSpec(

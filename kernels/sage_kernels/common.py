@@ -159,6 +159,11 @@ class LaunchTable:
             raise ValueError("a launch table needs the default row (None, None)")
         self._rows = sorted(rows.items(), key=lambda row: (row[0][0] or sys.maxsize, row[0][1] is None))
 
+    @property
+    def default(self) -> Launch:
+        """The row for any width and device."""
+        return dict(self._rows)[None, None]
+
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
         capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else None

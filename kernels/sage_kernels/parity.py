@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from sage_kernels.registry import Case, Inputs, OpSpec
 
 Layout = Literal["as built", "gaps"]
-"""`gaps` re-lays inputs and cotangents so that every other element of the last dimension is skipped."""
+"""`gaps` re-lays inputs and cotangents so that every other element is skipped. `as built` leaves inputs as the case has
+them and gives the cotangents of a strided case gaps between tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ def compare(
     cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in _with_gradient(spec, outputs)]
     if layout == "gaps":
         cotangents = [with_gaps(cotangent) for cotangent in cotangents]
+    elif case.strided:
+        cotangents = [_with_token_gaps(cotangent, gap) for gap, cotangent in enumerate(cotangents, start=1)]
     wide = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
 
     oracle = run(spec, spec.reference, wide, [cotangent.double() for cotangent in cotangents])
@@ -166,6 +169,16 @@ def with_gaps(tensor: Tensor) -> Tensor:
     buffer = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype, device=tensor.device)
     buffer[..., 0] = tensor
     return buffer[..., 0]
+
+
+def _with_token_gaps(tensor: Tensor, gap: int) -> Tensor:
+    """The same values, `gap` elements apart after every (batch, token); tensors of less than 3 dimensions unchanged."""
+    if tensor.ndim < 3:
+        return tensor
+    tokens = tensor.flatten(2)
+    buffer = torch.full((*tokens.shape[:2], tokens.shape[2] + gap), float("nan"), dtype=tensor.dtype)
+    buffer = buffer.to(tensor.device)[..., : tokens.shape[2]].copy_(tokens)
+    return buffer.unflatten(2, tensor.shape[2:])
 
 
 def _with_gradient(spec: OpSpec, outputs: Sequence[Tensor]) -> list[Tensor]:

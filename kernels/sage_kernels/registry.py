@@ -150,11 +150,15 @@ def random_tensor(
     generator: torch.Generator | None,
     strided: bool = False,
 ) -> Tensor:
-    """A standard normal tensor; `strided` makes it a view of a wider one, as a chunk of a fused projection is."""
+    """A standard normal tensor; `strided` makes it a view of a wider one, as a chunk of a fused projection is.
+
+    How much wider is drawn too: two strided tensors of one shape have different strides.
+    """
     if generator is None or torch.device(device).type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
-    stored = (*shape[:-1], 2 * shape[-1]) if strided else shape
-    return torch.randn(stored, generator=generator).to(dtype).to(device)[..., : shape[-1]]
+    gap = int(torch.randint(1, 64, (), generator=generator)) if strided else 0
+    stored = torch.randn((*shape[:-1], shape[-1] + gap), generator=generator)
+    return stored.to(dtype).to(device)[..., : shape[-1]]
 
 
 def specs() -> dict[str, OpSpec]:

@@ -82,6 +82,18 @@ def test_gradient_through_the_data_prediction_alone(device: torch.device) -> Non
     assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(cond.grad, torch.full_like(x, -0.25))
 
 
+def test_numbers_as_coefficients_compile_into_one_graph(device: torch.device) -> None:
+    x, cond, uncond = (t.to(device) for t in latents(3))
+    keys = key_words(OWNERS, device)
+
+    def step(cond: Tensor, uncond: Tensor, x: Tensor) -> Tensor:
+        return sde_step(cond, uncond, x, guidance_scale=6.0, a=0.9, b=-0.1, std=0.3, keys=keys, step=4).x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    assert torch.equal(compiled(cond, uncond, x), step(cond, uncond, x))
+
+
 def test_no_samples(device: torch.device) -> None:
     x = torch.zeros(0, 4, 5, device=device)
     keys = torch.zeros(0, 2, dtype=torch.int64, device=device)

@@ -61,8 +61,8 @@ def sample_trajectory(
     seed: int,
     update: int,
     shared_initial_noise: bool = False,
-    kernels: StepKernels = REFERENCE,
     device: torch.device | str = "cpu",
+    kernels: StepKernels = REFERENCE,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -70,9 +70,9 @@ def sample_trajectory(
         samples: B records.
         table: the sampler; an `ode` table draws no noise after the initial one.
         latent_shape: (C, F, H, W).
+        kernels: how the step is computed.
         seed, update: together with each sample's prompt and member they determine all noise.
         shared_initial_noise: every member of a group starts from member 0's noise.
-        kernels: how the step is computed.
 
     Returns:
         Trajectory whose tensors are float32 on `device`.

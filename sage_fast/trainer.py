@@ -193,8 +193,8 @@ class Trainer:
                     seed=self.config.seed,
                     update=self.update,
                     shared_initial_noise=rollout.shared_initial_noise,
-                    kernels=self.kernels,
                     device=self.device,
+                    kernels=self.kernels,
                 )
             )
         return trajectories

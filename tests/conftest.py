@@ -19,13 +19,7 @@ os.environ.setdefault("SAGE_KERNELS_POISON_EMPTY", "1")
 from safetensors.torch import save_file
 
 from sage_fast.config import RunConfig, load_config
-from sage_fast.toy.components import (
-    CONFIG_NAME,
-    TRANSFORMER_CONFIG,
-    WEIGHTS_NAME,
-    build_transformer,
-    stored_parameters,
-)
+from sage_fast.toy.components import CONFIG_NAME, TRANSFORMER_CONFIG, WEIGHTS_NAME, build_transformer, stored_parameters
 
 torch.set_num_threads(1)
 

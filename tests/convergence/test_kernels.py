@@ -45,6 +45,8 @@ RUNS = {
 }
 
 METRIC_TOLERANCE = {"rel": 1e-3, "abs": 2e-6}
+# Rewards are measured on 8-bit videos: a pixel at the edge between two values may fall on either side.
+REWARD_TOLERANCE = {"rel": 1e-3, "abs": 1e-4}
 WEIGHTS_TOLERANCE = 2e-4
 
 
@@ -78,7 +80,8 @@ def assert_same_metrics(one: Training, other: Training) -> None:
         assert record.keys() == expected.keys()
         for name, value in expected.items():
             if not name.startswith("time/"):
-                assert record[name] == pytest.approx(value, **METRIC_TOLERANCE), name
+                tolerance = REWARD_TOLERANCE if name.startswith(("reward/", "advantage/")) else METRIC_TOLERANCE
+                assert record[name] == pytest.approx(value, **tolerance), name
 
 
 @pytest.fixture

@@ -447,6 +447,6 @@ SPEC = OpSpec(
     bytes_forward=lambda i: nbytes(i["terms"], i["advantage"], i["std"], i["scale"]) + len(i["terms"]) * 41,
     bytes_backward=lambda i: nbytes(i["terms"]) + len(i["terms"]) * 20,
     bytes_formula=("69 B", "36 B"),
-    k_bf16=2.0,
+    k_bf16=1.1,
     kernels=aot_kernels,
 )

@@ -10,7 +10,10 @@ VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "sage_fast/__init__.py"
 README = ROOT / "README.md"
 
 # Import packages whose folder is not named after them, as {package: folder}.
-PACKAGE_DIR: dict[str, str] = {}
+PACKAGE_DIR: dict[str, str] = {
+    "sage_kernels": "kernels/sage_kernels",
+    "sage_kernels.reference": "kernels/sage_kernels/reference",
+}
 
 INSTALL_REQUIRES = [
     # The releases that the tests and benchmarks run with.

@@ -43,6 +43,9 @@ class ModelConfig:
     """Data type of the frozen transformer weights. Trained weights are always float32."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    kernels: Literal["auto", "reference", "triton"] = "auto"
+    """How the steps of a rollout and the loss are computed: `triton` by the kernels of sage_kernels, `reference` by
+    plain PyTorch, `auto` by Triton on a GPU and PyTorch elsewhere."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 

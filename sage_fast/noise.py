@@ -1,10 +1,10 @@
 """Counter-based Gaussian noise: a number depends on who asks for it, never on what was drawn before.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
-followed by the Box-Muller transform. One process or many, a batch of one or of eight, a fresh run or a
-resumed one: the same sample at the same step sees the same noise.
+followed by the Box-Muller transform, in `sage_kernels.reference.philox`. One process or many, a batch of one or
+of eight, a fresh run or a resumed one: the same sample at the same step sees the same noise.
 
-Layout, which a fused kernel can reproduce number by number:
+Layout, which the fused kernels reproduce number by number:
 
     key     = 64 bits of blake2b over (seed, update, prompt_index, sample_index), see `NoiseKey.words`
     counter = (block low 32 bits, block high 32 bits, step, stream)
@@ -16,7 +16,7 @@ Because element e depends on its index alone, shape (n,) is a prefix of shape (m
 the same numbers as (6,). The integer words are equal on every device bit for bit; the float32 logarithm, sine
 and cosine of different devices agree to about 1e-6.
 
-Shapes: B batch, K blocks of four numbers.
+Shapes: B batch.
 """
 
 import hashlib
@@ -28,15 +28,12 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from sage_kernels.reference.philox import MASK32, philox_normal
+
 STREAM_STEP = 0
 """Stream of the noise that a sampler adds at a step."""
 STREAM_INITIAL = 1
 """Stream of the noise that a rollout starts from."""
-
-_MASK32 = 0xFFFFFFFF
-_ROUNDS = 10
-_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 @dataclass(frozen=True)
@@ -71,37 +68,9 @@ class NoiseKey:
         return low, high
 
 
-def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 in 64-bit integer arithmetic.
-
-    Args:
-        counter: four int64 tensors with values in [0, 2^32), shapes that broadcast together.
-        key: two int64 tensors with values in [0, 2^32), shapes that broadcast with the counter.
-
-    Returns:
-        Four int64 tensors with values in [0, 2^32), of the broadcast shape.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for round_index in range(_ROUNDS):
-        # A product of two 32-bit words wraps in int64 but keeps its bit pattern, so the masked arithmetic
-        # shift is the unsigned high word.
-        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
-        round_key_0, round_key_1 = k0 + round_index * _WEYL_0, k1 + round_index * _WEYL_1
-        c0 = ((product_1 >> 32) ^ c1 ^ round_key_0) & _MASK32
-        c2 = ((product_0 >> 32) ^ c3 ^ round_key_1) & _MASK32
-        c1, c3 = product_1 & _MASK32, product_0 & _MASK32
-    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
-    return c0, c1, c2, c3
-
-
-def _box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two standard normal float32 tensors from two tensors of 32-bit words."""
-    # The half step keeps u away from 0; the largest magnitude is sqrt(66 ln 2) = 6.76.
-    uniform = first.to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
-    angle = second.to(torch.float32).mul_(2.0**-32).mul_(2 * math.pi)
-    radius = uniform.log_().mul_(-2).sqrt_()
-    return radius * angle.cos(), radius * angle.sin()
+def key_words(keys: Sequence[NoiseKey], device: torch.device | str = "cpu") -> Tensor:
+    """The Philox keys of a batch, (B, 2) int64, as sage_kernels takes them."""
+    return torch.tensor([key.words for key in keys], dtype=torch.int64).to(device)
 
 
 def _draw(
@@ -115,17 +84,17 @@ def _draw(
         raise ValueError("no noise keys were given; pass one NoiseKey per row of the batch")
     if len(steps) != len(keys):
         raise ValueError(f"{len(steps)} steps for {len(keys)} noise keys; pass one step, or one per key")
-    if any(not 0 <= step <= _MASK32 for step in steps):
+    if any(not 0 <= step <= MASK32 for step in steps):
         raise ValueError(f"steps are {list(steps)}; each must be between 0 and 2^32 - 1")
     if any(size < 0 for size in shape):
         raise ValueError(f"shape is {shape}; it is the shape of one sample, without negative sizes")
-    num_elements = math.prod(shape)
-    rows = torch.tensor([[*key.words, step] for key, step in zip(keys, steps, strict=True)], dtype=torch.int64)
-    k0, k1, step_word = rows.to(device).unsqueeze(-1).unbind(1)
-    block = torch.arange((num_elements + 3) // 4, dtype=torch.int64, device=device).unsqueeze(0)
-    words = philox((block & _MASK32, block >> 32, step_word, torch.full_like(step_word, stream)), (k0, k1))
-    numbers = torch.stack([*_box_muller(words[0], words[1]), *_box_muller(words[2], words[3])], dim=-1)
-    return numbers.view(len(keys), 4 * block.numel())[:, :num_elements].contiguous().view(len(keys), *shape)
+    numbers = philox_normal(
+        key_words(keys, device),
+        torch.tensor(steps, dtype=torch.int64).to(device),
+        math.prod(shape),
+        stream=stream,
+    )
+    return numbers.view(len(keys), *shape)
 
 
 def gaussian(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import RolloutConfig, SDEWindowConfig
-from sage_fast.noise import NoiseKey, gaussian, initial_noise
+from sage_fast.kernels import REFERENCE, StepKernels
+from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.policy.hunyuan15 import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
-from sage_fast.sde import TransitionTable, sigma_schedule, transition, transition_table
+from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 
 def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
@@ -61,6 +62,7 @@ def sample_trajectory(
     update: int,
     initial_noise_group: int = 1,
     device: torch.device | str = "cpu",
+    kernels: StepKernels = REFERENCE,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -68,6 +70,7 @@ def sample_trajectory(
         samples: B records.
         table: the sampler; an `ode` table draws no noise after the initial one.
         latent_shape: (C, F, H, W).
+        kernels: how the step is computed.
         seed, update: together with each sample's prompt and member they determine all noise.
         initial_noise_group: so many consecutive members of a prompt start from the same noise.
 
@@ -83,9 +86,9 @@ def sample_trajectory(
         v = policy.velocity(x, step_sigma(table, [step] * len(samples), device), embeds)
         latents.append(x)
         velocities.append(v)
-        std = float(table.std[step])
-        noise = gaussian(keys, step, latent_shape, device=device) if std > 0 else None
-        x = transition(x, v, noise, a=float(table.a[step]), b=float(table.b[step]), std=std)
+        x = kernels.transition(
+            x, v, keys, step, a=float(table.a[step]), b=float(table.b[step]), std=float(table.std[step])
+        )
     return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
 
 
@@ -98,14 +101,15 @@ def step_sigma(table: TransitionTable, steps: Sequence[int], device: torch.devic
 class TrajectoryStep:
     """One step of every sample of a micro-batch; the steps may differ from sample to sample.
 
-    latents, velocity, noise: (B, C, F, H, W) float32. sigma, gain, std, scale: (B,) float32.
+    latents, velocity: (B, C, F, H, W) float32. steps: B indices; with the samples' keys they stand for the noise that
+    the rollout drew. sigma, gain, std, scale: (B,) float32.
 
     Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
     """
 
     latents: Tensor
     velocity: Tensor
-    noise: Tensor
+    steps: Sequence[int]
     sigma: Tensor
     gain: Tensor
     std: Tensor
@@ -119,7 +123,7 @@ def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor
 
 
 def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
-    """Collect step `steps[b]` of sample b. The noise is drawn again from its key, bit for bit."""
+    """Collect step `steps[b]` of sample b."""
     table = trajectory.table
     latents, sigma = gather_latents(trajectory, steps)
 
@@ -129,7 +133,7 @@ def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
     return TrajectoryStep(
         latents=latents,
         velocity=torch.stack([trajectory.velocities[i][b] for b, i in enumerate(steps)]),
-        noise=gaussian(trajectory.keys, list(steps), tuple(latents.shape[1:]), device=latents.device),
+        steps=list(steps),
         sigma=sigma,
         gain=column(table.gain),
         std=column(table.std),

@@ -18,13 +18,13 @@ from torch import Tensor
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
 from sage_fast.evaluation import Evaluation, evaluate
+from sage_fast.kernels import select_kernels
 from sage_fast.objective import (
     KLWeightState,
     PolicyTerms,
     anchor_kind,
     initial_kl_weight,
     next_kl_weight,
-    policy_loss,
     weighted_advantages,
 )
 from sage_fast.optim import OptimizerSet
@@ -93,6 +93,7 @@ class Trainer:
         self.reward = reward
         self.progress = progress
         self.device = torch.device(resolve_device(config.model.device))
+        self.kernels = select_kernels(config.model.kernels, self.device)
         self.decoder = components.video_decoder
         video = config.video
         self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
@@ -193,6 +194,7 @@ class Trainer:
                     update=self.update,
                     initial_noise_group=rollout.num_generations if rollout.shared_initial_noise else 1,
                     device=self.device,
+                    kernels=self.kernels,
                 )
             )
         return trajectories
@@ -317,11 +319,12 @@ class Trainer:
                 )
                 step = gather_step(trajectory, [order[position] for order in orders])
                 velocity = self.policy.velocity(step.latents, step.sigma, embeds)
-                terms = policy_loss(
+                terms = self.kernels.policy_loss(
                     velocity,
                     step.velocity,
                     anchor_velocities[done][position] if anchor_velocities else step.velocity,
-                    step.noise,
+                    trajectory.keys,
+                    step.steps,
                     gain=step.gain,
                     std=step.std,
                     scale=step.scale,

@@ -1,12 +1,21 @@
 """Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is defined, so it stands before
+# every import that could define one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Fresh buffers of sage_kernels hold NaN, so that an element which no kernel wrote cannot pass.
+os.environ.setdefault("SAGE_KERNELS_POISON_EMPTY", "1")
+
 from safetensors.torch import save_file
 
 from sage_fast.config import RunConfig

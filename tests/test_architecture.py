@@ -1,6 +1,7 @@
 """What may import what: read from the source, so that a lazy import counts too."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,36 @@ def test_dependencies_point_one_way() -> None:
     }
     for module, forbidden in layers.items():
         assert not reachable(module) & forbidden, module
+
+
+def names_imported(path: Path) -> set[str]:
+    """Every module that a file imports, with the names taken from it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_kernels_stand_on_torch_and_triton_alone() -> None:
+    """sage_kernels is of use to other projects, and its references work where Triton has no build."""
+    files = sorted((ROOT / "kernels/sage_kernels").rglob("*.py"))
+    assert len(files) > 10
+    third_party = {"torch", "triton"}
+    for path in files:
+        foreign = {name.split(".")[0] for name in names_imported(path)} - sys.stdlib_module_names - {"sage_kernels"}
+        allowed = {"torch"} if path.parent.name == "reference" else third_party
+        assert foreign <= allowed, path
+
+
+def test_one_file_meets_the_kernels() -> None:
+    """Besides the seam, sage_fast shares the reference of the noise and nothing else with sage_kernels."""
+    meeting = {}
+    for path in PACKAGE.rglob("*.py"):
+        used = {name for name in names_imported(path) if name.split(".")[0] == "sage_kernels"}
+        if used and path.name != "kernels.py":
+            meeting[path.name] = used
+    assert set(meeting) == {"noise.py"}
+    assert all(name.startswith("sage_kernels.reference.philox.") for name in meeting["noise.py"])

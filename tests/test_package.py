@@ -30,6 +30,14 @@ def test_version_is_written_once():
     assert sage_fast.__version__ not in (ROOT / "setup.py").read_text("utf-8")
 
 
+def test_every_folder_of_the_kernels_is_packaged():
+    text = (ROOT / "setup.py").read_text("utf-8")
+    mapped = dict(re.findall(r'^    "(sage_kernels[.\w]*)": "([\w/]+)",$', text, re.M))
+    folders = sorted(path.parent for path in (ROOT / "kernels").rglob("__init__.py"))
+    assert sorted(ROOT / folder for folder in mapped.values()) == folders
+    assert all(package.replace(".", "/") == folder.removeprefix("kernels/") for package, folder in mapped.items())
+
+
 def test_licence_is_the_whole_apache_text():
     text = (ROOT / "LICENSE").read_text("utf-8")
     for part in (

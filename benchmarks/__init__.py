@@ -1,0 +1,13 @@
+"""Timings of SAGE-Fast. `python -m benchmarks` lists the commands; none prints a speed-up of what failed its parity.
+
+On a machine without a GPU every command runs with --smoke: tiny shapes, kernels in Triton's interpreter, all of the
+code and none of the meaning.
+"""
+
+import os
+
+import torch
+
+# Triton reads this when a kernel is defined, hence before any module of this package imports one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,27 @@
+"""python -m benchmarks <command> [options]."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "kernels": "every op of sage_kernels: GB/s, share of the copy bandwidth, ratio to eager and torch.compile",
+    "device": "everything that needs a GPU, most valuable first, into one JSON file",
+}
+"""Command -> what it does; each is the module of the same name with a main(argv)."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; returns the exit status."""
+    if not argv or argv[0] not in COMMANDS:
+        wrong = f"{argv[0]!r} is no command.\n" if argv and not argv[0].startswith("-") else ""
+        print(f"{wrong}usage: python -m benchmarks <command> [--smoke] [options]\n", file=sys.stderr)
+        for name, purpose in COMMANDS.items():
+            print(f"  {name:8} {purpose}", file=sys.stderr)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    status: int = importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,356 @@
+"""Adaptive layer norm: y = (x - mean) / sqrt(var + eps) * (1 + scale) + shift, statistics over the last dimension.
+
+Source: DiT (arXiv 2212.09748), section 3.2; diffusers `AdaLayerNormZero` and `norm2` of HunyuanVideo-1.5's block.
+The layer norm has no weights of its own; scale and shift are per sample.
+
+With n = (x - mean) * rstd, g = dL/dy and h = g * (1 + scale), the gradients are
+
+    dx = rstd * (h - mean(h) - n * mean(h * n)),   dscale = sum over tokens of g * n,   dshift = sum over tokens of g
+
+The backward kernel recomputes mean and rstd from the row it reads anyway, so nothing but x and scale is saved. A
+program owns a range of a sample's tokens and keeps its sums over tokens in registers; a second stage adds the programs'
+sums in a fixed order. No float is added atomically: the same input gives the same bits. Where neither scale nor shift
+needs a gradient (frozen modulation), no sums are taken.
+
+Shapes: B batch, N tokens, D width, P programs of a sample.
+Names in kernels: i_ index, o_ offsets, m_ mask.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels import common
+from sage_kernels.common import Launch, LaunchTable, narrow
+from sage_kernels.reference import adaln as reference
+from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=4, rows=4),
+        (4096, None): Launch(num_warps=8, rows=4),
+        (None, None): Launch(num_warps=16, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=4),
+        (4096, None): Launch(num_warps=16, programs_per_sm=2),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
+
+
+@triton.jit
+def normalize_row(x, m_d, eps, WIDTH: tl.constexpr):
+    """Normalised row and 1 / std. `x` holds zeros where the mask m_d is off, and so does the result."""
+    mean = tl.sum(x, 0) / WIDTH
+    centred = tl.where(m_d, x - mean, 0.0)
+    rstd = tl.math.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit
+def normalize_row_backward(grad, normed, rstd, WIDTH: tl.constexpr):
+    """Gradient of the row from the gradient of its normalised value."""
+    return rstd * (grad - tl.sum(grad, 0) / WIDTH - normed * (tl.sum(grad * normed, 0) / WIDTH))
+
+
+@triton.jit
+def adaln_forward_kernel(
+    x_ptr,  # (B, N, D), dense rows
+    scale_ptr,  # (B, D), dense rows
+    shift_ptr,  # (B, D), dense rows
+    out_ptr,  # (B, N, D), contiguous
+    num_tokens,
+    x_stride_b,
+    x_stride_n,
+    scale_stride_b,
+    shift_stride_b,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, b) writes tokens i * ROWS ... of sample b; the modulation stays in registers between them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_first = tl.program_id(0).to(tl.int64) * ROWS
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
+        x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        normed, _ = normalize_row(x, m_d, eps, WIDTH)
+        out = normed * scale + shift
+        tl.store(out_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, narrow(out, out_ptr.dtype.element_ty), mask=m_d)
+
+
+@triton.jit
+def adaln_backward_kernel(
+    grad_ptr,  # (B, N, D), dense rows
+    x_ptr,  # (B, N, D), dense rows
+    scale_ptr,  # (B, D), dense rows
+    dx_ptr,  # (B, N, D), contiguous
+    sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program; None without SUMS
+    num_tokens,
+    tokens_per_program,
+    grad_stride_b,
+    grad_stride_n,
+    x_stride_b,
+    x_stride_n,
+    scale_stride_b,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    dscale = tl.zeros([BLOCK], tl.float32)
+    dshift = tl.zeros([BLOCK], tl.float32)
+    i_first = i_p * tokens_per_program
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
+        grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        normed, rstd = normalize_row(x, m_d, eps, WIDTH)
+        if SUMS:
+            dscale += grad * normed
+            dshift += grad
+        dx = normalize_row_backward(grad * scale, normed, rstd, WIDTH)
+        tl.store(dx_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
+    if SUMS:
+        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
+        tl.store(p_sums, dscale, mask=m_d)
+        tl.store(p_sums + WIDTH, dshift, mask=m_d)
+
+
+def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Run the forward kernel. x (B, N, D); scale, shift (B, D)."""
+    x, scale, shift = (common.dense_rows(tensor) for tensor in (x, scale, shift))
+    batch, tokens, width = x.shape
+    out = common.empty_like(x)
+    launch = FORWARD_LAUNCH.find(width, x.device)
+    if out.numel():
+        with common.on_device_of(x):
+            adaln_forward_kernel[common.cdiv(tokens, launch.rows), batch](
+                x,
+                scale,
+                shift,
+                out,
+                tokens,
+                x.stride(0),
+                x.stride(1),
+                scale.stride(0),
+                shift.stride(0),
+                eps,
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                ROWS=launch.rows,
+                num_warps=launch.num_warps,
+            )
+    return out
+
+
+def launch_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernel. grad, x (B, N, D); scale (B, D).
+
+    Returns the gradients of x, scale and shift; without `modulation` the last two are empty.
+    """
+    grad, x, scale = (common.dense_rows(tensor) for tensor in (grad, x, scale))
+    batch, tokens, width = x.shape
+    dx = common.empty_like(x)
+    launch = BACKWARD_LAUNCH.find(width, x.device)
+    split = common.split_tokens(tokens, batch, launch, x.device)
+    sums = None
+    if modulation:
+        sums = common.empty((batch, split.programs, 2, width), dtype=torch.float32, device=x.device)
+    if dx.numel():
+        with common.on_device_of(x):
+            adaln_backward_kernel[split.programs, batch](
+                grad,
+                x,
+                scale,
+                dx,
+                sums,
+                tokens,
+                split.tokens,
+                grad.stride(0),
+                grad.stride(1),
+                x.stride(0),
+                x.stride(1),
+                scale.stride(0),
+                eps,
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                SUMS=modulation,
+                num_warps=launch.num_warps,
+            )
+    if sums is None:
+        return dx, scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
+    dscale, dshift = sums.sum(1).unbind(1)
+    return dx, dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
+
+
+@torch.library.custom_op("sage_kernels::adaln", mutates_args=())
+def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    return (launch_forward if common.runs_triton(x) else reference.adaln)(x, scale, shift, eps)
+
+
+@torch.library.custom_op("sage_kernels::adaln_backward", mutates_args=())
+def _adaln_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = launch_backward if common.runs_triton(x) else reference.adaln_backward
+    return run(grad, x, scale, shift_dtype, eps, modulation)
+
+
+@_adaln.register_fake
+def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_adaln_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = scale.shape if modulation else (0,)
+    return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, scale, shift, ctx.eps = inputs
+    ctx.shift_dtype = shift.dtype
+    ctx.save_for_backward(x, scale)
+
+
+def _backward(ctx, grad: Tensor):
+    _, scale_needs, shift_needs, _ = ctx.needs_input_grad[:4]
+    dx, dscale, dshift = _adaln_backward(grad, *ctx.saved_tensors, ctx.shift_dtype, ctx.eps, scale_needs or shift_needs)
+    return dx, dscale if scale_needs else None, dshift if shift_needs else None, None
+
+
+_adaln.register_autograd(_backward, setup_context=_setup_context)
+
+
+def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
+    """LayerNorm without weights, then a per-sample scale and shift: normed * (1 + scale) + shift.
+
+    Args:
+        x: (B, N, D) float32, bfloat16 or float16. Rows may be strided; the last dimension is copied if it is.
+        scale: (B, D), any of these dtypes.
+        shift: (B, D), any of these dtypes.
+        eps: added to the variance.
+
+    Returns:
+        (B, N, D) in x's dtype, contiguous. Computed in float32, rounded once.
+
+    Raises:
+        ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0.
+    """
+    common.check_tensors("adaln", {"x": x, "scale": scale, "shift": shift})
+    common.check_ndim("adaln", "x", x, "(B, N, D)")
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        common.check_shape("adaln", name, tensor, (x.shape[0], x.shape[2]), "(B, D)")
+    common.check_eps("adaln", eps)
+    return _adaln(x, scale, shift, eps)
+
+
+MODULATION_TEST_CASES = (
+    Case(id="one-element", shape={"batch": 1, "tokens": 1, "width": 1}),
+    Case(id="one-token", shape={"batch": 2, "tokens": 1, "width": 16}),
+    Case(id="odd", shape={"batch": 3, "tokens": 17, "width": 37}),
+    Case(id="strided", shape={"batch": 2, "tokens": 9, "width": 24}, strided=True),
+    Case(id="mixed", shape={"batch": 2, "tokens": 5, "width": 64}, mixed=True),
+    Case(id="model-width", shape={"batch": 2, "tokens": 3, "width": 2048}),
+)
+"""Test shapes of the ops with per-sample modulation."""
+
+MODULATION_BENCH_CASES = (
+    Case(id="A", shape={"batch": 1, "tokens": 18018, "width": 2048}),
+    Case(id="B", shape={"batch": 1, "tokens": 32760, "width": 2048}),
+)
+"""Video tokens of HunyuanVideo-1.5 at 352x624 and 480x832, 81 frames."""
+
+
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
+) -> Inputs:
+    batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
+    small = torch.float32 if case.mixed else dtype
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
+    return {
+        "x": draw(batch, tokens, width, dtype=dtype),
+        "scale": draw(batch, width, dtype=small),
+        "shift": draw(batch, width, dtype=small),
+    }
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    built = []
+    for dtype in ("bf16", "fp32"):
+        built.append(
+            Kernel(
+                name=f"adaln_forward[{dtype}]",
+                function=adaln_forward_kernel,
+                signature={name: f"*{dtype}" for name in ("x_ptr", "scale_ptr", "shift_ptr", "out_ptr")}
+                | {"num_tokens": "i32"}
+                | {name: "i32" for name in ("x_stride_b", "x_stride_n", "scale_stride_b", "shift_stride_b")}
+                | {"eps": "fp32"},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
+                streaming=("x_ptr", "out_ptr"),
+                unaligned=("num_tokens",),
+            )
+        )
+        built.append(
+            Kernel(
+                name=f"adaln_backward[{dtype}]",
+                function=adaln_backward_kernel,
+                signature={name: f"*{dtype}" for name in ("grad_ptr", "x_ptr", "scale_ptr", "dx_ptr")}
+                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
+                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
+                | {"scale_stride_b": "i32", "eps": "fp32"},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
+                streaming=("grad_ptr", "x_ptr", "dx_ptr", "sums_ptr"),
+                unaligned=("num_tokens", "tokens_per_program"),
+            )
+        )
+        built.append(built[-1].variant(f"adaln_backward_frozen[{dtype}]", sums_ptr=None, SUMS=False))
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A width that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, width 3072")
+        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
+    return tuple(built)
+
+
+SPEC = OpSpec(
+    name="adaln",
+    formula="LayerNorm(x) * (1 + scale) + shift",
+    source="DiT section 3.2; diffusers AdaLayerNormZero",
+    op=adaln,
+    reference=reference.adaln,
+    eager=reference.adaln_eager,
+    make_inputs=_make_inputs,
+    differentiable=("x", "scale", "shift"),
+    test_cases=MODULATION_TEST_CASES,
+    bench_cases=MODULATION_BENCH_CASES,
+    bytes_forward=lambda i: 2 * nbytes(i["x"]) + nbytes(i["scale"], i["shift"]),
+    bytes_backward=lambda i: 3 * nbytes(i["x"]) + 2 * nbytes(i["scale"]) + nbytes(i["shift"]),
+    bytes_formula=("2 S + 2 m", "3 S + 3 m"),
+    k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    kernels=_kernels,
+)

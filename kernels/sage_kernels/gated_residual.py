@@ -1,0 +1,305 @@
+"""Gated residual: out = x + gate * y, the gate per sample.
+
+Source: DiT (arXiv 2212.09748), section 3.2; `HunyuanVideo15TransformerBlock.forward` in diffusers.
+
+Gradients: dx = g itself (no kernel), dy = gate * g, dgate = sum over tokens of g * y. A program owns a range of a
+sample's tokens and keeps its part of dgate in registers; a second stage adds the programs' parts in a fixed order.
+Where the gate needs no gradient (frozen modulation), y is neither saved nor read.
+
+Shapes: B batch, N tokens, D width, P programs of a sample.
+Names in kernels: i_ index, o_ offsets, m_ mask.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels import common
+from sage_kernels.adaln import MODULATION_BENCH_CASES, MODULATION_TEST_CASES
+from sage_kernels.common import Launch, LaunchTable, narrow
+from sage_kernels.reference import gated_residual as reference
+from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=4, rows=4),
+        (4096, None): Launch(num_warps=8, rows=4),
+        (None, None): Launch(num_warps=16, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=4),
+        (4096, None): Launch(num_warps=16, programs_per_sm=2),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
+
+
+@triton.jit
+def gated_residual_forward_kernel(
+    x_ptr,  # (B, N, D), dense rows
+    y_ptr,  # (B, N, D), dense rows
+    gate_ptr,  # (B, D), dense rows
+    out_ptr,  # (B, N, D), contiguous
+    num_tokens,
+    x_stride_b,
+    x_stride_n,
+    y_stride_b,
+    y_stride_n,
+    gate_stride_b,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, b) writes tokens i * ROWS ... of sample b; the gate stays in registers between them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_first = tl.program_id(0).to(tl.int64) * ROWS
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
+        x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        out = narrow(x + gate * y, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, out, mask=m_d)
+
+
+@triton.jit
+def gated_residual_backward_kernel(
+    grad_ptr,  # (B, N, D), dense rows
+    y_ptr,  # (B, N, D), dense rows; None without SUMS
+    gate_ptr,  # (B, D), dense rows
+    dy_ptr,  # (B, N, D), contiguous
+    sums_ptr,  # (B, P, D) float32: dgate of every program; None without SUMS
+    num_tokens,
+    tokens_per_program,
+    grad_stride_b,
+    grad_stride_n,
+    y_stride_b,
+    y_stride_n,
+    gate_stride_b,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sum over them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    dgate = tl.zeros([BLOCK], tl.float32)
+    i_first = i_p * tokens_per_program
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
+        grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if SUMS:
+            y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+            dgate += grad * y
+        dy = narrow(grad * gate, dy_ptr.dtype.element_ty)
+        tl.store(dy_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, dy, mask=m_d)
+    if SUMS:
+        tl.store(sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d)
+
+
+def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    """Run the forward kernel. x, y (B, N, D); gate (B, D)."""
+    x, y, gate = (common.dense_rows(tensor) for tensor in (x, y, gate))
+    batch, tokens, width = x.shape
+    out = common.empty_like(x)
+    launch = FORWARD_LAUNCH.find(width, x.device)
+    if out.numel():
+        with common.on_device_of(x):
+            gated_residual_forward_kernel[common.cdiv(tokens, launch.rows), batch](
+                x,
+                y,
+                gate,
+                out,
+                tokens,
+                x.stride(0),
+                x.stride(1),
+                y.stride(0),
+                y.stride(1),
+                gate.stride(0),
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                ROWS=launch.rows,
+                num_warps=launch.num_warps,
+            )
+    return out
+
+
+def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Run the backward kernel. grad, y (B, N, D); gate (B, D).
+
+    Returns the gradients of y and gate; without y the latter is empty.
+    """
+    grad, gate = common.dense_rows(grad), common.dense_rows(gate)
+    batch, tokens, width = grad.shape
+    dy = common.empty_like(grad, y_dtype)
+    launch = BACKWARD_LAUNCH.find(width, grad.device)
+    split = common.split_tokens(tokens, batch, launch, grad.device)
+    sums = None
+    if y is not None:
+        y = common.dense_rows(y)
+        sums = common.empty((batch, split.programs, width), dtype=torch.float32, device=grad.device)
+    if dy.numel():
+        with common.on_device_of(grad):
+            gated_residual_backward_kernel[split.programs, batch](
+                grad,
+                y,
+                gate,
+                dy,
+                sums,
+                tokens,
+                split.tokens,
+                grad.stride(0),
+                grad.stride(1),
+                0 if y is None else y.stride(0),
+                0 if y is None else y.stride(1),
+                gate.stride(0),
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                SUMS=y is not None,
+                num_warps=launch.num_warps,
+            )
+    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype)
+
+
+@torch.library.custom_op("sage_kernels::gated_residual", mutates_args=())
+def _gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return (launch_forward if common.runs_triton(x) else reference.gated_residual)(x, y, gate)
+
+
+@torch.library.custom_op("sage_kernels::gated_residual_backward", mutates_args=())
+def _gated_residual_backward(
+    grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    run = launch_backward if common.runs_triton(grad) else reference.gated_residual_backward
+    return run(grad, y, gate, y_dtype)
+
+
+@_gated_residual.register_fake
+def _(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_gated_residual_backward.register_fake
+def _(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape, dtype=y_dtype), gate.new_empty(gate.shape if y is not None else (0,))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, y, gate = inputs
+    ctx.y_dtype = y.dtype
+    ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, gate)
+
+
+def _backward(ctx, grad: Tensor):
+    dy, dgate = _gated_residual_backward(grad, *ctx.saved_tensors, ctx.y_dtype)
+    return grad, dy, dgate if ctx.needs_input_grad[2] else None
+
+
+_gated_residual.register_autograd(_backward, setup_context=_setup_context)
+
+
+def gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    """x + gate * y.
+
+    Args:
+        x: (B, N, D) float32, bfloat16 or float16: the residual stream.
+        y: (B, N, D), any of these dtypes: the branch. Rows of x and y may be strided.
+        gate: (B, D), any of these dtypes.
+
+    Returns:
+        (B, N, D) in x's dtype, contiguous. Computed in float32, rounded once.
+
+    Raises:
+        ValueError: shapes that do not fit, another dtype, tensors on several devices.
+    """
+    check_gated_residual("gated_residual", x, y, gate)
+    return _gated_residual(x, y, gate)
+
+
+def check_gated_residual(op: str, x: Tensor, y: Tensor, gate: Tensor) -> None:
+    """Refuse arguments that do not fit together; `op` is the name in the message."""
+    common.check_tensors(op, {"x": x, "y": y, "gate": gate})
+    common.check_ndim(op, "x", x, "(B, N, D)")
+    common.check_shape(op, "y", y, x.shape, "(B, N, D)")
+    common.check_shape(op, "gate", gate, (x.shape[0], x.shape[2]), "(B, D)")
+
+
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
+) -> Inputs:
+    batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
+    return {
+        "x": draw(batch, tokens, width, dtype=torch.float32 if case.mixed else dtype),
+        "y": draw(batch, tokens, width, dtype=dtype),
+        "gate": draw(batch, width, dtype=torch.float32 if case.mixed else dtype),
+    }
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    built = []
+    for dtype in ("bf16", "fp32"):
+        strides = ("y_stride_b", "y_stride_n", "gate_stride_b")
+        built.append(
+            Kernel(
+                name=f"gated_residual_forward[{dtype}]",
+                function=gated_residual_forward_kernel,
+                signature={name: f"*{dtype}" for name in ("x_ptr", "y_ptr", "gate_ptr", "out_ptr")}
+                | {name: "i32" for name in ("num_tokens", "x_stride_b", "x_stride_n", *strides)},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
+                streaming=("x_ptr", "y_ptr", "out_ptr"),
+                unaligned=("num_tokens",),
+            )
+        )
+        built.append(
+            Kernel(
+                name=f"gated_residual_backward[{dtype}]",
+                function=gated_residual_backward_kernel,
+                signature={name: f"*{dtype}" for name in ("grad_ptr", "y_ptr", "gate_ptr", "dy_ptr")}
+                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
+                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", *strides)},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
+                streaming=("grad_ptr", "y_ptr", "dy_ptr", "sums_ptr"),
+                unaligned=("num_tokens", "tokens_per_program"),
+            )
+        )
+        built.append(
+            built[-1].variant(f"gated_residual_backward_frozen[{dtype}]", y_ptr=None, sums_ptr=None, SUMS=False)
+        )
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A width that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, width 3072")
+        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
+    return tuple(built)
+
+
+SPEC = OpSpec(
+    name="gated_residual",
+    formula="x + gate * y",
+    source="DiT section 3.2; diffusers HunyuanVideo15TransformerBlock",
+    op=gated_residual,
+    reference=reference.gated_residual,
+    eager=reference.gated_residual_eager,
+    make_inputs=_make_inputs,
+    differentiable=("x", "y", "gate"),
+    test_cases=MODULATION_TEST_CASES,
+    bench_cases=MODULATION_BENCH_CASES,
+    bytes_forward=lambda i: 2 * nbytes(i["x"]) + nbytes(i["y"], i["gate"]),
+    bytes_backward=lambda i: nbytes(i["x"]) + 2 * nbytes(i["y"], i["gate"]),
+    bytes_formula=("3 S + m", "3 S + 2 m"),
+    k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    kernels=_kernels,
+)

@@ -1,0 +1,428 @@
+"""Gated residual followed by adaptive layer norm, both results kept.
+
+    r = x + gate * y,   z = (r - mean(r)) / sqrt(var(r) + eps) * (1 + scale) + shift
+
+Source: DiT (arXiv 2212.09748), section 3.2; `HunyuanVideo15TransformerBlock.forward` in diffusers. This is adaln after
+gated_residual with one read of r saved: r is normalised as it was rounded for storage, so the three ops agree.
+
+With n = (r - mean) * rstd, gr = dL/dr from outside, g = dL/dz and h = g * (1 + scale), the gradients are
+
+    dx = gr + rstd * (h - mean(h) - n * mean(h * n)),   dy = gate * dx
+    dgate = sum of dx * y,   dscale = sum of g * n,   dshift = sum of g        (sums over the tokens of a sample)
+
+Statistics are recomputed from r; sums over tokens are taken in two stages without atomics, as in adaln. Where neither
+gate nor scale nor shift needs a gradient (frozen modulation), no sums are taken and y is neither saved nor read.
+
+Shapes: B batch, N tokens, D width, P programs of a sample.
+Names in kernels: i_ index, o_ offsets, m_ mask.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels import common
+from sage_kernels.adaln import (
+    MODULATION_BENCH_CASES,
+    MODULATION_TEST_CASES,
+    normalize_row,
+    normalize_row_backward,
+)
+from sage_kernels.common import Launch, LaunchTable, narrow
+from sage_kernels.gated_residual import check_gated_residual
+from sage_kernels.reference import gated_residual_adaln as reference
+from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=4, rows=4),
+        (4096, None): Launch(num_warps=8, rows=4),
+        (None, None): Launch(num_warps=16, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=2),
+        (4096, None): Launch(num_warps=16, programs_per_sm=1),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
+
+
+@triton.jit
+def gated_residual_adaln_forward_kernel(
+    x_ptr,  # (B, N, D), dense rows
+    y_ptr,  # (B, N, D), dense rows
+    gate_ptr,  # (B, D), dense rows
+    scale_ptr,  # (B, D), dense rows
+    shift_ptr,  # (B, D), dense rows
+    residual_ptr,  # (B, N, D), contiguous
+    out_ptr,  # (B, N, D), contiguous
+    num_tokens,
+    x_stride_b,
+    x_stride_n,
+    y_stride_b,
+    y_stride_n,
+    gate_stride_b,
+    scale_stride_b,
+    shift_stride_b,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, b) writes tokens i * ROWS ... of sample b; the modulation stays in registers between them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_first = tl.program_id(0).to(tl.int64) * ROWS
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
+        i_n = i_first + i
+        x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        residual = narrow(x + gate * y, residual_ptr.dtype.element_ty)
+        normed, _ = normalize_row(residual.to(tl.float32), m_d, eps, WIDTH)
+        o_out = (i_b * num_tokens + i_n) * WIDTH + o_d
+        tl.store(residual_ptr + o_out, residual, mask=m_d)
+        tl.store(out_ptr + o_out, narrow(normed * scale + shift, out_ptr.dtype.element_ty), mask=m_d)
+
+
+@triton.jit
+def gated_residual_adaln_backward_kernel(
+    grad_residual_ptr,  # (B, N, D), dense rows
+    grad_ptr,  # (B, N, D), dense rows
+    residual_ptr,  # (B, N, D), contiguous
+    y_ptr,  # (B, N, D), dense rows; None without SUMS
+    gate_ptr,  # (B, D), dense rows
+    scale_ptr,  # (B, D), dense rows
+    dx_ptr,  # (B, N, D), contiguous
+    dy_ptr,  # (B, N, D), contiguous
+    sums_ptr,  # (B, P, 3, D) float32: dgate, dscale and dshift of every program; None without SUMS
+    num_tokens,
+    tokens_per_program,
+    grad_residual_stride_b,
+    grad_residual_stride_n,
+    grad_stride_b,
+    grad_stride_n,
+    y_stride_b,
+    y_stride_n,
+    gate_stride_b,
+    scale_stride_b,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < WIDTH
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    dgate = tl.zeros([BLOCK], tl.float32)
+    dscale = tl.zeros([BLOCK], tl.float32)
+    dshift = tl.zeros([BLOCK], tl.float32)
+    p_grad_residual = grad_residual_ptr + i_b * grad_residual_stride_b
+    i_first = i_p * tokens_per_program
+    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+        i_n = i_first + i
+        o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
+        residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        dx = tl.load(p_grad_residual + i_n * grad_residual_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if SUMS:
+            # Before the reductions, so that it is on its way while they wait for each other.
+            y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        normed, rstd = normalize_row(residual, m_d, eps, WIDTH)
+        dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
+        if SUMS:
+            dgate += dx * y
+            dscale += grad * normed
+            dshift += grad
+        tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
+        tl.store(dy_ptr + o_row, narrow(dx * gate, dy_ptr.dtype.element_ty), mask=m_d)
+    if SUMS:
+        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 3 * WIDTH + o_d
+        tl.store(p_sums, dgate, mask=m_d)
+        tl.store(p_sums + WIDTH, dscale, mask=m_d)
+        tl.store(p_sums + 2 * WIDTH, dshift, mask=m_d)
+
+
+def launch_forward(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel. x, y (B, N, D); gate, scale, shift (B, D)."""
+    x, y, gate, scale, shift = (common.dense_rows(tensor) for tensor in (x, y, gate, scale, shift))
+    batch, tokens, width = x.shape
+    residual, out = common.empty_like(x), common.empty_like(x)
+    launch = FORWARD_LAUNCH.find(width, x.device)
+    if out.numel():
+        with common.on_device_of(x):
+            gated_residual_adaln_forward_kernel[common.cdiv(tokens, launch.rows), batch](
+                x,
+                y,
+                gate,
+                scale,
+                shift,
+                residual,
+                out,
+                tokens,
+                x.stride(0),
+                x.stride(1),
+                y.stride(0),
+                y.stride(1),
+                gate.stride(0),
+                scale.stride(0),
+                shift.stride(0),
+                eps,
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                ROWS=launch.rows,
+                num_warps=launch.num_warps,
+            )
+    return residual, out
+
+
+def launch_backward(
+    grad_residual: Tensor,
+    grad: Tensor,
+    residual: Tensor,
+    y: Tensor | None,
+    gate: Tensor,
+    scale: Tensor,
+    y_dtype: torch.dtype,
+    shift_dtype: torch.dtype,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernel.
+
+    Returns the gradients of x, y (B, N, D), gate, scale and shift (B, D); without y the last three are empty.
+    """
+    grad_residual, grad, gate, scale = (common.dense_rows(tensor) for tensor in (grad_residual, grad, gate, scale))
+    residual = residual.contiguous()
+    batch, tokens, width = residual.shape
+    dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
+    launch = BACKWARD_LAUNCH.find(width, residual.device)
+    split = common.split_tokens(tokens, batch, launch, residual.device)
+    sums = None
+    if y is not None:
+        y = common.dense_rows(y)
+        sums = common.empty((batch, split.programs, 3, width), dtype=torch.float32, device=residual.device)
+    if dx.numel():
+        with common.on_device_of(residual):
+            gated_residual_adaln_backward_kernel[split.programs, batch](
+                grad_residual,
+                grad,
+                residual,
+                y,
+                gate,
+                scale,
+                dx,
+                dy,
+                sums,
+                tokens,
+                split.tokens,
+                grad_residual.stride(0),
+                grad_residual.stride(1),
+                grad.stride(0),
+                grad.stride(1),
+                0 if y is None else y.stride(0),
+                0 if y is None else y.stride(1),
+                gate.stride(0),
+                scale.stride(0),
+                eps,
+                WIDTH=width,
+                BLOCK=common.next_power_of_2(width),
+                SUMS=y is not None,
+                num_warps=launch.num_warps,
+            )
+    if sums is None:
+        return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
+    dgate, dscale, dshift = sums.sum(1).unbind(1)
+    return (
+        dx,
+        dy,
+        dgate.to(gate.dtype, copy=True),
+        dscale.to(scale.dtype, copy=True),
+        dshift.to(shift_dtype, copy=True),
+    )
+
+
+@torch.library.custom_op("sage_kernels::gated_residual_adaln", mutates_args=())
+def _gated_residual_adaln(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    run = launch_forward if common.runs_triton(x) else reference.gated_residual_adaln
+    return run(x, y, gate, scale, shift, eps)
+
+
+@torch.library.custom_op("sage_kernels::gated_residual_adaln_backward", mutates_args=())
+def _gated_residual_adaln_backward(
+    grad_residual: Tensor,
+    grad: Tensor,
+    residual: Tensor,
+    y: Tensor | None,
+    gate: Tensor,
+    scale: Tensor,
+    y_dtype: torch.dtype,
+    shift_dtype: torch.dtype,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    run = launch_backward if common.runs_triton(residual) else reference.gated_residual_adaln_backward
+    return run(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps)
+
+
+@_gated_residual_adaln.register_fake
+def _(x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@_gated_residual_adaln_backward.register_fake
+def _(
+    grad_residual: Tensor,
+    grad: Tensor,
+    residual: Tensor,
+    y: Tensor | None,
+    gate: Tensor,
+    scale: Tensor,
+    y_dtype: torch.dtype,
+    shift_dtype: torch.dtype,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = gate.shape if y is not None else (0,)
+    return (
+        residual.new_empty(residual.shape),
+        residual.new_empty(residual.shape, dtype=y_dtype),
+        gate.new_empty(shape),
+        scale.new_empty(shape),
+        scale.new_empty(shape, dtype=shift_dtype),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, y, gate, scale, shift, ctx.eps = inputs
+    ctx.dtypes = y.dtype, shift.dtype
+    ctx.save_for_backward(output[0], y if any(ctx.needs_input_grad[2:5]) else None, gate, scale)
+
+
+def _backward(ctx, grad_residual: Tensor, grad: Tensor):
+    dx, dy, *modulation = _gated_residual_adaln_backward(grad_residual, grad, *ctx.saved_tensors, *ctx.dtypes, ctx.eps)
+    wanted = ctx.needs_input_grad[2:5]
+    return dx, dy, *(gradient if wants else None for gradient, wants in zip(modulation, wanted, strict=True)), None
+
+
+_gated_residual_adaln.register_autograd(_backward, setup_context=_setup_context)
+
+
+def gated_residual_adaln(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """The residual stream r = x + gate * y and its adaptive layer norm, LayerNorm(r) * (1 + scale) + shift.
+
+    Args:
+        x: (B, N, D) float32, bfloat16 or float16: the residual stream.
+        y: (B, N, D), any of these dtypes: the branch. Rows of x and y may be strided.
+        gate: (B, D), any of these dtypes.
+        scale: (B, D), any of these dtypes.
+        shift: (B, D), any of these dtypes.
+        eps: added to the variance.
+
+    Returns:
+        r and its norm, both (B, N, D) in x's dtype, contiguous. r is rounded once and normalised as rounded.
+
+    Raises:
+        ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0.
+    """
+    check_gated_residual("gated_residual_adaln", x, y, gate)
+    common.check_tensors("gated_residual_adaln", {"x": x, "scale": scale, "shift": shift})
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        common.check_shape("gated_residual_adaln", name, tensor, (x.shape[0], x.shape[2]), "(B, D)")
+    common.check_eps("gated_residual_adaln", eps)
+    return _gated_residual_adaln(x, y, gate, scale, shift, eps)
+
+
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
+) -> Inputs:
+    batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
+    small = torch.float32 if case.mixed else dtype
+    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
+    return {
+        "x": draw(batch, tokens, width, dtype=small),
+        "y": draw(batch, tokens, width, dtype=dtype),
+        **{name: draw(batch, width, dtype=small) for name in ("gate", "scale", "shift")},
+    }
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    built = []
+    for dtype in ("bf16", "fp32"):
+        modulation = ("gate_ptr", "scale_ptr")
+        built.append(
+            Kernel(
+                name=f"gated_residual_adaln_forward[{dtype}]",
+                function=gated_residual_adaln_forward_kernel,
+                signature={
+                    name: f"*{dtype}"
+                    for name in ("x_ptr", "y_ptr", *modulation, "shift_ptr", "residual_ptr", "out_ptr")
+                }
+                | {name: "i32" for name in ("num_tokens", "x_stride_b", "x_stride_n", "y_stride_b", "y_stride_n")}
+                | {name: "i32" for name in ("gate_stride_b", "scale_stride_b", "shift_stride_b")}
+                | {"eps": "fp32"},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
+                streaming=("x_ptr", "y_ptr", "residual_ptr", "out_ptr"),
+                unaligned=("num_tokens",),
+            )
+        )
+        streams = ("grad_residual_ptr", "grad_ptr", "residual_ptr", "y_ptr")
+        built.append(
+            Kernel(
+                name=f"gated_residual_adaln_backward[{dtype}]",
+                function=gated_residual_adaln_backward_kernel,
+                signature={name: f"*{dtype}" for name in (*streams, *modulation, "dx_ptr", "dy_ptr")}
+                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
+                | {name: "i32" for name in ("grad_residual_stride_b", "grad_residual_stride_n")}
+                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "y_stride_b", "y_stride_n")}
+                | {"gate_stride_b": "i32", "scale_stride_b": "i32", "eps": "fp32"},
+                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
+                streaming=(*streams, "dx_ptr", "dy_ptr", "sums_ptr"),
+                unaligned=("num_tokens", "tokens_per_program"),
+            )
+        )
+        built.append(
+            built[-1].variant(f"gated_residual_adaln_backward_frozen[{dtype}]", y_ptr=None, sums_ptr=None, SUMS=False)
+        )
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A width that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, width 3072")
+        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
+    return tuple(built)
+
+
+SPEC = OpSpec(
+    name="gated_residual_adaln",
+    formula="r = x + gate * y; LayerNorm(r) * (1 + scale) + shift",
+    source="DiT section 3.2; diffusers HunyuanVideo15TransformerBlock",
+    op=gated_residual_adaln,
+    reference=reference.gated_residual_adaln,
+    eager=reference.gated_residual_adaln_eager,
+    make_inputs=_make_inputs,
+    differentiable=("x", "y", "gate", "scale", "shift"),
+    test_cases=MODULATION_TEST_CASES,
+    bench_cases=MODULATION_BENCH_CASES,
+    bytes_forward=lambda i: 3 * nbytes(i["x"]) + nbytes(i["y"], i["gate"], i["scale"], i["shift"]),
+    bytes_backward=lambda i: 4 * nbytes(i["x"]) + 2 * nbytes(i["y"], i["gate"], i["scale"]) + nbytes(i["shift"]),
+    bytes_formula=("4 S + 3 m", "6 S + 5 m"),
+    k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    kernels=_kernels,
+)

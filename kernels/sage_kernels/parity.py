@@ -1,0 +1,200 @@
+"""Holds an op against a float64 oracle and against its reference in the same dtype; tests and benchmarks share it.
+
+The oracle is the reference run on the same (rounded) inputs in float64. An op in a 16-bit type may be k times as far
+from it as the reference in that type, an op in float32 may differ by a fixed share of the oracle's root mean square;
+both bounds hold for the outputs and for the gradient of every differentiable input.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sage_kernels.registry import Case, Inputs, OpSpec
+
+Layout = Literal["as built", "gaps"]
+"""`gaps` re-lays inputs and cotangents so that every other element is skipped. `as built` leaves inputs as the case has
+them and gives the cotangents of a strided case gaps between tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One tensor of an op against the oracle. Errors are shares of the oracle's root mean square.
+
+    Example:
+        >>> Comparison(tensor="d scale", dtype=torch.bfloat16, rms_error=1.7e-3, reference_rms_error=1.7e-3,
+        ...            max_error=7e-3, reference_max_error=7e-3, k=1.1, atol=1e-5).passed
+        True
+    """
+
+    tensor: str
+    """"out 0" for the first output, "d x" for the gradient of x."""
+    dtype: torch.dtype
+    rms_error: float
+    """Root mean square of the op's error."""
+    reference_rms_error: float
+    """The same of the reference in the op's dtype."""
+    max_error: float
+    """The op's largest error."""
+    reference_max_error: float
+    """The reference's largest error."""
+    k: float
+    """Allowed multiple of the reference's error in a 16-bit type."""
+    atol: float
+    """Allowed error in float32, and slack for sums in float32 in the 16-bit types."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both errors are within bounds; NaN is not."""
+        if self.dtype == torch.float32:
+            return self.max_error <= self.atol
+        return (
+            self.rms_error <= self.k * self.reference_rms_error + self.atol
+            and self.max_error <= self.k * self.reference_max_error + self.atol
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Error over the reference's error, in root mean square; 1 where the op is exact."""
+        return self.rms_error / self.reference_rms_error if self.reference_rms_error else 1.0 + self.rms_error
+
+    def __str__(self) -> str:
+        """One line for a message."""
+        return (
+            f"{self.tensor} ({self.dtype}): rms error {self.rms_error:.3g} (reference {self.reference_rms_error:.3g}), "
+            f"largest {self.max_error:.3g} (reference {self.reference_max_error:.3g}), k {self.k:g}, atol {self.atol:g}"
+        )
+
+
+def compare(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    layout: Layout = "as built",
+    op: Callable[..., Any] | None = None,
+) -> list[Comparison]:
+    """Run an op forward and backward and compare every output and gradient.
+
+    Args:
+        spec: the op.
+        case: its shape.
+        dtype: type of the large inputs.
+        device: where the op runs; the oracle runs there too.
+        seed: of inputs and cotangents.
+        layout: see `Layout`.
+        op: what to judge in place of `spec.op`, for instance the compiled op.
+
+    Returns:
+        One comparison per output and per gradient.
+
+    Raises:
+        ValueError: the op returns other shapes or dtypes than the reference.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs = spec.make_inputs(case, dtype, device, generator)
+    if layout == "gaps":
+        inputs = {name: with_gaps(value) if _is_float(value) else value for name, value in inputs.items()}
+    outputs = run_forward(spec, spec.reference, inputs)[0]
+    cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in _with_gradient(spec, outputs)]
+    if layout == "gaps":
+        cotangents = [with_gaps(cotangent) for cotangent in cotangents]
+    elif case.strided:
+        cotangents = [_with_token_gaps(cotangent, gap) for gap, cotangent in enumerate(cotangents, start=1)]
+    wide = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
+
+    oracle = run(spec, spec.reference, wide, [cotangent.double() for cotangent in cotangents])
+    plain = run(spec, spec.reference, inputs, cotangents)
+    judged = run(spec, op or spec.op, inputs, cotangents)
+    comparisons = []
+    for (name, exact), (_, expected), (_, given) in zip(oracle, plain, judged, strict=True):
+        if given.shape != expected.shape or given.dtype != expected.dtype:
+            raise ValueError(
+                f"{spec.name}, {case.id}: {name} is {tuple(given.shape)} {given.dtype}, "
+                f"the reference returns {tuple(expected.shape)} {expected.dtype}"
+            )
+        rms_error, max_error = _errors(given, exact)
+        reference_rms_error, reference_max_error = _errors(expected, exact)
+        comparisons.append(
+            Comparison(
+                tensor=name,
+                dtype=given.dtype,
+                rms_error=rms_error,
+                reference_rms_error=reference_rms_error,
+                max_error=max_error,
+                reference_max_error=reference_max_error,
+                k=spec.k_bf16,
+                atol=spec.atol_fp32,
+            )
+        )
+    return comparisons
+
+
+def failures(comparisons: Sequence[Comparison]) -> list[str]:
+    """The comparisons that are out of bounds, in words."""
+    return [str(comparison) for comparison in comparisons if not comparison.passed]
+
+
+def run(
+    spec: OpSpec, function: Callable[..., Any], inputs: Inputs, cotangents: Sequence[Tensor]
+) -> list[tuple[str, Tensor]]:
+    """Named outputs ("out 0") and gradients ("d x") of one forward and backward pass."""
+    outputs, leaves = run_forward(spec, function, inputs)
+    found = [(f"out {index}", output.detach()) for index, output in enumerate(outputs)]
+    if leaves:
+        gradients = torch.autograd.grad(
+            _with_gradient(spec, outputs), list(leaves.values()), list(cotangents), allow_unused=True
+        )
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            found.append((f"d {name}", torch.zeros_like(leaf) if gradient is None else gradient))
+    return found
+
+
+def run_forward(spec: OpSpec, function: Callable[..., Any], inputs: Inputs) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs of function(**inputs), and the inputs that gradients can be taken for, by name."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in spec.differentiable if inputs[name] is not None}
+    outputs = [leaf for leaf in tree_leaves(function(**inputs | leaves)) if isinstance(leaf, Tensor)]
+    return outputs, leaves
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """The same values, every other element of a buffer; a tensor without dimensions stays as it is."""
+    if tensor.ndim == 0:
+        return tensor
+    buffer = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    buffer[..., 0] = tensor
+    return buffer[..., 0]
+
+
+def _with_token_gaps(tensor: Tensor, gap: int) -> Tensor:
+    """The same values, `gap` elements apart after every (batch, token); tensors of less than 3 dimensions unchanged."""
+    if tensor.ndim < 3:
+        return tensor
+    tokens = tensor.flatten(2)
+    buffer = torch.full((*tokens.shape[:2], tokens.shape[2] + gap), float("nan"), dtype=tensor.dtype)
+    buffer = buffer.to(tensor.device)[..., : tokens.shape[2]].copy_(tokens)
+    return buffer.unflatten(2, tensor.shape[2:])
+
+
+def _with_gradient(spec: OpSpec, outputs: Sequence[Tensor]) -> list[Tensor]:
+    indices = range(len(outputs)) if spec.differentiable_outputs is None else spec.differentiable_outputs
+    return [outputs[index] for index in indices if index < len(outputs)]
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _errors(given: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Root mean square and largest error over the root mean square of the exact tensor (over 1 where that is zero)."""
+    if not exact.numel():
+        return 0.0, 0.0
+    exact = exact.double()
+    scale = float(exact.square().mean().sqrt()) or 1.0
+    difference = given.double() - exact
+    return float(difference.square().mean().sqrt()) / scale, float(difference.abs().max()) / scale

@@ -1,0 +1,574 @@
+"""RMSNorm of queries and keys per head, rotary embedding of the video tokens, written into the joint layout.
+
+    video token n:  out[n]     = R(n) (w * x / sqrt(mean(x^2) + eps))
+    text token l:   out[N + l] =       w * x / sqrt(mean(x^2) + eps)
+
+R(n) turns every interleaved pair (2i, 2i + 1): (e, o) -> (e cos - o sin, o cos + e sin). Video and text have norm
+weights w of their own, as do queries and keys.
+
+Source: RoFormer (arXiv 2104.09864), section 3.4; `RMSNorm`, `apply_rotary_emb(use_real_unbind_dim=-1)` and
+`HunyuanVideo15AttnProcessor2_0` in diffusers, here without their roundings between the steps.
+
+With n = x * rstd, g = dL/dout, p = R(n)^T g (p = g for text) and h = p * w, the gradients are
+
+    dx = rstd * (h - n * mean(h * n)),   dw = sum over tokens and heads of p * n;   cos and sin get none
+
+One launch serves queries and keys, video and text: cos and sin are read once for all heads of both. Sums over tokens
+are taken in two stages without atomics, as in adaln.
+
+Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs of a sample.
+Names in kernels: i_ index, o_ offsets, m_ mask.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels import common
+from sage_kernels.common import Launch, LaunchTable, narrow
+from sage_kernels.reference import qk_norm_rope as reference
+from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+
+# Keyed by H * D, the elements of a token.
+FORWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, rows=4),
+        (4096, None): Launch(num_warps=16, rows=4),
+        (None, None): Launch(num_warps=32, rows=4),
+    }
+)
+BACKWARD_LAUNCH = LaunchTable(
+    {
+        (2048, None): Launch(num_warps=8, programs_per_sm=2),
+        (4096, None): Launch(num_warps=16, programs_per_sm=1),
+        (None, None): Launch(num_warps=32, programs_per_sm=1),
+    }
+)
+
+
+@triton.jit
+def quarter_turn(x, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(x0, x1, x2, x3, ...) -> (-x1, x0, -x3, x2, ...) along the last dimension of a (BLOCK_H, BLOCK_D) tile."""
+    even, odd = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_D // 2, 2)))
+    return tl.reshape(tl.join(-odd, even), (BLOCK_H, BLOCK_D))
+
+
+@triton.jit
+def rms_rstd(x, eps, HEAD_DIM: tl.constexpr):
+    """1 / root mean square of every row of a tile, as a column; columns beyond HEAD_DIM hold zeros."""
+    return tl.math.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def rms_norm_backward(grad, x, weight, eps, HEAD_DIM: tl.constexpr):
+    """Gradient of x, and grad * n, which sums up to the gradient of the weight."""
+    rstd = rms_rstd(x, eps, HEAD_DIM)
+    normed = x * rstd
+    inner = grad * weight
+    along = (tl.sum(inner * normed, 1) / HEAD_DIM)[:, None]
+    return rstd * (inner - normed * along), grad * normed
+
+
+@triton.jit
+def qk_norm_rope_forward_kernel(
+    q_ptr,  # (B, N, H, D), dense tokens
+    k_ptr,  # (B, N, H, D), dense tokens
+    q_text_ptr,  # (B, L, H, D), dense tokens
+    k_text_ptr,  # (B, L, H, D), dense tokens
+    q_weight_ptr,  # (D,)
+    k_weight_ptr,  # (D,)
+    q_text_weight_ptr,  # (D,)
+    k_text_weight_ptr,  # (D,)
+    cos_ptr,  # (N, D), contiguous
+    sin_ptr,  # (N, D), contiguous
+    q_out_ptr,  # (B, N + L, H, D), contiguous
+    k_out_ptr,  # (B, N + L, H, D), contiguous
+    num_video,
+    num_text,
+    q_stride_b,
+    q_stride_n,
+    k_stride_b,
+    k_stride_n,
+    q_text_stride_b,
+    q_text_stride_n,
+    k_text_stride_b,
+    k_text_stride_n,
+    eps,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, b) writes ROWS tokens of sample b: the first ceil(N / ROWS) programs video, the others text."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK_H)[:, None]
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_d = o_d < HEAD_DIM
+    m_hd = (o_h < HEADS) & m_d
+    o_hd = o_h * HEAD_DIM + o_d
+    video_programs = tl.cdiv(num_video, ROWS)
+    o_sample = i_b * (num_video + num_text)
+    if i_p < video_programs:
+        q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        i_first = i_p * ROWS
+        for i in range(0, tl.minimum(ROWS, num_video - i_first)):
+            i_n = i_first + i
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            o_out = (o_sample + i_n) * HEADS * HEAD_DIM + o_hd
+            q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
+            k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
+            q = q * cos + quarter_turn(q, BLOCK_H, BLOCK_D) * sin
+            k = k * cos + quarter_turn(k, BLOCK_H, BLOCK_D) * sin
+            tl.store(q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd)
+    else:
+        q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        i_first = (i_p - video_programs) * ROWS
+        for i in range(0, tl.minimum(ROWS, num_text - i_first)):
+            i_l = i_first + i
+            o_out = (o_sample + num_video + i_l) * HEADS * HEAD_DIM + o_hd
+            p_q = q_text_ptr + i_b * q_text_stride_b + i_l * q_text_stride_n
+            p_k = k_text_ptr + i_b * k_text_stride_b + i_l * k_text_stride_n
+            q = tl.load(p_q + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            k = tl.load(p_k + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
+            k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
+            tl.store(q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd)
+
+
+@triton.jit
+def qk_norm_rope_backward_kernel(
+    grad_q_ptr,  # (B, N + L, H, D), dense tokens
+    grad_k_ptr,  # (B, N + L, H, D), dense tokens
+    q_ptr,  # (B, N, H, D), dense tokens
+    k_ptr,  # (B, N, H, D), dense tokens
+    q_text_ptr,  # (B, L, H, D), dense tokens
+    k_text_ptr,  # (B, L, H, D), dense tokens
+    q_weight_ptr,  # (D,)
+    k_weight_ptr,  # (D,)
+    q_text_weight_ptr,  # (D,)
+    k_text_weight_ptr,  # (D,)
+    cos_ptr,  # (N, D), contiguous
+    sin_ptr,  # (N, D), contiguous
+    dq_ptr,  # (B, N, H, D), contiguous
+    dk_ptr,  # (B, N, H, D), contiguous
+    dq_text_ptr,  # (B, L, H, D), contiguous
+    dk_text_ptr,  # (B, L, H, D), contiguous
+    sums_ptr,  # (B, P, 2, D) float32: gradients of the query and key weight of every program, video programs first
+    num_video,
+    num_text,
+    video_programs,
+    tokens_per_program,
+    grad_q_stride_b,
+    grad_q_stride_n,
+    grad_k_stride_b,
+    grad_k_stride_n,
+    q_stride_b,
+    q_stride_n,
+    k_stride_b,
+    k_stride_n,
+    q_text_stride_b,
+    q_text_stride_n,
+    k_text_stride_b,
+    k_text_stride_n,
+    eps,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (p, b) handles a range of the video or the text tokens of sample b and leaves its sums over them."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK_H)[:, None]
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_d = o_d < HEAD_DIM
+    m_hd = (o_h < HEADS) & m_d
+    o_hd = o_h * HEAD_DIM + o_d
+    p_grad_q = grad_q_ptr + i_b * grad_q_stride_b
+    p_grad_k = grad_k_ptr + i_b * grad_k_stride_b
+    dq_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    dk_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if i_p < video_programs:
+        q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        i_first = i_p * tokens_per_program
+        for i in range(0, tl.minimum(tokens_per_program, num_video - i_first)):
+            i_n = i_first + i
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            o_out = (i_b * num_video + i_n) * HEADS * HEAD_DIM + o_hd
+            grad_q = tl.load(p_grad_q + i_n * grad_q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            grad_k = tl.load(p_grad_k + i_n * grad_k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            # The transpose of a quarter turn is the turn backwards.
+            grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
+            grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
+            dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
+            dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
+            dq_weight += dq_weight_part
+            dk_weight += dk_weight_part
+            tl.store(dq_ptr + o_out, narrow(dq, dq_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(dk_ptr + o_out, narrow(dk, dk_ptr.dtype.element_ty), mask=m_hd)
+    else:
+        q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        p_q = q_text_ptr + i_b * q_text_stride_b
+        p_k = k_text_ptr + i_b * k_text_stride_b
+        i_first = (i_p - video_programs) * tokens_per_program
+        for i in range(0, tl.minimum(tokens_per_program, num_text - i_first)):
+            i_l = i_first + i
+            o_out = (i_b * num_text + i_l) * HEADS * HEAD_DIM + o_hd
+            o_grad_q = (num_video + i_l) * grad_q_stride_n + o_hd
+            o_grad_k = (num_video + i_l) * grad_k_stride_n + o_hd
+            grad_q = tl.load(p_grad_q + o_grad_q, mask=m_hd, other=0.0).to(tl.float32)
+            grad_k = tl.load(p_grad_k + o_grad_k, mask=m_hd, other=0.0).to(tl.float32)
+            q = tl.load(p_q + i_l * q_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
+            dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
+            dq_weight += dq_weight_part
+            dk_weight += dk_weight_part
+            tl.store(dq_text_ptr + o_out, narrow(dq, dq_text_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(dk_text_ptr + o_out, narrow(dk, dk_text_ptr.dtype.element_ty), mask=m_hd)
+    p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEAD_DIM
+    o_sum = tl.arange(0, BLOCK_D)
+    m_sum = o_sum < HEAD_DIM
+    tl.store(p_sums + o_sum, tl.sum(dq_weight, 0), mask=m_sum)
+    tl.store(p_sums + HEAD_DIM + o_sum, tl.sum(dk_weight, 0), mask=m_sum)
+
+
+def dense_tokens(tensor: Tensor) -> Tensor:
+    """A (B, N, H, D) tensor as it is where the H * D elements of a token lie next to each other, else a copy."""
+    return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
+
+
+def _strides(tensors: Iterable[Tensor]) -> list[int]:
+    """Batch and token stride of each (B, N, H, D) tensor."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def _blocks(q: Tensor) -> dict[str, int]:
+    heads, head_dim = q.shape[2:]
+    blocks = {"BLOCK_H": common.next_power_of_2(heads), "BLOCK_D": common.next_power_of_2(head_dim)}
+    return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    q_text: Tensor,
+    k_text: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_text_weight: Tensor,
+    k_text_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel; arguments as `qk_norm_rope`."""
+    tokens = [dense_tokens(tensor) for tensor in (q, k, q_text, k_text)]
+    small = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight, cos, sin)]
+    batch, num_video, heads, head_dim = q.shape
+    num_text = q_text.shape[1]
+    joint = (batch, num_video + num_text, heads, head_dim)
+    q_out = common.empty(joint, dtype=q.dtype, device=q.device)
+    k_out = common.empty(joint, dtype=k.dtype, device=k.device)
+    launch = FORWARD_LAUNCH.find(heads * head_dim, q.device)
+    if q_out.numel():
+        programs = common.cdiv(num_video, launch.rows) + common.cdiv(num_text, launch.rows)
+        settings = {**_blocks(q), "ROWS": launch.rows, "num_warps": launch.num_warps}
+        with common.on_device_of(q):
+            qk_norm_rope_forward_kernel[programs, batch](
+                *tokens, *small, q_out, k_out, num_video, num_text, *_strides(tokens), eps, **settings
+            )
+    return q_out, k_out
+
+
+def launch_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_text: Tensor,
+    k_text: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_text_weight: Tensor,
+    k_text_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
+    tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)]
+    weights = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight)]
+    batch, num_video, heads, head_dim = q.shape
+    num_text = q_text.shape[1]
+    gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
+    launch = BACKWARD_LAUNCH.find(heads * head_dim, q.device)
+    video = common.split_tokens(num_video, batch, launch, q.device)
+    # As many tokens as a video program, so that no program outlasts the others.
+    programs = video.programs + common.cdiv(num_text, video.tokens)
+    sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
+    if sums.numel():
+        pointers = (*tokens, *weights, cos.contiguous(), sin.contiguous(), *gradients, sums)
+        sizes = (num_video, num_text, video.programs, video.tokens)
+        with common.on_device_of(q):
+            qk_norm_rope_backward_kernel[programs, batch](
+                *pointers, *sizes, *_strides(tokens), eps, **_blocks(q), num_warps=launch.num_warps
+            )
+    # Rows of the query and the key weight, first of the video, then of the text programs.
+    rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))
+    return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
+
+
+# Schemas in place of annotations: the argument list is written out in the launchers, the reference and the public op.
+_ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
+    Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
+
+
+@torch.library.custom_op("sage_kernels::qk_norm_rope", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def _qk_norm_rope(*arguments):
+    q = arguments[0]
+    return (launch_forward if common.runs_triton(q) else reference.qk_norm_rope)(*arguments)
+
+
+@torch.library.custom_op(
+    "sage_kernels::qk_norm_rope_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
+)
+def _qk_norm_rope_backward(*arguments):
+    _, _, q, *_ = arguments
+    return (launch_backward if common.runs_triton(q) else reference.qk_norm_rope_backward)(*arguments)
+
+
+@_qk_norm_rope.register_fake
+def _(q, k, q_text, *rest):
+    joint = (q.shape[0], q.shape[1] + q_text.shape[1], *q.shape[2:])
+    return q.new_empty(joint), k.new_empty(joint)
+
+
+@_qk_norm_rope_backward.register_fake
+def _(grad_q, grad_k, *inputs):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:8])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
+    return *_qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps), None, None, None
+
+
+_qk_norm_rope.register_autograd(_backward, setup_context=_setup_context)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_text: Tensor,
+    k_text: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_text_weight: Tensor,
+    k_text_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Normalised queries and keys of video (rotated) and text tokens, in one joint sequence with the video first.
+
+    Args:
+        q: (B, N, H, D) video queries, float32, bfloat16 or float16, D even. Tokens may be strided, as slices of a
+            fused projection are.
+        k: (B, N, H, D) video keys.
+        q_text: (B, L, H, D) text queries; L may be 0.
+        k_text: (B, L, H, D) text keys.
+        q_weight: (D,) RMSNorm weight of the video queries; the next three of the others.
+        k_weight: (D,)
+        q_text_weight: (D,)
+        k_text_weight: (D,)
+        cos: (N, D) cosines of the rotary angles, each twice in a row for its pair, as diffusers builds them. No
+            gradient flows into cos and sin.
+        sin: (N, D) sines.
+        eps: added to the mean square.
+
+    Returns:
+        Joint queries and keys, (B, N + L, H, D) contiguous, in the dtypes of q and k. Computed in float32, rounded
+        once.
+
+    Raises:
+        ValueError: shapes that do not fit, odd D, another dtype, tensors on several devices, eps <= 0.
+    """
+    op = "qk_norm_rope"
+    weights = {
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "q_text_weight": q_text_weight,
+        "k_text_weight": k_text_weight,
+    }
+    tensors = {"q": q, "k": k, "q_text": q_text, "k_text": k_text, **weights, "cos": cos, "sin": sin}
+    common.check_tensors(op, tensors)
+    common.check_ndim(op, "q", q, "(B, N, H, D)")
+    common.check_ndim(op, "q_text", q_text, "(B, L, H, D)")
+    batch, num_video, heads, head_dim = q.shape
+    if head_dim % 2:
+        raise ValueError(f"{op}: the head dim of q is {head_dim}; it must be even, the rotary embedding turns pairs")
+    common.check_shape(op, "k", k, q.shape, "(B, N, H, D)")
+    common.check_shape(op, "q_text", q_text, (batch, q_text.shape[1], heads, head_dim), "(B, L, H, D)")
+    common.check_shape(op, "k_text", k_text, q_text.shape, "(B, L, H, D)")
+    for name, weight in weights.items():
+        common.check_shape(op, name, weight, (head_dim,), "(D,)")
+    for name, table in (("cos", cos), ("sin", sin)):
+        common.check_shape(op, name, table, (num_video, head_dim), "(N, D)")
+    common.check_eps(op, eps)
+    return _qk_norm_rope(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
+
+
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
+) -> Inputs:
+    batch, video, text, heads, head_dim = (case.shape[name] for name in ("batch", "video", "text", "heads", "head_dim"))
+    small = torch.float32 if case.mixed else dtype
+    draw = partial(random_tensor, device=device, generator=generator)
+
+    def projection(tokens: int) -> Tensor:
+        # Strided: heads are sliced from one row per token, as in a fused query-key-value projection.
+        flat = draw(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided)
+        return flat.unflatten(-1, (heads, head_dim))
+
+    def weight() -> Tensor:
+        return draw(head_dim, dtype=small, strided=case.strided)
+
+    angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
+    return {
+        "q": projection(video),
+        "k": projection(video),
+        "q_text": projection(text),
+        "k_text": projection(text),
+        "q_weight": weight(),
+        "k_weight": weight(),
+        "q_text_weight": weight(),
+        "k_text_weight": weight(),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    shape = {"HEADS": 16, "HEAD_DIM": 128, "BLOCK_H": 16, "BLOCK_D": 128}
+    projections = ("q_ptr", "k_ptr", "q_text_ptr", "k_text_ptr")
+    weights = ("q_weight_ptr", "k_weight_ptr", "q_text_weight_ptr", "k_text_weight_ptr")
+    tables = {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    strides = [f"{name}_stride_{axis}" for name in ("q", "k", "q_text", "k_text") for axis in ("b", "n")]
+    built = []
+    for dtype in ("bf16", "fp32"):
+        joint = ("q_out_ptr", "k_out_ptr")
+        built.append(
+            Kernel(
+                name=f"qk_norm_rope_forward[{dtype}]",
+                function=qk_norm_rope_forward_kernel,
+                signature={name: f"*{dtype}" for name in (*projections, *weights)}
+                | tables
+                | {name: f"*{dtype}" for name in joint}
+                | {name: "i32" for name in ("num_video", "num_text", *strides)}
+                | {"eps": "fp32"},
+                constexprs=shape | {"ROWS": FORWARD_LAUNCH.find(2048).rows},
+                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
+                streaming=(*projections, *joint, *tables),
+                unaligned=("num_video", "num_text"),
+            )
+        )
+        grads = ("grad_q_ptr", "grad_k_ptr")
+        gradients = ("dq_ptr", "dk_ptr", "dq_text_ptr", "dk_text_ptr")
+        grad_strides = [f"grad_{name}_stride_{axis}" for name in ("q", "k") for axis in ("b", "n")]
+        integers = ("num_video", "num_text", "video_programs", "tokens_per_program")
+        built.append(
+            Kernel(
+                name=f"qk_norm_rope_backward[{dtype}]",
+                function=qk_norm_rope_backward_kernel,
+                signature={name: f"*{dtype}" for name in (*grads, *projections, *weights)}
+                | tables
+                | {name: f"*{dtype}" for name in gradients}
+                | {"sums_ptr": "*fp32"}
+                | {name: "i32" for name in (*integers, *grad_strides, *strides)}
+                | {"eps": "fp32"},
+                constexprs=shape,
+                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
+                streaming=(*grads, *projections, *gradients, *tables),
+                unaligned=integers,
+            )
+        )
+    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
+        # A number of heads that is no power of two: part of the block is masked off.
+        name = kernel.name.replace("bf16", "bf16, 24 heads")
+        built.append(kernel.variant(name, table.find(24 * 128).num_warps, HEADS=24, BLOCK_H=32))
+    return tuple(built)
+
+
+def _bytes_forward(inputs: Inputs) -> int:
+    tokens = [inputs[name] for name in ("q", "k", "q_text", "k_text")]
+    # Every input is read; the outputs are the video and text tokens once more.
+    return nbytes(*inputs.values()) + nbytes(*tokens)
+
+
+def _bytes_backward(inputs: Inputs) -> int:
+    gradients = [inputs[name] for name in SPEC.differentiable]
+    return _bytes_forward(inputs) + nbytes(*gradients)
+
+
+SPEC = OpSpec(
+    name="qk_norm_rope",
+    formula="R(n) (w * x / sqrt(mean(x^2) + eps)) for video, without R for text; q and k, joint layout",
+    source="RoFormer section 3.4; diffusers RMSNorm, apply_rotary_emb, HunyuanVideo15AttnProcessor2_0",
+    op=qk_norm_rope,
+    reference=reference.qk_norm_rope,
+    eager=reference.qk_norm_rope_eager,
+    make_inputs=_make_inputs,
+    differentiable=(
+        "q",
+        "k",
+        "q_text",
+        "k_text",
+        "q_weight",
+        "k_weight",
+        "q_text_weight",
+        "k_text_weight",
+    ),
+    test_cases=(
+        Case(id="one-pair", shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2}),
+        Case(id="no-text", shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8}),
+        Case(id="odd", shape={"batch": 2, "video": 13, "text": 7, "heads": 3, "head_dim": 12}),
+        Case(id="strided", shape={"batch": 2, "video": 9, "text": 5, "heads": 2, "head_dim": 16}, strided=True),
+        Case(id="mixed", shape={"batch": 2, "video": 5, "text": 3, "heads": 2, "head_dim": 16}, mixed=True),
+        Case(id="model-width", shape={"batch": 1, "video": 3, "text": 2, "heads": 16, "head_dim": 128}),
+    ),
+    bench_cases=(
+        Case(id="A", shape={"batch": 1, "video": 18018, "text": 250, "heads": 16, "head_dim": 128}),
+        Case(id="B", shape={"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}),
+    ),
+    bytes_forward=_bytes_forward,
+    bytes_backward=_bytes_backward,
+    bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 8 w"),
+    k_bf16=1.1,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    kernels=_kernels,
+)

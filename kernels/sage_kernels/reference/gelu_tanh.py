@@ -1,0 +1,30 @@
+"""Tanh GELU in plain PyTorch; see sage_kernels.gelu_tanh."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sage_kernels.reference.adaln import compute_dtype
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), any shape; result as x."""
+    dtype = compute_dtype(x.dtype)
+    return F.gelu(x.to(dtype), approximate="tanh").to(x.dtype)
+
+
+def gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of x, in x's dtype."""
+    dtype = compute_dtype(x.dtype)
+    x_wide = x.to(dtype)
+    root = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(root * (x_wide + 0.044715 * x_wide**3))
+    slope = 0.5 * (1 + tanh) + 0.5 * x_wide * (1 - tanh**2) * root * (1 + 3 * 0.044715 * x_wide**2)
+    return (grad.to(dtype) * slope).to(x.dtype)
+
+
+def gelu_tanh_eager(x: Tensor) -> Tensor:
+    """As diffusers writes it (`GELU(approximate="tanh")`)."""
+    return F.gelu(x, approximate="tanh")

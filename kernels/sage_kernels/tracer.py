@@ -1,0 +1,130 @@
+"""Counts the bytes that PyTorch operators read and write, on any device, the meta device included.
+
+Every operator that reaches the dispatcher counts the elements of its tensor arguments as read and those of its results
+as written; views and uninitialised allocations count nothing, an expanded tensor counts its stored elements, an
+argument given twice counts once. A custom op is one operator: what it does inside is its own affair, so its count is
+the traffic that a fused kernel cannot avoid. This is memory traffic without a cache, the model that byte formulas use.
+
+    with ByteCounter() as counter:
+        model(x)
+    counter.traffic.total
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sage_kernels.registry import Inputs, OpSpec
+
+_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Bytes moved by a number of operators.
+
+    Example:
+        >>> Traffic(read=8192, written=4096, operators=1).total
+        12288
+    """
+
+    read: int = 0
+    """Bytes of arguments."""
+    written: int = 0
+    """Bytes of results."""
+    operators: int = 0
+    """Operators that moved them: about the number of kernel launches."""
+
+    @property
+    def total(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+
+class ByteCounter(TorchDispatchMode):
+    """Context manager that adds up the traffic of everything that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__ in _ALLOCATIONS:
+            return result
+        inputs = _tensors((args, kwargs))
+        storages = {_storage(tensor) for tensor in inputs}
+        fresh = [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
+        written = _mutated(func, args, kwargs) + fresh
+        if written:
+            self.traffic.read += _bytes(inputs)
+            self.traffic.written += _bytes(written)
+            self.traffic.operators += 1
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    seen: dict[tuple[object, ...], int] = {}
+    for tensor in tensors:
+        sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+        place = (_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        seen[place] = torch.Size(sizes).numel() * tensor.element_size()
+    return sum(seen.values())
+
+
+def count(function: Callable[[], object]) -> Traffic:
+    """Traffic of one call."""
+    with ByteCounter() as counter:
+        function()
+    return counter.traffic
+
+
+def count_op(spec: OpSpec, function: Callable[..., Any], inputs: Inputs) -> tuple[Traffic, Traffic]:
+    """Traffic of a forward and a backward pass of `function` (an op of `spec`, its reference or its eager form).
+
+    Args:
+        spec: says which inputs and outputs are differentiable.
+        function: called as function(**inputs).
+        inputs: as `spec.make_inputs` builds them; on the meta device nothing is computed.
+
+    Returns:
+        Forward and backward traffic. Cotangents are there before the backward pass is counted.
+    """
+    wanted = [name for name in spec.differentiable if inputs[name] is not None]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        outputs.extend(_tensors(function(**inputs | leaves)))
+
+    forward_traffic = count(forward)
+    if not wanted:
+        return forward_traffic, Traffic()
+    if spec.differentiable_outputs is not None:
+        outputs = [outputs[index] for index in spec.differentiable_outputs]
+    cotangents = [torch.empty_like(output) for output in outputs]
+    return forward_traffic, count(lambda: torch.autograd.grad(outputs, list(leaves.values()), cotangents))

@@ -1,0 +1,159 @@
+"""The convergence pair: the same toy trainings with the fused kernels and with plain PyTorch, number by number.
+
+The two sides round differently (1e-7), and training amplifies that: a rollout feeds its own output back, and AdamW's
+first updates follow the sign of a gradient. The bounds below are some ten times what the pairs show, and a test shows
+that a loss that is wrong by half a percent does not fit into them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.kernels import REFERENCE, FusedKernels, select_kernels
+from sage_fast.objective import PolicyTerms
+from sage_fast.run import build_trainer
+from sage_kernels.common import INTERPRETED
+
+MakeRun = Callable[..., RunConfig]
+
+RUNS = {
+    "on-policy": ["--objective.kl_mode=moving"],
+    "clipped-updates-exact-kl": [
+        "--training.updates_per_rollout=2",
+        "--objective.clip_range=1e-3",
+        "--objective.kl_velocity=exact",
+        "--rollout.sde_type=dance_grpo",
+    ],
+    "unnormalized-cps": [
+        "--training.updates_per_rollout=2",
+        "--rollout.sde_type=cps",
+        "--objective.logprob=unnormalized",
+        "--rollout.guidance_scale=1.0",
+        "--training.mode=full",
+    ],
+    "ratio-norm-window": [
+        "--training.updates_per_rollout=2",
+        "--rollout.sde_type=flow_grpo",
+        "--objective.ratio=ratio_norm",
+        "--objective.equalizer=false",
+        "--rollout.sde_window.size=2",
+    ],
+}
+
+METRIC_TOLERANCE = {"rel": 1e-3, "abs": 2e-6}
+# Rewards are measured on 8-bit videos: a pixel at the edge between two values may fall on either side.
+REWARD_TOLERANCE = {"rel": 1e-3, "abs": 1e-4}
+WEIGHTS_TOLERANCE = 2e-4
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run left: its metrics, the first and the last weights."""
+
+    records: list[dict[str, float]]
+    start: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train(config: RunConfig, kernels: object = None, iterations: int = 3) -> Training:
+    trainer = build_trainer(config)
+    if kernels is not None:
+        trainer.kernels = kernels  # type: ignore[assignment]
+    start = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    records = [trainer.iterate() for _ in range(iterations)]
+    return Training(records, start, {name: p.detach().clone() for name, p in trainer.parameters.items()})
+
+
+def distance(one: Training, other: Training) -> float:
+    """Distance of the final weights over the distance that training moved them."""
+    gap = sum(float((one.weights[n] - w).double().square().sum()) for n, w in other.weights.items())
+    way = sum(float((one.weights[n] - w).double().square().sum()) for n, w in one.start.items())
+    return (gap / way) ** 0.5
+
+
+def assert_same_metrics(one: Training, other: Training) -> None:
+    for expected, record in zip(one.records, other.records, strict=True):
+        assert record.keys() == expected.keys()
+        for name, value in expected.items():
+            if not name.startswith("time/"):
+                tolerance = REWARD_TOLERANCE if name.startswith(("reward/", "advantage/")) else METRIC_TOLERANCE
+                assert record[name] == pytest.approx(value, **tolerance), name
+
+
+@pytest.fixture
+def pair(tiny_run: MakeRun) -> Callable[..., tuple[RunConfig, RunConfig]]:
+    # Steps and KL weights large enough for every term of the loss to count.
+    strong = ["--kl_weight.minimum=1.0", "--kl_weight.maximum=1.0", "--training.anchor_interval=2"]
+    strong += ["--optimizer.learning_rate=1e-2"]
+
+    def make(*overrides: str) -> tuple[RunConfig, RunConfig]:
+        return tuple(tiny_run(*strong, *overrides, f"--model.kernels={side}") for side in ("reference", "triton"))
+
+    return make
+
+
+@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS.keys())
+def test_training_is_the_same_with_and_without_kernels(pair: Callable, overrides: list[str]) -> None:
+    reference_config, fused_config = pair(*overrides)
+    reference, fused = train(reference_config), train(fused_config)
+    assert_same_metrics(reference, fused)
+    assert distance(reference, fused) < WEIGHTS_TOLERANCE
+    if "--training.updates_per_rollout=2" in overrides:
+        assert any(r["ratio/max_deviation"] > 1e-6 for r in fused.records)
+    else:
+        assert all(r["ratio/max_deviation"] == 0.0 for r in fused.records)
+
+
+class SlightlyWrong(FusedKernels):
+    """Kernels whose loss is half a percent too steep where the policy has moved."""
+
+    def policy_loss(self, *args, **keywords) -> PolicyTerms:  # type: ignore[no-untyped-def]
+        terms = super().policy_loss(*args, **keywords)
+        return terms._replace(loss=terms.loss * 1.005)
+
+
+def test_a_slightly_wrong_kernel_is_noticed(pair: Callable) -> None:
+    # This optimizer moves by the gradient itself, so the error of the gradient shows as it is.
+    plain = ["--optimizer.name=adamw", "--optimizer.eps=1.0", "--optimizer.weight_decay=0.0"]
+    reference_config, fused_config = pair(*plain, *RUNS["unnormalized-cps"])
+    reference = train(reference_config)
+    wrong = train(fused_config, SlightlyWrong())
+    assert distance(reference, wrong) > 10 * WEIGHTS_TOLERANCE
+    with pytest.raises(AssertionError):
+        assert_same_metrics(reference, wrong)
+
+
+@pytest.mark.slow
+def test_training_the_shipped_toy_model_is_the_same(pair: Callable) -> None:
+    """Rewards that tell the videos apart, so that the advantages depend on the rollouts' last digits too."""
+    toy = ["--model.path=null", "--video.num_frames=8", "--rollout.batch_size=8", "--rollout.micro_batch_size=8"]
+    toy += ["--rollout.num_generations=4", "--optimizer.learning_rate=1e-3"]
+    reference, fused = (train(config) for config in pair(*toy, *RUNS["on-policy"]))
+    assert min(r["reward/std"] for r in reference.records) > 0.05
+    assert_same_metrics(reference, fused)
+    assert distance(reference, fused) < 20 * WEIGHTS_TOLERANCE
+
+
+def test_auto_is_the_reference_on_a_cpu_and_triton_on_a_gpu() -> None:
+    assert select_kernels("auto", torch.device("cpu")) is REFERENCE
+    assert isinstance(select_kernels("auto", torch.device("cuda")), FusedKernels)
+    assert select_kernels("reference", torch.device("cuda")) is REFERENCE
+    if INTERPRETED:
+        assert isinstance(select_kernels("triton", torch.device("cpu")), FusedKernels)
+
+
+def test_triton_on_a_cpu_without_the_interpreter_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sage_kernels.common.INTERPRETED", False)
+    with pytest.raises(ConfigError, match=r"model\.kernels is 'triton'.*'cpu'.*TRITON_INTERPRET=1"):
+        select_kernels("triton", torch.device("cpu"))
+
+
+def test_triton_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select_kernels("auto", torch.device("cuda")) is REFERENCE
+    with pytest.raises(ConfigError, match=r"not installed.*set model\.kernels to auto"):
+        select_kernels("triton", torch.device("cuda"))

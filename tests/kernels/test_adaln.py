@@ -1,0 +1,74 @@
+"""adaln beyond parity: the reference's own backward, per-sample independence, diffusers' module, odd inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_kernels import adaln
+from sage_kernels.reference import adaln as reference
+from tests.kernels.support import assert_backward_is_autograd
+
+
+def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(batch, tokens, width, generator=generator)
+    scale, shift = torch.randn(2, batch, width, generator=generator)
+    return x.to(dtype), scale.to(dtype), shift.to(dtype)
+
+
+def test_reference_backward_is_autograd_of_the_reference() -> None:
+    x, scale, shift = sample(2, 5, 7, torch.float64)
+    assert_backward_is_autograd(
+        reference.adaln,
+        (x, scale, shift),
+        lambda cotangents: reference.adaln_backward(cotangents[0], x, scale, shift.dtype),
+    )
+
+
+def test_is_what_the_block_of_the_model_computes(device: torch.device) -> None:
+    norm = torch.nn.LayerNorm(96, elementwise_affine=False, eps=1e-6)
+    x, scale, shift = sample(2, 4, 96)
+    expected = norm(x) * (1 + scale[:, None]) + shift[:, None]
+    given = adaln(x.to(device), scale.to(device), shift.to(device))
+    torch.testing.assert_close(given.cpu(), expected, rtol=0, atol=5e-6)
+
+
+def test_a_sample_does_not_see_its_batch(device: torch.device) -> None:
+    x, scale, shift = (tensor.to(device) for tensor in sample(3, 9, 40))
+    together = adaln(x, scale, shift)
+    for i in range(3):
+        assert torch.equal(adaln(x[i : i + 1], scale[i : i + 1], shift[i : i + 1])[0], together[i])
+
+
+def test_no_tokens(device: torch.device) -> None:
+    x, scale, shift = (tensor.to(device).requires_grad_() for tensor in sample(2, 0, 16))
+    out = adaln(x, scale, shift)
+    gradients = torch.autograd.grad(out, (x, scale, shift), torch.empty_like(out))
+    assert out.shape == (2, 0, 16)
+    assert [bool(gradient.any()) for gradient in gradients] == [False, False, False]
+
+
+def test_a_large_mean_does_not_drown_the_variance(device: torch.device) -> None:
+    # The one-pass formula mean(x^2) - mean(x)^2 loses every digit here.
+    x, scale, shift = sample(1, 3, 256)
+    wide = adaln((x + 1000).to(device), scale.to(device), shift.to(device)).cpu()
+    exact = reference.adaln((x + 1000).double(), scale.double(), shift.double())
+    assert float((wide - exact).abs().max()) < 2e-3
+
+
+def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 12 << 30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    # On a CPU only the pages of the two rows are ever touched.
+    buffer = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
+    x = buffer.as_strided((2, 1, 32), (2**31, 32, 1))
+    values, scale, shift = sample(2, 1, 32, torch.bfloat16)
+    x.copy_(values)
+    given = adaln(x, scale.to(device), shift.to(device))
+    assert torch.equal(given.cpu(), reference.adaln(values, scale, shift))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan")])
+def test_refuses_eps(eps: float) -> None:
+    with pytest.raises(ValueError, match="adaln: eps is"):
+        adaln(*sample(1, 2, 4), eps=eps)

@@ -1,0 +1,184 @@
+"""Ahead-of-time builds: limits on every kernel of the registry, and proof that the limits are measured."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from sage_kernels import registry
+from sage_kernels.aot import ARCHITECTURES, MAX_REGISTERS, Build, global_accesses
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = [kernel.name for spec in registry.specs().values() for kernel in spec.kernels()]
+
+GOOD = Build(
+    kernel="k",
+    arch=90,
+    num_warps=4,
+    registers=MAX_REGISTERS,
+    stack=0,
+    local=0,
+    spills=0,
+    shared=0,
+    loads={"x_ptr": [16]},
+    stores={"out_ptr": [16]},
+    narrow=(),
+)
+
+PTX = """
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .u32 kernel_param_1,
+	.param .u64 .ptr .global .align 1 kernel_param_2
+)
+.reqntid 128
+{
+	.reg .b64 	%rd<9>;
+	ld.param.b64 	%rd1, [kernel_param_0];
+	.loc	1 50 1                          // file.py:50:1
+	ld.param.b64 	%rd2, [kernel_param_2];
+	mul.wide.u32 	%rd3, %r1, 8;
+	add.s64 	%rd4, %rd1, %rd3;
+$L__BB0_1:
+	// begin inline asm
+	@%p1 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd4 + 0 ];
+	// end inline asm
+	add.s64 	%rd4, %rd4, 128;
+	mov.b64 	%rd5, %rd2;
+	@%p2 st.global.v2.b16 [ %rd5 + 16 ], { %rs1, %rs2 };
+	@%p3 bra 	$L__BB0_1;
+	ret;
+}
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process whose kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_accesses_are_attributed_to_pointers() -> None:
+    assert list(global_accesses(PTX, ["x_ptr", "size", "out_ptr"])) == [("ld", "x_ptr", 16), ("st", "out_ptr", 4)]
+
+
+def test_an_address_of_unknown_origin_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="which pointer"):
+        list(global_accesses(PTX.replace("add.s64 	%rd4, %rd1, %rd3", "mov.u64 	%rd4, %rd3"), ["x", "n", "out"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"registers": MAX_REGISTERS + 1}, "129 registers"),
+        ({"stack": 8}, "8 bytes of stack"),
+        ({"local": 4}, "4 of local memory"),
+        ({"spills": 2}, "2 spill instructions"),
+        ({"narrow": ("x_ptr",)}, "x_ptr is a stream"),
+    ],
+    ids=["registers", "stack", "local", "spills", "width"],
+)
+def test_every_limit_can_be_broken(change: dict[str, object], words: str) -> None:
+    assert GOOD.violations() == []
+    (line,) = dataclasses.replace(GOOD, **change).violations()  # type: ignore[arg-type]
+    assert words in line
+
+
+def test_a_narrow_and_a_spilling_kernel_are_found(tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(
+        """
+import triton
+import triton.language as tl
+from sage_kernels.aot import build
+from sage_kernels.registry import Kernel
+
+
+@triton.jit
+def copy(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + o, tl.load(x_ptr + o * size, mask=o < size), mask=o < size)
+
+
+@triton.jit
+def hoard(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    first = tl.load(x_ptr + o)
+    for i in range(size):
+        first = first * tl.load(x_ptr + i * BLOCK + o) + tl.sum(first, 0)
+    tl.store(out_ptr + o, first)
+
+
+def kernel(function, block, warps):
+    return Kernel(name=function.__name__, function=function, signature={"x_ptr": "*fp32", "out_ptr": "*fp32",
+                  "size": "i32"}, constexprs={"BLOCK": block}, num_warps=warps, streaming=("x_ptr", "out_ptr"))
+
+
+for line in build(kernel(copy, 1024, 4), 90).violations() + build(kernel(hoard, 32768, 2), 90).violations():
+    print(line)
+"""
+    )
+    done = run_python(str(script))
+    assert done.returncode == 0, done.stderr
+    assert "copy for sm_90: x_ptr is a stream but has loads [4]" in done.stdout
+    assert "out_ptr" not in done.stdout
+    assert "hoard for sm_90" in done.stdout and "spill instructions" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_stay_within_limits(arch: int) -> None:
+    done = run_python("-m", "sage_kernels.aot", "--json", "--arch", str(arch))
+    assert done.stdout, done.stderr
+    builds = [Build(**record) for record in json.loads(done.stdout)]
+    assert [build.kernel for build in builds] == KERNELS
+    assert [line for build in builds for line in build.violations()] == []
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kernels_build_where_every_integer_is_one() -> None:
+    # Triton turns an integer argument of 1 into a compile-time constant, which has other methods than a value.
+    done = run_python(
+        "-c",
+        """
+from sage_kernels.aot import build
+from sage_kernels.registry import specs
+for spec in specs().values():
+    for kernel in spec.kernels():
+        ones = {name: 1 for name, kind in kernel.signature.items() if kind in ("i32", "i64")}
+        build(kernel.variant(kernel.name, **(ones | dict(kernel.constexprs))), 90)
+        print(kernel.name)
+""",
+    )
+    assert done.stdout.splitlines() == KERNELS, done.stderr[-3000:]
+
+
+def test_every_op_has_a_kernel_to_build() -> None:
+    assert [spec.name for spec in registry.specs().values() if not spec.kernels()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_document_is_current(tmp_path: Path) -> None:
+    committed = (ROOT / "docs" / "kernels_aot.md").read_text("utf-8")
+    if f"Triton {triton.__version__})" not in committed:
+        pytest.skip("the document was written with another Triton, whose compiler may choose other registers")
+    done = run_python("-m", "sage_kernels.aot", "--write", str(tmp_path / "new.md"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new.md").read_text("utf-8") == committed, "run python -m sage_kernels.aot --write"
+
+
+def test_unknown_ops_are_refused() -> None:
+    done = run_python("-m", "sage_kernels.aot", "no_such_op")
+    assert done.returncode != 0 and "no_such_op" in done.stderr and "adaln" in done.stderr

@@ -1,0 +1,57 @@
+"""gelu_tanh beyond parity: the reference's own backward, tails, the matrix product with its epilogue."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sage_kernels import gelu_tanh, linear_gelu_tanh
+from sage_kernels.reference import gelu_tanh as reference
+from tests.kernels.support import assert_backward_is_autograd
+
+
+def test_reference_backward_is_autograd_of_the_reference() -> None:
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    assert_backward_is_autograd(
+        reference.gelu_tanh, (x,), lambda cotangents: reference.gelu_tanh_backward(cotangents[0], x)
+    )
+
+
+def test_tails_are_finite_and_keep_their_digits(device: torch.device) -> None:
+    x = torch.tensor([-3e38, -50.0, -10.0, -6.0, 0.0, 6.0, 10.0, 50.0, 3e38], device=device).requires_grad_()
+    y = gelu_tanh(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert y.isfinite().all()
+    assert y[[0, 1, 4]].tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(y[5:], x[5:])
+    # Half of x (1 + tanh(u)) keeps no digit at -6 in float32; the sigmoid form does.
+    exact = reference.gelu_tanh(x.detach().double().cpu())[3]
+    assert abs(float(y[3]) / float(exact) - 1) < 2e-5
+    assert slope[[1, 4, 7]].tolist() == [0.0, 0.5, 1.0]
+
+
+def test_empty(device: torch.device) -> None:
+    x = torch.empty(0, 8, device=device).requires_grad_()
+    (gradient,) = torch.autograd.grad(gelu_tanh(x).sum(), x)
+    assert gradient.shape == (0, 8)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_linear_gelu_tanh(needs_gradient: bool, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(device) for shape in ((2, 5, 8), (16, 8), (16,)))
+    weight.requires_grad_(needs_gradient)
+    given = linear_gelu_tanh(x, weight, bias)
+    expected = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    assert given.requires_grad == needs_gradient
+    tolerance = 2e-2 if device.type == "cuda" else 1e-5  # a GPU may multiply in TF32
+    torch.testing.assert_close(given.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_linear_gelu_tanh_refuses_what_does_not_fit() -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(16, 8), torch.randn(16)
+    with pytest.raises(ValueError, match=r"x has shape \(3, 7\); its last dimension must be K = 8"):
+        linear_gelu_tanh(x[:, :7], weight, bias)
+    with pytest.raises(ValueError, match=r"bias has shape \(15,\)"):
+        linear_gelu_tanh(x, weight, bias[:15])
+    with pytest.raises(ValueError, match="they must be equal"):
+        linear_gelu_tanh(x.bfloat16(), weight, bias)

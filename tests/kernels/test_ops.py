@@ -1,0 +1,320 @@
+"""What every op of the registry must do: parity, operator contract, compile, checkpoint, bytes, refusals."""
+
+import dataclasses
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sage_kernels import common, parity, readme, registry
+from sage_kernels.registry import Case, OpSpec
+from sage_kernels.tracer import count_op
+
+SPECS = registry.specs()
+each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def parity_cases() -> list[Any]:
+    cases = []
+    for spec in SPECS.values():
+        for case in spec.test_cases:
+            for dtype in spec.dtypes:
+                layouts: list[parity.Layout] = ["as built", "gaps"] if case.strided else ["as built"]
+                for layout in layouts:
+                    name = f"{spec.name}-{case.id}-{str(dtype).removeprefix('torch.')}-{layout.replace(' ', '-')}"
+                    cases.append(pytest.param(spec, case, dtype, layout, id=name))
+    return cases
+
+
+def odd_case(spec: OpSpec) -> Case:
+    """A case of middling size and awkward shape."""
+    return next((case for case in spec.test_cases if case.id.startswith("odd")), spec.test_cases[0])
+
+
+def inputs_of(spec: OpSpec, device: torch.device, case: Case | None = None) -> registry.Inputs:
+    return spec.make_inputs(case or odd_case(spec), torch.float32, device, torch.Generator().manual_seed(0))
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers every operator of sage_kernels that runs, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sage_kernels":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def cotangents_of(spec: OpSpec, inputs: registry.Inputs) -> list[Tensor]:
+    outputs, _ = parity.run_forward(spec, spec.reference, inputs)
+    indices = range(len(outputs)) if spec.differentiable_outputs is None else spec.differentiable_outputs
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(outputs[i].shape, generator=generator).to(outputs[i]) for i in indices if i < len(outputs)]
+
+
+@pytest.mark.parametrize(("spec", "case", "dtype", "layout"), parity_cases())
+def test_kernel_is_as_close_to_float64_as_the_reference(
+    spec: OpSpec, case: Case, dtype: torch.dtype, layout: parity.Layout, device: torch.device
+) -> None:
+    comparisons = parity.compare(spec, case, dtype, device, layout=layout)
+    inputs = inputs_of(spec, device, case)
+    differentiable = [name for name in spec.differentiable if inputs[name] is not None]
+    assert [c.tensor for c in comparisons if c.tensor.startswith("d ")] == [f"d {name}" for name in differentiable]
+    assert any(c.tensor.startswith("out") for c in comparisons)
+    assert parity.failures(comparisons) == []
+
+
+@each_op
+def test_k_is_at_most_two(spec: OpSpec) -> None:
+    assert spec.k_bf16 <= 2
+
+
+@each_op
+def test_cases_cover_what_kernels_get_wrong(spec: OpSpec) -> None:
+    sizes = [max(case.shape.values()) for case in spec.test_cases]
+    assert any(case.strided for case in spec.test_cases)
+    assert min(sizes) <= 2 or any("one" in case.id for case in spec.test_cases), "a one-element case"
+    assert any(size % 2 for size in sizes), "an odd size"
+    assert {torch.float32, torch.bfloat16} <= set(spec.dtypes)
+
+
+@each_op
+def test_same_input_same_bits(spec: OpSpec, device: torch.device) -> None:
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    first, second = (parity.run(spec, spec.op, inputs, cotangents) for _ in range(2))
+    assert [name for (name, a), (_, b) in zip(first, second, strict=True) if not torch.equal(a, b)] == []
+
+
+@each_op
+def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    inputs = inputs_of(spec, torch.device("cpu"))
+    given, _ = parity.run_forward(spec, spec.op, inputs)
+    expected, _ = parity.run_forward(spec, spec.reference, inputs)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=False)
+    assert parity.failures(parity.compare(spec, odd_case(spec), torch.bfloat16, "cpu")) == []
+
+
+@each_op
+def test_operators_pass_opcheck(spec: OpSpec, device: torch.device) -> None:
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    with Recorder() as recorder:
+        parity.run(spec, spec.op, inputs, cotangents)
+    names = {func.overloadpacket.__name__ for func, _, _ in recorder.calls}
+    assert len(names) >= (2 if spec.differentiable else 1), "forward and backward are operators of their own"
+    for func, args, kwargs in recorder.calls:
+        if func.overloadpacket.__name__.endswith("_backward"):
+            # There is no second derivative: a backward op has no autograd formula of its own.
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        torch.library.opcheck(func, args, kwargs)
+
+
+@each_op
+def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(spec.op, fullgraph=True, backend=backend)
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    for (name, a), (_, b) in zip(
+        parity.run(spec, compiled, inputs, cotangents), parity.run(spec, spec.op, inputs, cotangents), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@each_op
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_checkpointing(spec: OpSpec, policy: CheckpointPolicy, device: torch.device) -> None:
+    inputs = inputs_of(spec, device)
+    with Recorder() as recorder:
+        parity.run_forward(spec, spec.op, inputs)
+    forward = recorder.calls[0][0]
+
+    def block(**arguments: Any) -> list[Tensor]:
+        outputs = [leaf for leaf in tree_leaves(spec.op(**arguments)) if isinstance(leaf, Tensor)]
+        # The square keeps the op's result for the backward pass, so that there is something to recompute.
+        return [output * output if output.dtype.is_floating_point else output for output in outputs]
+
+    def choose(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy if func == forward else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(**arguments: Any) -> list[Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, choose)
+        result: list[Tensor] = checkpoint(block, use_reentrant=False, context_fn=contexts, **arguments)
+        return result
+
+    cotangents = cotangents_of(spec, inputs)
+    expected = parity.run(spec, block, inputs, cotangents)
+    with Recorder() as recorder:
+        given = parity.run(spec, checkpointed, inputs, cotangents)
+    for (name, a), (_, b) in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    runs = sum(func == forward for func, _, _ in recorder.calls)
+    assert runs == (1 if policy is CheckpointPolicy.MUST_SAVE else 2)
+
+
+@each_op
+def test_counted_bytes_are_the_formula(spec: OpSpec) -> None:
+    for case in (*spec.test_cases, *spec.bench_cases):
+        for dtype in spec.dtypes:
+            inputs = spec.make_inputs(case, dtype, "meta", None)
+            forward, backward = count_op(spec, spec.op, inputs)
+            assert (forward.total, backward.total) == (spec.bytes_forward(inputs), spec.bytes_backward(inputs)), case
+            assert (forward.operators, backward.operators) == (1, 1 if spec.differentiable else 0), case
+
+
+@each_op
+def test_bench_cases_are_shapes_a_and_b(spec: OpSpec) -> None:
+    assert [case.id for case in spec.bench_cases] == ["A", "B"]
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
+def test_frozen_modulation_costs_nothing(
+    name: str, interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", interpreted)
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    frozen = dataclasses.replace(spec, differentiable=tuple(n for n in ("x", "y") if n in inputs))
+    expected = dict(parity.run(spec, spec.op, inputs, cotangents))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+        given = parity.run(frozen, spec.op, inputs, cotangents)
+    for tensor, value in given:
+        torch.testing.assert_close(value, expected[tensor], rtol=0, atol=0)
+    # One large tensor where the norm's statistics are recomputed, none for a bare residual.
+    large = [tensor for tensor in saved if tensor.shape == inputs["x"].shape]
+    assert len(large) == (0 if name == "gated_residual" else 1)
+    meta = spec.make_inputs(spec.bench_cases[0], torch.bfloat16, "meta", None)
+    _, backward = count_op(frozen, spec.op, meta)
+    unit = registry.nbytes(meta["x"])
+    assert backward.total // unit == {"adaln": 3, "gated_residual": 2, "gated_residual_adaln": 5}[name]
+
+
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope"])
+def test_single_gradients(name: str, device: torch.device) -> None:
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    expected = dict(parity.run(spec, spec.op, inputs, cotangents))
+    for wanted in spec.differentiable:
+        alone = dict(parity.run(dataclasses.replace(spec, differentiable=(wanted,)), spec.op, inputs, cotangents))
+        torch.testing.assert_close(alone[f"d {wanted}"], expected[f"d {wanted}"], rtol=0, atol=0)
+
+
+def float_tensors(spec: OpSpec, inputs: registry.Inputs) -> list[str]:
+    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dtype.is_floating_point]
+
+
+@each_op
+def test_refuses_what_does_not_fit(spec: OpSpec, device: torch.device) -> None:
+    inputs = inputs_of(spec, device)
+    names = float_tensors(spec, inputs)
+    assert names
+    for name in names:
+        with pytest.raises(ValueError, match=rf"^{spec.name}: {name} .*complex64"):
+            spec.op(**inputs | {name: inputs[name].to(torch.complex64)})
+        with pytest.raises(ValueError, match=rf"^{spec.name}: {name} .*(str|'a word')"):
+            spec.op(**inputs | {name: "a word"})
+    for name in names if len(names) > 1 else ():
+        # Which of two arguments is at fault is a matter of taste, that the shape is named is not.
+        with pytest.raises(ValueError, match=rf"^{spec.name}: .* shape \("):
+            spec.op(**inputs | {name: inputs[name].expand(7, *inputs[name].shape)})
+    for name in names[1:]:
+        with pytest.raises(ValueError, match=rf"^{spec.name}: .*meta"):
+            spec.op(**inputs | {name: inputs[name].to("meta")})
+
+
+def test_comparison_fails_a_wrong_gradient(device: torch.device) -> None:
+    spec = SPECS["gelu_tanh"]
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return spec.op(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    wrong = lambda x: Wrong.apply(x)  # noqa: E731
+    for dtype in spec.dtypes:
+        failed = parity.failures(parity.compare(spec, odd_case(spec), dtype, device, op=wrong))
+        assert len(failed) == 1 and failed[0].startswith("d x")
+
+
+def test_comparison_fails_truncation(device: torch.device) -> None:
+    # Truncation to bfloat16 has twice the error of rounding to nearest.
+    spec = SPECS["gelu_tanh"]
+
+    def truncated(x: Tensor) -> Tensor:
+        bits = spec.reference(x.detach().float()).view(torch.int32) & -(2**16)
+        return spec.reference(x) * 0 + bits.view(torch.float32).to(x.dtype)
+
+    failed = parity.failures(parity.compare(spec, odd_case(spec), torch.bfloat16, device, op=truncated))
+    assert failed[0].startswith("out 0")
+
+
+def test_comparison_fails_an_unwritten_element(device: torch.device) -> None:
+    spec = SPECS["gelu_tanh"]
+
+    def unwritten(x: Tensor) -> Tensor:
+        out = spec.reference(x)
+        hole = common.empty_like(out)
+        return torch.where(torch.arange(out.shape[-1], device=out.device) == 0, hole, out)
+
+    failed = parity.failures(parity.compare(spec, odd_case(spec), torch.float32, device, op=unwritten))
+    assert failed[0].startswith("out 0") and "nan" in failed[0]
+
+
+def test_launch_table_takes_the_narrowest_row_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, hopper, wide, default = (common.Launch(num_warps=warps) for warps in (1, 2, 4, 8))
+    table = common.LaunchTable(
+        {(None, None): default, (4096, None): wide, (2048, None): narrow, (2048, (9, 0)): hopper}
+    )
+    assert [table.find(width) for width in (64, 2048, 2049, 4096, 4097)] == [narrow, narrow, wide, wide, default]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert [table.find(width, torch.device("cuda")) for width in (2048, 4096)] == [hopper, wide]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert table.find(2048, torch.device("cuda")) is narrow
+    with pytest.raises(ValueError, match="default row"):
+        common.LaunchTable({(4096, None): wide})
+
+
+def test_split_covers_every_token_once() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        tokens, batch = rng.randrange(0, 300), rng.randrange(1, 9)
+        split = common.split_tokens(tokens, batch, common.Launch(num_warps=4), torch.device("cpu"))
+        sizes = [min(split.tokens, tokens - i * split.tokens) for i in range(split.programs)]
+        assert sum(sizes) == tokens and all(size > 0 for size in sizes)
+
+
+def test_readme_table_is_current() -> None:
+    text = readme.README.read_text("utf-8")
+    assert readme.with_table(text, readme.table()) == text, "run python -m sage_kernels.readme --write"
+
+
+def test_bandwidth_column_reads_the_newest_run(tmp_path: Path) -> None:
+    folder = tmp_path / "H100"
+    folder.mkdir()
+    row = {"op": "adaln", "case": "B", "direction": "forward", "dtype": "bfloat16", "share_of_copy": 0.9}
+    for day, rate in (("2026-01-01-aaa", 1000), ("2026-01-02-bbb", 2500)):
+        (folder / f"{day}.json").write_text(json.dumps({"kernels": [row | {"gb_per_s": rate}]}))
+    assert readme.bandwidths(tmp_path) == {"adaln": "forward 2500 GB/s (90% of copy), H100/2026-01-02-bbb.json"}

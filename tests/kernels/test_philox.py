@@ -1,0 +1,216 @@
+"""Noise of the kernels: the words of Philox, the numbers of the reference, one sequence for every launch geometry.
+
+The statistics run over 10^7 numbers of the kernel itself. The checks are functions, and a test shows that each of them
+rejects numbers that are wrong by a fraction of a percent.
+"""
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_fast.noise import NoiseKey, gaussian, key_words
+from sage_kernels.common import cdiv
+from sage_kernels.philox import box_muller, cos_sin, philox_words
+from sage_kernels.reference import philox as reference
+
+sde_step = importlib.import_module("sage_kernels.sde_step")
+
+KEYS = torch.tensor([[0x3C6EF372, 0xDAA66D2B], [0xFFFFFFFF, 0], [7, 0x80000000]], dtype=torch.int64)
+STEPS = torch.tensor([0, 19, 0xFFFFFFFF], dtype=torch.int64)
+DRAWS = 10_000_000
+
+
+def draw(
+    keys: Tensor, step: Tensor, numel: int, device: torch.device, *, offset: int = 0, block: int | None = None
+) -> Tensor:
+    """The noise that `sde_step` adds, (B, numel), by its own kernel with a = b = 0 and std = 1."""
+    rows = len(keys)
+    zero, one = torch.zeros(rows, device=device), torch.ones(rows, device=device)
+    x = torch.zeros(rows, numel, device=device)
+    keys, step = keys.to(device), step.to(device)
+    x_next, _, _ = sde_step.sde_step_forward(
+        x, None, x, zero, zero, one, None, keys, step, 1.0, offset, False, False, block
+    )
+    return x_next.cpu()
+
+
+@triton.jit
+def words_kernel(p_block, p_key, p_out, step, stream, numel, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < numel
+    k0, k1 = tl.load(p_key).to(tl.uint32), tl.load(p_key + 1).to(tl.uint32)
+    w0, w1, w2, w3 = philox_words(tl.load(p_block + o, mask=m, other=0), k0, k1, step, stream)
+    tl.store(p_out + o * 4, w0.to(tl.int64), mask=m)
+    tl.store(p_out + o * 4 + 1, w1.to(tl.int64), mask=m)
+    tl.store(p_out + o * 4 + 2, w2.to(tl.int64), mask=m)
+    tl.store(p_out + o * 4 + 3, w3.to(tl.int64), mask=m)
+
+
+@triton.jit
+def circle_kernel(p_angle, p_cos, p_sin, numel, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < numel
+    b_cos, b_sin = cos_sin(tl.load(p_angle + o, mask=m, other=0.0))
+    tl.store(p_cos + o, b_cos, mask=m)
+    tl.store(p_sin + o, b_sin, mask=m)
+
+
+@triton.jit
+def normal_kernel(p_first, p_second, p_out, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    b_one, b_two = box_muller(tl.load(p_first + o).to(tl.uint32), tl.load(p_second + o).to(tl.uint32))
+    tl.store(p_out + o, b_one)
+    tl.store(p_out + BLOCK + o, b_two)
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 5, 2**34 + 3], ids=["start", "carry", "far"])
+@pytest.mark.parametrize("row", range(3))
+def test_words_are_those_of_the_reference_bit_for_bit(row: int, first: int, device: torch.device) -> None:
+    block = torch.arange(first, first + 1001)
+    out = torch.zeros(1001, 4, dtype=torch.int64, device=device)
+    step, stream = int(STEPS[row]), 1
+    words_kernel[(cdiv(1001, 256),)](block.to(device), KEYS[row].to(device), out, step, stream, 1001, BLOCK=256)
+    counter = (block & 0xFFFFFFFF, block >> 32, torch.tensor([step]), torch.tensor([stream]))
+    assert torch.equal(out.cpu(), torch.stack(reference.philox(counter, KEYS[row].unsqueeze(1)), dim=1))
+
+
+def test_cosine_and_sine_over_the_circle(device: torch.device) -> None:
+    angle = torch.linspace(0, 2 * math.pi, 100_003, device=device)
+    cos, sin = torch.empty_like(angle), torch.empty_like(angle)
+    circle_kernel[(cdiv(angle.numel(), 4096),)](angle, cos, sin, angle.numel(), BLOCK=4096)
+    exact = angle.double()
+    assert float((cos.double() - exact.cos()).abs().max()) < 1.5e-7
+    assert float((sin.double() - exact.sin()).abs().max()) < 1.5e-7
+
+
+def test_the_extreme_words_give_finite_numbers(device: torch.device) -> None:
+    words = torch.tensor([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFF7F, 0xFFFFFFFE, 0xFFFFFFFF, 2], device=device)
+    out = torch.empty(16, device=device)
+    normal_kernel[(1,)](words, words.flip(0), out, BLOCK=8)
+    assert bool(torch.isfinite(out).all()) and float(out.abs().max()) < 6.77
+
+
+def test_numbers_are_those_of_the_reference_and_of_the_rollout(device: torch.device) -> None:
+    drawn = draw(KEYS, STEPS, 100_003, device)
+    expected = reference.philox_normal(KEYS, STEPS, 100_003)
+    # Four units in the last place of the largest numbers (below 8): logarithm, root, sine and product.
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-6)
+    owner = NoiseKey(seed=3, update=11, prompt_index=5, sample_index=2)
+    rollout = gaussian([owner], 9, (7, 5, 11))
+    ours = draw(key_words([owner]), torch.tensor([9]), 385, device)
+    torch.testing.assert_close(ours.view(1, 7, 5, 11), rollout, rtol=0, atol=2e-6)
+
+
+def test_numbers_are_as_close_to_float64_as_those_of_the_reference(device: torch.device) -> None:
+    exact = reference.philox_normal(KEYS, STEPS, 200_000, dtype=torch.float64)
+    ours = (draw(KEYS, STEPS, 200_000, device).double() - exact).square().mean().sqrt()
+    theirs = (reference.philox_normal(KEYS, STEPS, 200_000).double() - exact).square().mean().sqrt()
+    assert 0 < float(ours) < 1.1 * float(theirs) < 3e-7
+
+
+@pytest.mark.parametrize("block", [4, 64, 1024, 8192])
+def test_numbers_do_not_depend_on_the_block_size(block: int, device: torch.device) -> None:
+    numel = 3 * block + 1 if block > 64 else 203
+    assert torch.equal(draw(KEYS, STEPS, numel, device, block=block), draw(KEYS, STEPS, numel, device, block=512))
+
+
+@pytest.mark.parametrize("cuts", [(8192,), (1, 2, 3, 5, 4097), (4, 8, 12, 9000), (9999,)], ids=str)
+def test_shards_of_a_sample_draw_its_numbers(cuts: tuple[int, ...], device: torch.device) -> None:
+    numel = 10_007
+    whole = draw(KEYS, STEPS, numel, device)
+    ends = [0, *cuts, numel]
+    parts = [draw(KEYS, STEPS, stop - start, device, offset=start) for start, stop in itertools.pairwise(ends)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+@pytest.mark.parametrize("offset", [2**31 - 2, 2**34 + 5, 2**45 + 1])
+def test_far_elements_agree_with_the_reference(offset: int, device: torch.device) -> None:
+    drawn = draw(KEYS, STEPS, 33, device, offset=offset)
+    torch.testing.assert_close(
+        drawn, reference.philox_normal(KEYS, STEPS, 33, element_offset=offset), rtol=0, atol=2e-6
+    )
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    batch = draw(KEYS, STEPS, 5003, device)
+    for row in range(3):
+        assert torch.equal(draw(KEYS[row : row + 1], STEPS[row : row + 1], 5003, device)[0], batch[row])
+    assert torch.equal(draw(KEYS.flip(0), STEPS.flip(0), 5003, device), batch.flip(0))
+
+
+# Every check below returns how many standard errors (or critical values) away from the truth the sample is; above 1 is
+# a rejection at about 1 in 15,000 (four standard errors) or, for Kolmogorov-Smirnov, at 1 in 1,000.
+
+
+def moments(sample: Tensor) -> float:
+    """First four moments of a standard normal, whose standard errors are sqrt(1, 2, 15, 96) over sqrt(n)."""
+    power, worst = torch.ones_like(sample), 0.0
+    for moment, spread in ((0, 1), (1, 2), (0, 15), (3, 96)):
+        power = power * sample
+        worst = max(worst, abs(float(power.mean()) - moment) / (4 * math.sqrt(spread / sample.numel())))
+    return worst
+
+
+def lags(sample: Tensor) -> float:
+    """Correlation of numbers and of squares at lags within a block, between blocks, tiles and rows of a video."""
+    worst = 0.0
+    for values in (sample, (sample.square() - 1) / math.sqrt(2)):
+        for lag in (1, 2, 3, 4, 5, 8, 52, 1024, 65_536):
+            worst = max(worst, abs(float((values[lag:] * values[:-lag]).mean())) * math.sqrt(sample.numel()) / 4)
+    return worst
+
+
+def kolmogorov_smirnov(sample: Tensor) -> float:
+    """Largest distance of the empirical distribution function from the normal one, over its 0.1 % critical value."""
+    uniform = (1 + torch.erf(sample.sort().values / math.sqrt(2))) / 2
+    ranks = torch.arange(sample.numel() + 1, dtype=torch.float64) / sample.numel()
+    distance = torch.maximum((uniform - ranks[:-1]).max(), (ranks[1:] - uniform).max())
+    return float(distance) * math.sqrt(sample.numel()) / 1.95
+
+
+CHECKS = {"moments": moments, "lags": lags, "kolmogorov-smirnov": kolmogorov_smirnov}
+
+
+@pytest.fixture(scope="module")
+def ten_million(device: torch.device) -> Tensor:
+    """10^7 consecutive numbers of one key and step, float64."""
+    return draw(KEYS[:1], STEPS[1:2], DRAWS, device, block=None if device.type == "cuda" else 2**18)[0].double()
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+def test_ten_million_numbers_are_standard_normal(check: Callable[[Tensor], float], ten_million: Tensor) -> None:
+    assert len(ten_million) == DRAWS and float(ten_million.abs().max()) < 6.77
+    assert check(ten_million) < 1
+
+
+@pytest.mark.parametrize(
+    ("check", "spoil"),
+    [
+        pytest.param(moments, lambda z: z * 1.002, id="moments-scale"),
+        pytest.param(moments, lambda z: z + 0.002, id="moments-shift"),
+        pytest.param(lags, lambda z: z.view(-1, 4).repeat_interleave(2, 0)[: len(z) // 4].flatten(), id="lags-repeat"),
+        pytest.param(lags, lambda z: z + 0.002 * z.roll(3), id="lags-echo"),
+        pytest.param(kolmogorov_smirnov, lambda z: z * 1.005, id="ks-scale"),
+        pytest.param(kolmogorov_smirnov, lambda z: (z * 256).round() / 256, id="ks-coarse"),
+    ],
+)
+def test_the_checks_reject_what_is_slightly_wrong(
+    check: Callable[[Tensor], float], spoil: Callable[[Tensor], Tensor], ten_million: Tensor
+) -> None:
+    assert check(spoil(ten_million)) > 1
+
+
+def test_steps_and_keys_are_uncorrelated(device: torch.device) -> None:
+    keys = torch.stack([KEYS[0], KEYS[0], KEYS[0] ^ torch.tensor([1, 0]), KEYS[0] ^ torch.tensor([0, 1])])
+    steps = torch.tensor([4, 5, 4, 4])
+    sample = draw(keys, steps, 250_000, device, block=None if device.type == "cuda" else 2**16).double()
+    correlation = sample @ sample.T / sample.shape[1]
+    off_diagonal = correlation[~torch.eye(4, dtype=torch.bool)]
+    assert float(off_diagonal.abs().max()) < 4.5 / math.sqrt(sample.shape[1])

@@ -1,0 +1,99 @@
+"""qk_norm_rope beyond parity: the reference's own backward, diffusers' processor, rotations, layout."""
+
+import pytest
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor
+
+from sage_kernels import qk_norm_rope
+from sage_kernels.qk_norm_rope import dense_tokens, launch_backward
+from sage_kernels.reference import qk_norm_rope as reference
+from tests.kernels.support import assert_backward_is_autograd
+
+VIDEO, TEXT, HEADS, HEAD_DIM = 6, 4, 3, 8
+
+
+def sample(dtype: torch.dtype = torch.float32, batch: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    tokens = [draw(batch, length, HEADS, HEAD_DIM) for length in (VIDEO, VIDEO, TEXT, TEXT)]
+    angles = draw(VIDEO, HEAD_DIM // 2).repeat_interleave(2, dim=-1)
+    return [*tokens, *(draw(HEAD_DIM) for _ in range(4)), angles.cos(), angles.sin()]
+
+
+def test_reference_backward_is_autograd_of_the_reference() -> None:
+    inputs = sample(torch.float64)
+    assert_backward_is_autograd(
+        reference.qk_norm_rope,
+        inputs[:8],
+        lambda cotangents: reference.qk_norm_rope_backward(*cotangents, *inputs),
+        constants=inputs[8:],
+    )
+
+
+def test_is_what_the_attention_of_the_model_computes(device: torch.device) -> None:
+    q, k, q_text, k_text, *weights, cos, sin = sample()
+    norms = []
+    for weight in weights:
+        norm = RMSNorm(HEAD_DIM, eps=1e-6)
+        norm.weight.data.copy_(weight)
+        norms.append(norm)
+    q_video = apply_rotary_emb(norms[0](q), (cos, sin), sequence_dim=1)
+    k_video = apply_rotary_emb(norms[1](k), (cos, sin), sequence_dim=1)
+    expected = torch.cat([q_video, norms[2](q_text)], dim=1), torch.cat([k_video, norms[3](k_text)], dim=1)
+    given = qk_norm_rope(*(tensor.to(device) for tensor in (q, k, q_text, k_text, *weights, cos, sin)))
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_keeps_the_length_of_every_pair(device: torch.device) -> None:
+    inputs = [tensor.to(device) for tensor in sample()]
+    turned = qk_norm_rope(*inputs)[0][:, :VIDEO].unflatten(-1, (-1, 2)).norm(dim=-1)
+    still = qk_norm_rope(*inputs[:8], torch.ones_like(inputs[8]), torch.zeros_like(inputs[9]))[0][:, :VIDEO]
+    torch.testing.assert_close(turned, still.unflatten(-1, (-1, 2)).norm(dim=-1), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(qk_norm_rope(*inputs)[0][:, :VIDEO], still, atol=1e-2)
+
+
+def test_slices_of_one_projection_are_not_copied(device: torch.device) -> None:
+    q, k, *rest = (tensor.to(device) for tensor in sample())
+    fused = torch.cat([q.flatten(2), k.flatten(2), torch.randn_like(q).flatten(2)], dim=-1)
+    q_slice, k_slice, _ = (part.unflatten(-1, (HEADS, HEAD_DIM)) for part in fused.chunk(3, dim=-1))
+    assert dense_tokens(q_slice) is q_slice
+    assert dense_tokens(q_slice.transpose(1, 2).contiguous().transpose(1, 2)).is_contiguous()
+    for a, b in zip(qk_norm_rope(q_slice, k_slice, *rest), qk_norm_rope(q, k, *rest), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_sample_does_not_see_its_batch(device: torch.device) -> None:
+    inputs = [tensor.to(device) for tensor in sample()]
+    together = qk_norm_rope(*inputs)
+    for i in range(2):
+        alone = qk_norm_rope(*(tensor[i : i + 1] for tensor in inputs[:4]), *inputs[4:])
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
+
+
+def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 12 << 30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    # The text begins 6 * 400,000,000 elements into the gradient. On a CPU only the pages of the tokens are touched.
+    inputs = [tensor.to(device) for tensor in sample(torch.bfloat16, batch=1)]
+    near = torch.randn(1, VIDEO + TEXT, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(6)).bfloat16()
+    stride = 400_000_000
+    buffer = torch.empty((VIDEO + TEXT) * stride, dtype=torch.bfloat16, device=device)
+    far = buffer.as_strided(near.shape, (stride, stride, HEAD_DIM, 1))
+    far.copy_(near)
+    assert dense_tokens(far) is far
+    expected = launch_backward(near.to(device), near.to(device), *inputs, 1e-6)
+    for a, b in zip(launch_backward(far, far, *inputs, 1e-6), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_refuses_an_odd_head_dim() -> None:
+    inputs = sample()
+    odd = [tensor[..., :7] for tensor in inputs]
+    with pytest.raises(ValueError, match="head dim of q is 7"):
+        qk_norm_rope(*odd)

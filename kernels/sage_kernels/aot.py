@@ -103,7 +103,9 @@ def build(kernel: Kernel, arch: int) -> Build:
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, _WARP_SIZE), options={"num_warps": kernel.num_warps}
+        source,
+        target=GPUTarget("cuda", arch, _WARP_SIZE),
+        options={"num_warps": kernel.num_warps, "enable_fp_fusion": kernel.fp_fusion},
     )
     runtime_names = [name for name in names if name not in kernel.constexprs]
     loads: dict[str, set[int]] = {}

@@ -413,6 +413,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             | dict.fromkeys(numbers, "fp32"),
             constexprs=dict.fromkeys(switches, True) | {"BLOCK": BLOCK},
             num_warps=num_warps,
+            fp_fusion=False,
             unaligned=("num_rows",),
         ),
         Kernel(
@@ -421,6 +422,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             signature=dict.fromkeys(("p_grad_loss", "p_cotangents", "p_grad_terms"), "*fp32") | {"numel": "i32"},
             constexprs={"BLOCK": BLOCK},
             num_warps=num_warps,
+            fp_fusion=False,
             unaligned=("numel",),
         ),
     )

@@ -524,6 +524,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             signature={"p_partial": "*fp32", "p_terms": "*fp32", "numel": "i64", "num_tiles": "i32"},
             constexprs={"CHUNKS": 2, "BLOCK": SUM_BLOCK},
             num_warps=num_warps,
+            fp_fusion=False,
             unaligned=("num_tiles",),
         )
     ]
@@ -540,6 +541,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             signature={**large, "p_partial": "*fp32", **scalars},
             constexprs=constexprs,
             num_warps=num_warps,
+            fp_fusion=False,
             streaming=reads,
             unaligned=("num_tiles", "first_block"),
         )
@@ -554,6 +556,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             },
             constexprs=constexprs,
             num_warps=num_warps,
+            fp_fusion=False,
             streaming=(*reads, "p_grad_cond", "p_grad_uncond"),
             unaligned=("num_tiles", "first_block"),
         )

@@ -65,6 +65,8 @@ class Kernel:
     """Compile-time arguments."""
     num_warps: int
     """Warps of a program, as the launch table has it for this width."""
+    fp_fusion: bool = True
+    """Whether the launcher lets the compiler fuse multiply and add."""
     streaming: tuple[str, ...] = ()
     """Pointers to the large tensors. Every access through them must be 16 bytes wide."""
     unaligned: tuple[str, ...] = ()

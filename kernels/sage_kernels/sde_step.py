@@ -517,6 +517,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             },
             constexprs={"HAS_UNCOND": True, "HAS_NOISE": True, "HAS_X0": True, "HAS_VELOCITY": True, "BLOCK": BLOCK},
             num_warps=num_warps,
+            fp_fusion=False,
             streaming=("p_cond", "p_uncond", "p_x", "p_next", "p_x0", "p_velocity"),
             unaligned=("num_tiles", "first_block"),
         )
@@ -531,6 +532,7 @@ def aot_kernels() -> tuple[Kernel, ...]:
             },
             constexprs={"HAS_UNCOND": True, "HAS_X0": True, "HAS_VELOCITY": True, "BLOCK": BLOCK},
             num_warps=num_warps,
+            fp_fusion=False,
             streaming=("p_grad_next", "p_grad_x0", "p_grad_velocity", "p_grad_cond", "p_grad_uncond", "p_grad_x"),
             unaligned=("num_tiles",),
         )

@@ -297,3 +297,15 @@ def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_b
         assert (tmp_path / name / "evaluation/update-000000.json").read_text() == baseline
         rows = {row["update"]: row for row in numbers(tmp_path / name)}
         assert rows[2] == numbers(tmp_path / "whole")[2]
+
+
+def test_the_demo_config_trains_the_shipped_model() -> None:
+    from sage_fast.run import build_trainer
+
+    config = load_config(ROOT / "configs/toy_cpu.yaml", ["--rollout.batch_size=32"])
+    trainer = build_trainer(config)
+    record = trainer.iterate()
+    assert len(trainer.eval_samples) >= 60
+    assert {s.prompt.text for s in trainer.eval_samples}.isdisjoint(p.text for p in trainer.schedule.prompts)
+    assert record["ratio/first_max_deviation"] == 0.0 and record["advantage/zero_spread_groups"] == 0
+    assert record["grad_norm"] > 0

@@ -53,10 +53,11 @@ from sage_fast.trainer import Trainer, resolve_device
 logger = logging.getLogger(__name__)
 
 # What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
-# what machine. (Another device or number of threads changes the rounding, as on any other machine.)
+# how much of what machine. (Another device, number of threads or batch through the model changes the rounding, and
+# nothing else.) What an out-of-memory message tells the user to lower is among them, so that the run can go on.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|model\.device|training\.num_updates|checkpoint\..*|logging\..*"
-    r"|evaluation\.(every|num_samples)"
+    r"output_dir|resume|num_threads|model\.(device|gradient_checkpointing)|rollout\.micro_batch_size"
+    r"|training\.num_updates|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
 )
 
 

@@ -507,8 +507,8 @@ class Trainer:
         where = f"the loss of prompt {', '.join(names[:3])}" if names else f"the gradient norm ({grad_norm})"
         self.optimizer.zero_grad()
         raise TrainingError(
-            f"Update {self.update + 1}: {where} is not finite. The weights were not changed. Resume from the last "
-            "checkpoint with a lower optimizer.learning_rate, or with model.dtype float32."
+            f"Update {self.update + 1}: {where} is not finite. The weights were not changed, and the last checkpoint "
+            "is intact. Start a new run with a lower optimizer.learning_rate, or with model.dtype float32."
         )
 
 

@@ -339,6 +339,12 @@ def test_out_of_memory_says_what_to_lower(
     assert "rollout.micro_batch_size" in errors and "--resume auto" in errors and "Traceback" not in errors
 
 
+def test_what_the_out_of_memory_message_advises_can_be_done(tiny_run: MakeRun) -> None:
+    Run(tiny_run()).train()
+    advice = ("--rollout.micro_batch_size=2", "--evaluation.batch_size=2", "--model.gradient_checkpointing=true")
+    assert Run(tiny_run("--resume=auto", "--training.num_updates=3", *advice)).train().update == 3
+
+
 # ------------------------------------------------------------------------------------------ directories, disks
 
 

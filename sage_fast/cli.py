@@ -132,7 +132,7 @@ def _describe(error: Exception) -> str:
     if _is_out_of_memory(error):
         return (
             f"out of memory: {str(error).splitlines()[0]}\nLower rollout.micro_batch_size or evaluation.batch_size, or "
-            "set model.gradient_checkpointing to true; --resume auto goes on from the last checkpoint."
+            "set model.checkpointing to selective; --resume auto goes on from the last checkpoint."
         )
     if isinstance(error, OSError | RewardError):
         return f"{error}\nWhat was saved before is intact; when the cause is mended, --resume auto goes on."

@@ -46,8 +46,38 @@ class ModelConfig:
     kernels: Literal["auto", "reference", "triton"] = "auto"
     """How the steps of a rollout and the loss are computed: `triton` by the kernels of sage_kernels, `reference` by
     plain PyTorch, `auto` by Triton on a GPU and PyTorch elsewhere."""
-    gradient_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    forward: Literal["fused", "stock"] = "fused"
+    """`fused` computes diffusers' transformer with packed tokens and the kernels of sage_kernels; `stock` is diffusers'
+    own forward, the reference."""
+    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = "auto"
+    """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
+    here that cannot run is an error."""
+    deterministic: bool = False
+    """Only attention backends whose backward pass gives the same bits every time."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
+    attention's result and recomputes the rest, `full` recomputes everything."""
+    offload_activations: bool = False
+    """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
+    adaln: Literal["auto", "weights", "table", "offload"] = "auto"
+    """Where the timestep modulation comes from: `weights` computes it in every forward; `table` computes it once per
+    noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
+    `table` where the AdaLN weights are frozen and `weights` elsewhere."""
+    compile: bool = False
+    """torch.compile the text embedders, which are what the kernels leave."""
+
+    def __post_init__(self) -> None:
+        if self.forward == "stock":
+            _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
+            _require(
+                self.checkpointing != "selective",
+                "model.checkpointing",
+                self.checkpointing,
+                "none or full with model.forward stock",
+            )
+            for key in ("deterministic", "offload_activations", "compile"):
+                _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
+            _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
 
 
 @dataclass(kw_only=True)
@@ -283,6 +313,12 @@ class TrainingConfig:
     """Optimizer updates in all."""
     mode: Literal["lora", "full"] = "lora"
     """Train adapters, or every weight that influences the video."""
+    update: Literal["two_phase", "single_pass"] = "two_phase"
+    """`two_phase` rolls out first and runs the model again for the gradient; `single_pass` takes the gradient during
+    the rollout, an accumulator per video, and weighs it when the rewards arrive: the same gradient, a forward less."""
+    guidance: Literal["paired", "split"] = "paired"
+    """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
+    one after the other, with half the memory."""
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     timestep_fraction: float = 1.0

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 # how much of what machine. (Another device, number of threads or batch through the model changes the rounding, and
 # nothing else.) What an out-of-memory message tells the user to lower is among them, so that the run can go on.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|model\.(device|gradient_checkpointing)|rollout\.micro_batch_size"
+    r"output_dir|resume|num_threads|model\.(device|checkpointing)|rollout\.micro_batch_size"
     r"|training\.num_updates|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
 )
 

@@ -110,7 +110,7 @@ class Trainer:
             )
         else:
             train_all(transformer)
-        if config.model.gradient_checkpointing:
+        if config.model.checkpointing == "full":
             transformer.enable_gradient_checkpointing()
         encoder = components.prompt_encoder
         self.policy = GuidedPolicy(transformer, encoder.encode([""])[0].to(self.device), config.rollout.guidance_scale)

@@ -167,8 +167,8 @@ def test_bfloat16_base_keeps_float32_adapters_and_ratio_one(tiny_run: MakeRun) -
 
 def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeRun) -> None:
     records, forwards = [], []
-    for flag in ("true", "false"):
-        trainer = build_trainer(tiny_run(f"--model.gradient_checkpointing={flag}"))
+    for checkpointing in ("full", "none"):
+        trainer = build_trainer(tiny_run("--model.forward=stock", f"--model.checkpointing={checkpointing}"))
         count: list[int] = []
         # Before, not after: a recomputation ends as soon as it has what it needs.
         block = trainer.policy.transformer.transformer_blocks[0]

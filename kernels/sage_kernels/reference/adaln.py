@@ -18,16 +18,25 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def adaln_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float = 1e-6, modulation: bool = True
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: torch.dtype,
+    eps: float = 1e-6,
+    modulation: bool = True,
+    grad_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (B, N, D), scale and shift (B, D), each in its input's dtype.
 
-    Without `modulation` the last two are not wanted and empty.
+    Without `modulation` the last two are not wanted and empty. `grad_residual` (B, N, D), the gradient that reaches x
+    past the norm, is added to x's.
     """
     dtype = compute_dtype(x.dtype)
     grad = grad.to(dtype)
     normed, rstd = normalize(x.to(dtype), eps)
     dx = layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), normed, rstd)
+    if grad_residual is not None:
+        dx = dx + grad_residual.to(dtype)
     if not modulation:
         return dx.to(x.dtype), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     return dx.to(x.dtype), (grad * normed).sum(1).to(scale.dtype), grad.sum(1).to(shift_dtype)

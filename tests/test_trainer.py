@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import RunConfig
-from sage_fast.policy.hunyuan15 import GuidedPolicy, dead_modules, is_dead
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.rollout import rollout_table
 from sage_fast.run import build_trainer
 from sage_fast.trainer import Trainer, TrainingError

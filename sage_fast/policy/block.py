@@ -17,7 +17,7 @@ What the forward keeps for the backward (S = one tensor of all tokens, lse is S/
     selective  x, o, lse: 2 S; attention is not repeated, matrix products are, but for W_2
     full       x: 1 S
 
-W_2 is never multiplied again: its output only matters for the gradient of the gate,
+The product with W_2 is not repeated for many tokens: its result only matters for the gradient of the gate,
 
     dgate = sum_n dx2 (h W_2^T + b) = rowsum(W_2 * (dx2^T h)) + b sum_n dx2,    and   dW_2 = gate * (dx2^T h).
 
@@ -37,15 +37,20 @@ from sage_fast.policy.offload import Kept, keep
 from sage_fast.policy.projection import (
     Gradients,
     Projection,
+    input_backward,
     matrix_product,
     project,
     project_backward,
     project_qkv,
     projection,
+    weight_backward,
 )
 
 Checkpointing = Literal["none", "selective", "full"]
 EPS = 1e-6
+
+_FEW_TOKENS = 1024
+"""Up to so many tokens the branch is computed again for the gate: that reads W_2 once, the formula above thrice."""
 
 
 class JointAttention(Protocol):
@@ -489,23 +494,22 @@ class _Block:
         assert stream.ff_in is not None and stream.ff_out is not None and self.branches is not None
         hidden = self.hidden[i] if self.hidden is not None else project(normed, stream.ff_in)
         wants_gate = modulation_grads is not None
-        trains_out = gradients.wants(stream.ff_out)
-        activated = kernels.gelu_tanh(hidden) if trains_out or wants_gate else None
-        branch, gate_grad, weight_grad = None, None, None
-        if wants_gate and activated is not None:
-            if gradients.wanted[stream.ff_out.first] and not stream.ff_out.low_rank and grad.shape[0] == 1:
-                gate_grad, weight_grad = _gate_gradient(grad[0], activated[0], stream.ff_out, m.gate_mlp)
-            else:
-                branch = project(activated, stream.ff_out)
-        branch_grad, branch_gate_grad = kernels.gated_residual_backward(grad, branch, m.gate_mlp, hidden.dtype)
-        activated_grad = project_backward(
-            branch_grad.flatten(0, 1),
-            activated.flatten(0, 1) if activated is not None else None,
-            stream.ff_out,
-            gradients,
-            weight_gradient=weight_grad,
+        branch_grad, _ = kernels.gated_residual_backward(grad, None, m.gate_mlp, hidden.dtype)
+        branch_rows = branch_grad.flatten(0, 1)
+        hidden_grad, activated = kernels.gelu_tanh_backward(
+            input_backward(branch_rows, stream.ff_out),
+            hidden.flatten(0, 1),
+            wants_gate or gradients.wants(stream.ff_out),
         )
-        hidden_grad = kernels.gelu_tanh_backward(activated_grad, hidden.flatten(0, 1))
+        gate_grad = weight_grad = None
+        if wants_gate:
+            trained = gradients.wanted[stream.ff_out.first] and not stream.ff_out.low_rank
+            if trained and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
+                gate_grad, weight_grad = _gate_gradient(grad[0], activated, stream.ff_out, m.gate_mlp)
+            else:
+                branch = project(activated, stream.ff_out).view(grad.shape)
+                _, gate_grad = kernels.gated_residual_backward(grad, branch, m.gate_mlp, hidden.dtype)
+        weight_backward(branch_rows, activated, stream.ff_out, gradients, weight_grad)
         rows = normed.flatten(0, 1) if gradients.wants(stream.ff_in) else None
         normed_grad = project_backward(hidden_grad, rows, stream.ff_in, gradients).view(normed.shape)
         dx, attention_grad, dgate, dscale, dshift = kernels.gated_residual_adaln_backward(
@@ -524,19 +528,18 @@ class _Block:
                 "gate_msa": dgate,
                 "scale_mlp": dscale,
                 "shift_mlp": dshift,
-                "gate_mlp": branch_gate_grad if gate_grad is None else gate_grad,
+                "gate_mlp": gate_grad,
             }
         return dx, attention_grad
 
 
 def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate (1, D) and W_2 (D, 4 D) of one sample, from dx2 (N, D) and h (N, 4 D); see the file's head."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    product = matrix_product(grad.t(), activated, wide)
-    gate_grad = torch.linalg.vecdot(product, layer.weight.to(wide))
+    product = matrix_product(grad.t(), activated, layer.weight.dtype)
+    gate_grad = torch.bmm(product[:, None], layer.weight[:, :, None]).flatten()
     if layer.bias is not None:
-        gate_grad = gate_grad + layer.bias.to(wide) * grad.sum(0, dtype=wide)
-    return gate_grad.to(gate.dtype)[None], product.mul_(gate[0].to(wide)[:, None])
+        gate_grad = gate_grad + layer.bias * grad.sum(0)
+    return gate_grad[None].to(gate.dtype), product.mul_(gate[0, :, None])
 
 
 def _join_modulation(grads: dict[str, Tensor], like: Modulation) -> Tensor | None:

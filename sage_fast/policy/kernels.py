@@ -32,7 +32,7 @@ class TransformerKernels:
     qk_norm_rope: Callable[..., tuple[Tensor, Tensor]]
     qk_norm_rope_backward: Callable[..., tuple[Tensor, ...]]
     gelu_tanh: Callable[[Tensor], Tensor]
-    gelu_tanh_backward: Callable[[Tensor, Tensor], Tensor]
+    gelu_tanh_backward: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     linear_gelu_tanh: Callable[[Tensor, Tensor, Tensor], Tensor]
     """gelu_tanh(x W^T + b), in the epilogue of the matrix product where that exists."""
 
@@ -57,12 +57,8 @@ def _reference() -> TransformerKernels:
 
 
 def _fused() -> TransformerKernels:
-    # The modules register the operators.
-    import sage_kernels.adaln
-    import sage_kernels.gated_residual
-    import sage_kernels.gated_residual_adaln
-    import sage_kernels.gelu_tanh
-    import sage_kernels.qk_norm_rope
+    # Importing the package registers the operators.
+    from sage_kernels.gelu_tanh import linear_gelu_tanh
 
     ops: Any = torch.ops.sage_kernels
     return TransformerKernels(
@@ -77,7 +73,7 @@ def _fused() -> TransformerKernels:
         qk_norm_rope_backward=ops.qk_norm_rope_backward,
         gelu_tanh=ops.gelu_tanh,
         gelu_tanh_backward=ops.gelu_tanh_backward,
-        linear_gelu_tanh=sage_kernels.gelu_tanh.linear_gelu_tanh,
+        linear_gelu_tanh=linear_gelu_tanh,
     )
 
 

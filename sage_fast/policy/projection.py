@@ -170,7 +170,6 @@ def project_backward(
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
-    weight_gradient: Tensor | None = None,
 ) -> Tensor:
     """Gradient of a layer's input; those of its tensors go into `gradients`.
 
@@ -178,38 +177,54 @@ def project_backward(
         grad: (R, M) rows, the gradient of the output.
         x: (R, K) rows, the input; None where `gradients.wants(layer)` is False.
         out: (R, K) rows for the result. accumulate: add to what `out` holds.
-        weight_gradient: (M, K), where the caller has it already.
 
     Returns:
         (R, K) rows.
     """
+    weight_backward(grad, x, layer, gradients)
+    return input_backward(grad, layer, out=out, accumulate=accumulate)
+
+
+def input_backward(grad: Tensor, layer: Projection, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    """Gradient of a layer's input alone; arguments as in `project_backward`."""
     if out is None:
         out = torch.mm(grad, layer.weight)
     elif accumulate:
         out.addmm_(grad, layer.weight)
     else:
         torch.mm(grad, layer.weight, out=out)
+    for update in layer.low_rank:
+        low_grad = torch.mm(grad, update.b.to(grad.dtype))
+        out.addmm_(low_grad, update.a.to(grad.dtype), alpha=update.scale)
+    return out
+
+
+def weight_backward(
+    grad: Tensor, x: Tensor | None, layer: Projection, gradients: Gradients, weight_gradient: Tensor | None = None
+) -> None:
+    """Gradients of a layer's tensors alone; arguments as in `project_backward`.
+
+    `weight_gradient` (M, K) is given where the caller has it already.
+    """
     position = layer.first
     if gradients.wanted[position]:
         if weight_gradient is None:
             assert x is not None
             weight_gradient = matrix_product(grad.t(), x, layer.weight.dtype)
-        gradients.put(position, weight_gradient.to(layer.weight.dtype))
+        gradients.put(position, weight_gradient)
     position += 1
     if layer.bias is not None:
         if gradients.wanted[position]:
             gradients.put(position, grad.sum(0, dtype=_wide(grad.dtype)).to(layer.bias.dtype))
         position += 1
     for update in layer.low_rank:
-        low_grad = torch.mm(grad, update.b.to(grad.dtype)) * update.scale
-        out.addmm_(low_grad, update.a.to(grad.dtype))
         if gradients.wanted[position] or gradients.wanted[position + 1]:
             assert x is not None
+            low_grad = torch.mm(grad, update.b.to(grad.dtype)) * update.scale
+            low = F.linear(x, update.a.to(x.dtype)) * update.scale
             gradients.put(position, matrix_product(low_grad.t(), x, update.a.dtype))
-            low = F.linear(x, update.a.to(x.dtype))
-            gradients.put(position + 1, matrix_product(grad.t(), low * update.scale, update.b.dtype))
+            gradients.put(position + 1, matrix_product(grad.t(), low, update.b.dtype))
         position += 2
-    return out
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

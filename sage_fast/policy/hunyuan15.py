@@ -1,4 +1,4 @@
-"""The velocity field of HunyuanVideo-1.5 through diffusers' own class: the reference path, and the door to the fused one.
+"""The velocity field of HunyuanVideo-1.5 through diffusers' own class, and through the fused forward where it is on.
 
 Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 * the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
@@ -53,9 +53,7 @@ def velocity(
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
         call: Any = transformer
-        packed: Tensor = call(
-            hidden_states=latents, timestep=sigma * 1000.0, prompts=prompts, return_dict=False
-        )[0]
+        packed: Tensor = call(hidden_states=latents, timestep=sigma * 1000.0, prompts=prompts, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)

@@ -190,7 +190,7 @@ class Acceleration:
         transformer: Any = self.transformer
         device = timestep.device
         texts = torch.stack([p.text.to(device, dtype) for p in prompts])
-        refine = self._refine or transformer.context_embedder
+        refine = transformer.context_embedder if self._refine is None else self._refine
         kind = transformer.cond_type_embed.weight
         text = refine(texts, timestep, None) + kind[0]
         if prompts[0].glyph.shape[0] == 0:

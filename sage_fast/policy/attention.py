@@ -117,9 +117,7 @@ def backend_report(
 
 
 @functools.cache
-def _require_runnable(
-    name: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool
-) -> None:
+def _require_runnable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> None:
     """Refuse a backend that cannot run. Cached: the ops ask at every call, and what is installed does not change."""
     reason = LIBRARIES[name].unavailable(device, dtype, head_dim, deterministic)
     if reason is None:
@@ -134,7 +132,7 @@ def _require_runnable(
 @torch.library.custom_op("sage_fast::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
-    out, lse = LIBRARIES[backend].forward(q, k, v)  # type: ignore[index]
+    out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
 
@@ -145,7 +143,7 @@ def _attention_backward(
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     # Autograd may hand over a broadcast gradient, which no library reads.
     grad_out, lse = grad_out.contiguous(), lse.contiguous()
-    library = LIBRARIES[backend]  # type: ignore[index]
+    library = LIBRARIES[backend]
     dq, dk, dv = library.backward(grad_out, q, k, v, out, lse, deterministic)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

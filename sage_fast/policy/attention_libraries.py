@@ -191,6 +191,10 @@ class Sdpa(Library):
         return super().unavailable(device, dtype, head_dim, deterministic)
 
     @staticmethod
+    def _on_cpu(q: Tensor) -> bool:
+        return q.device.type == "cpu"
+
+    @staticmethod
     def _is_flash(q: Tensor) -> bool:
         return q.dtype in HALF and torch.cuda.get_device_capability(q.device)[0] >= 8
 
@@ -198,7 +202,7 @@ class Sdpa(Library):
         """As in `Library`."""
         aten = torch.ops.aten
         query, key, value = _heads_first(q, k, v)
-        if q.device.type == "cpu":
+        if self._on_cpu(q):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=_scale(q))
         elif self._is_flash(q):
             out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, scale=_scale(q))
@@ -213,7 +217,7 @@ class Sdpa(Library):
         """As in `Library`."""
         aten = torch.ops.aten
         grad, query, key, value, result = _heads_first(grad_out, q, k, v, out)
-        if q.device.type == "cpu":
+        if self._on_cpu(q):
             # One thread owns one (batch, head), so the order of its sums never changes.
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, query, key, value, result, lse, 0.0, False, scale=_scale(q)
@@ -405,6 +409,6 @@ class Xformers(Library):
         return dq, dk, dv
 
 
-LIBRARIES: Mapping[Backend, Library] = {
+LIBRARIES: Mapping[str, Library] = {
     library.name: library for library in (Cudnn(), Flash2(), Flash3(), Flash4(), Xformers(), Sdpa(), Reference())
 }

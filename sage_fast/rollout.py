@@ -88,7 +88,7 @@ def sample_trajectory(
     latents, velocities = [], []
     x = initial_noise(start_keys, latent_shape, device=device)
     for step in range(table.num_steps):
-        sigma = step_sigma(table, [step] * len(samples), device)
+        sigma = step_sigma(table, [step] * len(samples))
         v = velocity(step, x, sigma) if velocity else policy.velocity(x, sigma, embeds)
         latents.append(x)
         velocities.append(v)
@@ -98,9 +98,9 @@ def sample_trajectory(
     return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
 
 
-def step_sigma(table: TransitionTable, steps: Sequence[int], device: torch.device | str) -> Tensor:
-    """Noise levels (B,) float32 of the given steps, for the model's time input."""
-    return table.sigmas[list(steps)].to(device=device, dtype=torch.float32)
+def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
+    """Noise levels (B,) float32 of the given steps, on the CPU, for the model's time input."""
+    return table.sigmas[list(steps)].float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class TrajectoryStep:
     """One step of every sample of a micro-batch; the steps may differ from sample to sample.
 
     latents, velocity: (B, C, F, H, W) float32. steps: B indices; with the samples' keys they stand for the noise that
-    the rollout drew. sigma, gain, std, scale: (B,) float32.
+    the rollout drew. gain, std, scale: (B,) float32. sigma: (B,) float32 on the CPU.
 
     Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
     """
@@ -125,7 +125,7 @@ class TrajectoryStep:
 def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
     """State (B, C, F, H, W) and noise level (B,) of step `steps[b]` of sample b."""
     latents = torch.stack([trajectory.latents[i][b] for b, i in enumerate(steps)])
-    return latents, step_sigma(trajectory.table, steps, latents.device)
+    return latents, step_sigma(trajectory.table, steps)
 
 
 def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
@@ -145,7 +145,7 @@ def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tenso
         latents=latents,
         velocity=velocity,
         steps=list(steps),
-        sigma=step_sigma(table, steps, latents.device),
+        sigma=step_sigma(table, steps),
         gain=column(table.gain),
         std=column(table.std),
         scale=column(table.scale),

@@ -21,6 +21,7 @@ This is the two-phase gradient, not an estimate of it. Both cotangents are deriv
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -196,21 +197,28 @@ class SinglePassGradient:
             anywhere = torch.zeros_like(latents, dtype=self.policy.dtype)
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
         kl_share = 0.0 if needs_own_product else self._estimator_share(table, step)
-
-        def pull(output: Tensor, cotangents: Sequence[Tensor]) -> None:
-            for i, (cotangent, collected) in enumerate(zip(cotangents, (video.surrogate, video.kl), strict=False)):
-                gradients = torch.autograd.grad(
-                    output, self.parameters, cotangent, retain_graph=i + 1 < len(cotangents), allow_unused=True
-                )
-                collected.add(gradients)
-                if kl_share:
-                    video.kl.add(gradients, kl_share)
+        pull = partial(self._pull, video, kl_share)
 
         velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=self.split, pull=pull)
         with torch.no_grad():
             unit, kl = losses(velocity)
             video.terms.append((unit.terms(velocity), kl.terms(velocity)))
         return velocity
+
+    def _pull(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+        """Add the products of `output` with c_1, and with c_2 if given, to the video's sums.
+
+        kl_share: c_2 / c_1 where the product with c_1 serves both.
+        """
+        sums = (video.surrogate, video.kl)
+        for i, cotangent in enumerate(cotangents):
+            is_last = i + 1 == len(cotangents)
+            gradients = torch.autograd.grad(
+                output, self.parameters, cotangent, retain_graph=not is_last, allow_unused=True
+            )
+            sums[i].add(gradients)
+            if kl_share:
+                video.kl.add(gradients, kl_share)
 
     def _estimator_share(self, table: TransitionTable, step: int) -> float:
         """c_2 / c_1 of a step whose KL is the velocity KL's estimator, minus the log-ratio; 0 without it."""

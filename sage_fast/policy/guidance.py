@@ -111,8 +111,7 @@ class GuidedPolicy:
                 free = self._free(latents, sigma)
             cotangents = cotangents(self._guided(conditional, free))
         pull(output, [scale * cotangent for cotangent in cotangents])
-        # The first graph must be gone before the second is built: that is the point of the split.
-        del output
+        # The pull has released the first branch's activations before the second branch makes its own.
         with torch.enable_grad():
             output = self._free(latents, sigma)
         pull(output, [(1.0 - scale) * cotangent for cotangent in cotangents])

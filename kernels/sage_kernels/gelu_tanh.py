@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from sage_kernels import common
 from sage_kernels.common import Launch, LaunchTable, narrow
@@ -139,6 +140,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """
     common.check_tensors("gelu_tanh", {"x": x})
     return _gelu_tanh(x)
+
+
+@register_flop_formula(torch.ops.aten._addmm_activation)
+def _linear_flops(bias_shape, rows_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    """torch counts `addmm`, not its variant with an activation."""
+    return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

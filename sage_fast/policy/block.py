@@ -24,7 +24,7 @@ The product with W_2 is not repeated for many tokens: its result only matters fo
 Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -152,7 +152,7 @@ def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
         flat.extend(layer.tensors())
         return layer
 
-    def norms(q: nn.Module, k: nn.Module) -> tuple[Tensor, Tensor, int]:
+    def norms(q: Any, k: Any) -> tuple[Tensor, Tensor, int]:
         flat.extend([q.weight, k.weight])
         return q.weight, k.weight, len(flat) - 2
 
@@ -235,14 +235,16 @@ class _Joint:
         self.buffer = like.new_empty(like.shape[0], num_video + num_text, width)
         self.parts = self.buffer[:, :num_video], self.buffer[:, num_video:]
 
-    def write(self, part: int, product: Callable[[Tensor], Tensor]) -> None:
-        """Let `product` fill (rows, width) for stream 0 (video) or 1 (text)."""
+    def rows(self, part: int) -> Tensor:
+        """Rows (B * tokens, width) to fill for stream 0 (video) or 1 (text); hand them to `put`."""
         target = self.parts[part]
-        if target.shape[0] == 1:
-            product(target[0])
-        else:
-            rows = target.new_empty(target.shape[0] * target.shape[1], target.shape[2])
-            target.copy_(product(rows).view(target.shape))
+        return target[0] if len(target) == 1 else target.new_empty(target.shape[0] * target.shape[1], target.shape[2])
+
+    def put(self, part: int, rows: Tensor) -> None:
+        """Take the filled rows."""
+        target = self.parts[part]
+        if len(target) > 1:
+            target.copy_(rows.view(target.shape))
 
 
 class _Block:
@@ -316,8 +318,7 @@ class _Block:
                 joint = _Joint(normed[0], self.num_video, self.num_text, 3 * width)
                 for i in (0, 1):
                     layers = self.streams[i].qkv
-                    columns = slice((3 - len(layers)) * width, 3 * width)
-                    joint.write(i, lambda rows, i=i, c=columns, la=layers: project_qkv(normed[i], la, rows[:, c]))
+                    project_qkv(normed[i], layers, joint.rows(i)[:, (3 - len(layers)) * width :])
                 self.qkv = (joint.buffer,)
             else:
                 self.qkv = tuple(
@@ -431,12 +432,7 @@ class _Block:
             layer = self.streams[i].out
             assert layer is not None
             rows = self.attention_rows(i) if gradients.wants(layer) else None
-            joint.write(
-                i,
-                lambda target, g=branch_grad, r=rows, la=layer: project_backward(
-                    g.flatten(0, 1), r, la, gradients, out=target
-                ),
-            )
+            joint.put(i, project_backward(branch_grad.flatten(0, 1), rows, layer, gradients, out=joint.rows(i)))
         self.branches = self.hidden = None
         out_grad = joint.buffer.unflatten(2, (-1, self.head_dim))
         dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, out, lse, self.num_video)
@@ -501,7 +497,8 @@ class _Block:
             hidden.flatten(0, 1),
             wants_gate or gradients.wants(stream.ff_out),
         )
-        gate_grad = weight_grad = None
+        gate_grad: Tensor | None = None
+        weight_grad: Tensor | None = None
         if wants_gate:
             trained = gradients.wanted[stream.ff_out.first] and not stream.ff_out.low_rank
             if trained and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
@@ -524,6 +521,7 @@ class _Block:
             EPS,
         )
         if modulation_grads is not None:
+            assert gate_grad is not None
             modulation_grads |= {
                 "gate_msa": dgate,
                 "scale_mlp": dscale,

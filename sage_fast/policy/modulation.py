@@ -27,7 +27,7 @@ class ModulationTable:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, offload: bool) -> None:
-        self.layers = [layer for block in blocks for layer in adaln_layers(block)]
+        self.layers: list[Any] = [layer for block in blocks for layer in adaln_layers(block)]
         self.offload = offload
         self._rows: dict[float, Tensor] = {}
         self._version: tuple[Any, ...] | None = None

@@ -257,7 +257,7 @@ class Cudnn(Library):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(q, k, v), None, True, scale=_scale(q)
         )
-        return out.transpose(1, 2), lse.reshape(lse.shape[:3])  # cuDNN's is (B, H, Nq, 1)
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])  # from (B, H, Nq, 1), torch 2.9 and newer
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool

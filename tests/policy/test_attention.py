@@ -86,6 +86,20 @@ def test_broadcast_and_strided_gradients(backend: str) -> None:
     assert_matches_oracle(run((q, k, v, strided), backend), (q, k, v, strided), 1e-6)
 
 
+def test_a_library_is_given_a_contiguous_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = type(LIBRARIES["sdpa"])
+    backward, seen = library.backward, []
+
+    def spy(self: Any, grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(grad_out.is_contiguous())
+        return backward(self, grad_out, *rest)
+
+    monkeypatch.setattr(library, "backward", spy)
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    run((q, k, v, torch.ones(()).expand_as(grad_out)), "sdpa")
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_only_the_wanted_gradient_is_needed(backend: str) -> None:
     q, k, v, grad_out = make_inputs("odd", torch.float32)
@@ -296,7 +310,7 @@ def test_a_named_backend_that_is_missing_fails_with_the_way_to_install_it(
 ) -> None:
     gpu(9, installed=())
     if LIBRARIES[name].module:
-        monkeypatch.setitem(sys.modules, LIBRARIES[name].module, None)
+        monkeypatch.setitem(sys.modules, str(LIBRARIES[name].module), None)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     with pytest.raises(ConfigError) as caught:
         resolve(name)

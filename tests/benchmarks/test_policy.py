@@ -206,8 +206,10 @@ def test_what_the_budget_does_not_hold_is_skipped_and_says_so() -> None:
 
 
 def test_fewer_rounds_where_time_is_short() -> None:
-    assert policy.rounds_within(lambda: None, 10.0, 5).rounds == 5
-    assert policy.rounds_within(lambda: None, -1.0, 5).rounds == 1
+    def rounds(limit: float, left: float) -> int:
+        return policy.rounds_within(lambda: None, 5, limit=limit, left=left).rounds
+
+    assert [rounds(10.0, 10.0), rounds(-1.0, 10.0), rounds(-1.0, -1.0)] == [5, policy.FEWEST_ROUNDS, 1]
 
 
 def test_every_peer_is_known_before_what_is_compared_with_it() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sage_fast.checkpoint import list_checkpoints, load_checkpoint
 from sage_fast.config import ConfigError, LoraConfig, RunConfig
 from sage_fast.metrics import read_metrics
+from sage_fast.objective import KL_MODES
 from sage_fast.run import Run, build_trainer
 from sage_fast.single_pass import SinglePassGradient
 from sage_fast.trainer import TrainingError
@@ -131,7 +132,12 @@ SETTINGS = {
         "--training.timestep_fraction=0.5",
         "--training.permute_timesteps=false",
     ],
-    "window": ["--rollout.num_steps=6", "--rollout.sde_window.size=2", "--rollout.sde_window.start=1"],
+    "window": [
+        "--rollout.sde_type=flow_grpo",
+        "--rollout.num_steps=6",
+        "--rollout.sde_window.size=2",
+        "--rollout.sde_window.start=1",
+    ],
     "global-advantages": ["--advantage.std=global", "--rollout.batch_size=8", "--rollout.num_generations=4"],
 }
 
@@ -152,6 +158,13 @@ def test_in_float64_it_is_the_two_phase_gradient(
     uses_anchor = moved and any(f"kl_mode={mode}" in "".join(SETTINGS[name]) for mode in ("fixed", "moving", "dual"))
     if uses_anchor:
         assert single[0][0]["kl/position"] > 0
+
+
+def test_every_kl_mode_and_sampler_is_among_the_settings() -> None:
+    """A KL term that is added to `policy_loss` must be added to the accumulators too."""
+    given = {word for overrides in SETTINGS.values() for word in overrides}
+    assert {f"--objective.kl_mode={mode}" for mode in KL_MODES} <= given
+    assert {"--rollout.sde_type=cps", "--rollout.sde_type=dance_grpo", "--rollout.sde_type=flow_grpo"} <= given
 
 
 def test_a_dropped_group_takes_no_part(

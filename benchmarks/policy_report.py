@@ -135,8 +135,8 @@ def _goals() -> list[Goal]:
 GOALS = _goals()
 
 
-def goal_lines(result: Result) -> Iterable[str]:
-    """The figures beside target and floor. A red parity check has words in place of the figure."""
+def goal_lines(result: Result, *, smoke: bool = False) -> Iterable[str]:
+    """The figures beside target and floor. A red parity check has words in place of the figure; smoke is not judged."""
     form = "{:48} {:>9} {:>9} {:>9}  {}"
     yield form.format("ours", "measured", "target", "floor", "")
     for goal in GOALS:
@@ -147,7 +147,7 @@ def goal_lines(result: Result) -> Iterable[str]:
         elif value is None:
             shown, verdict = "-", "not measured"
         else:
-            shown, verdict = goal.form.format(value), goal.judge(value)
+            shown, verdict = goal.form.format(value), "" if smoke else goal.judge(value)
         bounds = ["" if bound is None else goal.form.format(bound) for bound in (goal.target, goal.floor)]
         yield form.format(goal.name, shown, *bounds, verdict).rstrip()
 
@@ -194,7 +194,7 @@ def table(result: Result, *, smoke: bool) -> str:
     lines += ["", *parity_lines(result)]
     if "attention" in result:
         lines += ["", *attention.table(result["attention"], result["attention_rows"])]
-    lines += ["", *cell_lines(result), "", *goal_lines(result)]
+    lines += ["", *cell_lines(result), "", *goal_lines(result, smoke=smoke)]
     lines += [f"{stage}: not run, the budget is used up" for stage in result.get("policy_skipped", [])]
     return "\n".join(lines)
 

@@ -284,6 +284,7 @@ def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert policy.main(["--smoke", "--output", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "mean nothing" in printed and "forward B vs P2c" in printed
+    assert "target met" not in printed and "MISSES FLOOR" not in printed
     result = json.loads(file.read_text("utf-8"))
     assert {name: cell["status"] for name, cell in result["policy_cells"].items()} == {
         cell.name: "done" for cell in policy.CELLS

@@ -19,7 +19,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 import logging
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -47,6 +47,22 @@ logger = logging.getLogger(__name__)
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
+class SequenceLayout(Protocol):
+    """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
+
+    The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
+    exchanges tokens and heads.
+    """
+
+    def split(self, tokens: Tensor, dim: int) -> Tensor:
+        """This rank's share of all video tokens, which lie along `dim`; differentiable."""
+        ...
+
+    def join(self, tokens: Tensor, dim: int) -> Tensor:
+        """All video tokens from the ranks' shares; differentiable."""
+        ...
+
+
 class Acceleration:
     """The fused forward of one transformer; `undo` restores diffusers' own. Made by `accelerate`."""
 
@@ -68,6 +84,8 @@ class Acceleration:
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
         self.attention: JointAttention | None = None
         """What the blocks attend with; None chooses by device. Sequence parallelism sets its own."""
+        self.sequence: SequenceLayout | None = None
+        """Which video tokens are computed here; None is all of them."""
         self.adaln = adaln
         self.table: ModulationTable | None = None
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
@@ -167,11 +185,16 @@ class Acceleration:
         text = self.embed_text(prompts, timestep, dtype)
         x = self.embed_latents(latents.to(dtype))
         cos, sin = self.rope(latents)
+        if self.sequence is not None:
+            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
         table = self.modulation(known, timestep, activated)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations, cos, sin)
-        return self.project_out(x, activated, latents.shape[2:])
+        tokens = self.project_out(x, activated)
+        if self.sequence is not None:
+            tokens = self.sequence.join(tokens, 1)
+        return self.unpatchify(tokens, latents.shape[2:])
 
     def embed_latents(self, latents: Tensor) -> Tensor:
         """(B, C', F, H, W) to video tokens (B, N, D). Condition channels that are not given are zero."""
@@ -235,14 +258,18 @@ class Acceleration:
             self.table = ModulationTable(self.blocks, offload=False)
         return self.table.lookup(timestep.tolist() if known is None else known, activated)
 
-    def project_out(self, x: Tensor, activated: Tensor, size: Sequence[int]) -> Tensor:
-        """Video tokens (B, N, D) to velocities (B, C, F, H, W)."""
+    def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
+        """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
         transformer: Any = self.transformer
         norm = transformer.norm_out
         scale, shift = norm.linear(activated).chunk(2, dim=1)
         kernels: TransformerKernels = self.settings(x.device, x.dtype).kernels
-        tokens = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
-        p_t, p = transformer.config["patch_size_t"], transformer.config["patch_size"]
+        result: Tensor = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
+        return result
+
+    def unpatchify(self, tokens: Tensor, size: Sequence[int]) -> Tensor:
+        """(B, N, C * patch) to (B, C, F, H, W)."""
+        p_t, p = self.transformer.config["patch_size_t"], self.transformer.config["patch_size"]
         grid = size[0] // p_t, size[1] // p, size[2] // p
         patches = tokens.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
         return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "kernels": "every op of sage_kernels: GB/s, share of the copy bandwidth, ratio to eager and torch.compile",
+    "policy": "the full-size transformer, fused, against diffusers: forward, training step, rollout step",
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
 }
 """Command -> what it does; each is the module of the same name with a main(argv)."""

@@ -1,6 +1,7 @@
 """Everything that needs a GPU in one run of under 8 minutes, most valuable first, into one JSON file.
 
-    python -m benchmarks device             kernel parity, ceilings, kernel bandwidth, sanitizer; a short table last
+    python -m benchmarks device             kernel parity, ceilings, kernel bandwidth, the full-size transformer against
+                                            diffusers, sanitizer; a short table last
     python -m benchmarks device --smoke     the same code anywhere; the sanitizer's program runs without the sanitizer
 
 The file is written again after every stage, so a run that is cut short leaves what it had. A stage that would start
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks  # noqa: F401  first, because it decides where kernels run
-from benchmarks import harness, kernels
+from benchmarks import harness, kernels, policy, policy_report
 from benchmarks.kernels import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = ("memcheck", "racecheck")
+SANITIZER_SECONDS = 90.0
+"""What the policy stage leaves of the budget."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +78,24 @@ def kernels_stage(run: DeviceRun) -> dict[str, Any]:
     return {"kernels": kernels.time_kernels(run.plan, run.result["copy"]["gb_per_s"])}
 
 
+def policy_stage(run: DeviceRun) -> dict[str, Any]:
+    """The full-size transformer against diffusers, as far as the budget goes."""
+
+    def save(result: dict[str, Any]) -> None:
+        if run.path is not None:
+            harness.write_result(run.path, run.result | result)
+
+    return policy.run_stages(
+        policy.PolicyRun(
+            device=run.plan.device,
+            smoke=run.plan.smoke,
+            budget=run.left - SANITIZER_SECONDS,
+            save=save,
+            result={"matmul": run.result["matmul"]},
+        )
+    )
+
+
 def sanitizer_stage(run: DeviceRun) -> dict[str, Any]:
     """compute-sanitizer over every kernel, one tool after the other."""
     if run.plan.smoke:
@@ -123,6 +144,7 @@ STAGES: dict[str, Callable[[DeviceRun], dict[str, Any]]] = {
     "parity": parity_stage,
     "ceilings": ceilings_stage,
     "kernels": kernels_stage,
+    "policy": policy_stage,
     "sanitizer": sanitizer_stage,
 }
 """In the order of their value."""
@@ -135,6 +157,8 @@ def table(result: dict[str, Any], *, smoke: bool) -> str:
         shown = {"parity_failures": {}, "kernels": []} | result
         lines.append(kernels.table(shown, smoke=smoke))
         lines.append(f"bfloat16 product {result['matmul']['tflop_per_s']:.1f} TFLOP/s")
+    if "policy_cells" in result:
+        lines += ["", policy_report.table(result, smoke=smoke), ""]
     for name, found in result.get("sanitizer", {}).items():
         if isinstance(found, dict):
             lines.append(f"{name}: {'passed' if found['passed'] else 'FAILED'}, {found['status']}")
@@ -145,11 +169,12 @@ def table(result: dict[str, Any], *, smoke: bool) -> str:
 
 
 def succeeded(result: dict[str, Any]) -> bool:
-    """Whether every stage ran, every op passed its parity and no sanitizer complained."""
+    """Whether every stage ran, everything passed its parity and no sanitizer complained."""
     sanitizer = result.get("sanitizer", {}).values()
     return (
         all(stage["status"] == "done" for stage in result["stages"].values())
         and not result["parity_failures"]
+        and ("policy_cells" not in result or policy_report.succeeded(result))
         and all(isinstance(found, dict) and found["passed"] for found in sanitizer)
     )
 

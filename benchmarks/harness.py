@@ -1,6 +1,7 @@
 """What every benchmark needs: a clock of the device, the ceilings of this machine, where results go."""
 
 import datetime
+import importlib.util
 import json
 import math
 import re
@@ -28,6 +29,20 @@ STRETCH_SECONDS = 4e-3
 _started: list[torch.cuda.Event] = []
 
 
+def _failures() -> tuple[type[Exception], ...]:
+    kinds: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, AssertionError)
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError
+
+        kinds += (TritonError,)
+    return kinds
+
+
+FAILURES = _failures()
+"""What a library raises when a measurement cannot be made here; it is recorded and the run goes on, to exit status 1.
+Out of memory is a RuntimeError."""
+
+
 def device_clock() -> float:
     """A clock for pytest-benchmark that reads device time: calls alternate between start and stop.
 
@@ -46,6 +61,11 @@ def device_clock() -> float:
     event.record()
     torch.cuda.synchronize()
     return _started.pop().elapsed_time(event) / 1e3
+
+
+def reset_clock() -> None:
+    """Forget a start call of `device_clock` whose stop never came, because what was timed failed."""
+    _started.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

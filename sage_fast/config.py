@@ -314,11 +314,13 @@ class TrainingConfig:
     mode: Literal["lora", "full"] = "lora"
     """Train adapters, or every weight that influences the video."""
     update: Literal["two_phase", "single_pass"] = "two_phase"
-    """`two_phase` rolls out first and runs the model again for the gradient; `single_pass` takes the gradient during
-    the rollout, an accumulator per video, and weighs it when the rewards arrive: the same gradient, a forward less."""
+    """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
+    the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
+    adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
+    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
     guidance: Literal["paired", "split"] = "paired"
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory."""
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on."""
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     timestep_fraction: float = 1.0
@@ -454,6 +456,45 @@ class RunConfig:
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, dance_grpo, flow_grpo or "
                 "cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+            )
+        if self.training.update == "single_pass":
+            self._check_single_pass()
+        if self.model.adaln in ("table", "offload"):
+            self._check_frozen_adaln()
+
+    def _check_single_pass(self) -> None:
+        """A gradient taken during the rollout needs room per video, one video at a time and the rollout's policy."""
+        training = self.training
+        if training.mode != "lora":
+            raise ConfigError(
+                f"training.update single_pass keeps a copy of the trained weights per video, but training.mode is "
+                f"{training.mode!r} (33 GB per video for 8.3 B weights, 0.2 GB for adapters of rank 32). Set "
+                "training.mode to lora, or training.update to two_phase."
+            )
+        if training.updates_per_rollout != 1:
+            raise ConfigError(
+                "training.update single_pass takes the gradient at the policy that makes the rollout, but "
+                f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
+                "two_phase."
+            )
+        if self.rollout.micro_batch_size != 1:
+            raise ConfigError(
+                "training.update single_pass collects a gradient per video, but rollout.micro_batch_size is "
+                f"{self.rollout.micro_batch_size}. Set it to 1, or training.update to two_phase."
+            )
+
+    def _check_frozen_adaln(self) -> None:
+        """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
+        trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
+        given = f"model.adaln is {self.model.adaln!r}, which needs frozen AdaLN weights, but "
+        if self.training.mode == "full":
+            raise ConfigError(
+                f"{given}training.mode full trains them. Set model.adaln to auto or weights, or training.mode to lora."
+            )
+        if trained:
+            raise ConfigError(
+                f"{given}lora.target_modules has {', '.join(trained)}. Set model.adaln to auto or weights, or leave "
+                "them out of lora.target_modules."
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
-from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import micro_batches, sample_trajectory

@@ -4,7 +4,7 @@ The noise of a sample is a function of (seed, update, prompt, member, step) and 
 come out of one process or many, in any micro-batch, fresh or resumed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 from sage_fast.config import RolloutConfig, SDEWindowConfig
 from sage_fast.kernels import REFERENCE, StepKernels
 from sage_fast.noise import NoiseKey, initial_noise
-from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
+
+StepVelocity = Callable[[int, Tensor, Tensor], Tensor]
+"""Called as velocity(step, latents, sigma) with the state (B, C, F, H, W) and noise levels (B,) of a sampler's step."""
 
 
 def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
@@ -63,6 +66,7 @@ def sample_trajectory(
     initial_noise_group: int = 1,
     device: torch.device | str = "cpu",
     kernels: StepKernels = REFERENCE,
+    velocity: StepVelocity | None = None,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -73,6 +77,7 @@ def sample_trajectory(
         kernels: how the step is computed.
         seed, update: together with each sample's prompt and member they determine all noise.
         initial_noise_group: so many consecutive members of a prompt start from the same noise.
+        velocity: called instead of `policy.velocity`, by who wants more of a step than its velocity.
 
     Returns:
         Trajectory whose tensors are float32 on `device`.
@@ -83,7 +88,8 @@ def sample_trajectory(
     latents, velocities = [], []
     x = initial_noise(start_keys, latent_shape, device=device)
     for step in range(table.num_steps):
-        v = policy.velocity(x, step_sigma(table, [step] * len(samples), device), embeds)
+        sigma = step_sigma(table, [step] * len(samples))
+        v = velocity(step, x, sigma) if velocity else policy.velocity(x, sigma, embeds)
         latents.append(x)
         velocities.append(v)
         x = kernels.transition(
@@ -92,9 +98,9 @@ def sample_trajectory(
     return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
 
 
-def step_sigma(table: TransitionTable, steps: Sequence[int], device: torch.device | str) -> Tensor:
-    """Noise levels (B,) float32 of the given steps, for the model's time input."""
-    return table.sigmas[list(steps)].to(device=device, dtype=torch.float32)
+def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
+    """Noise levels (B,) float32 of the given steps, on the CPU, for the model's time input."""
+    return table.sigmas[list(steps)].float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ class TrajectoryStep:
     """One step of every sample of a micro-batch; the steps may differ from sample to sample.
 
     latents, velocity: (B, C, F, H, W) float32. steps: B indices; with the samples' keys they stand for the noise that
-    the rollout drew. sigma, gain, std, scale: (B,) float32.
+    the rollout drew. gain, std, scale: (B,) float32. sigma: (B,) float32 on the CPU.
 
     Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
     """
@@ -119,22 +125,27 @@ class TrajectoryStep:
 def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
     """State (B, C, F, H, W) and noise level (B,) of step `steps[b]` of sample b."""
     latents = torch.stack([trajectory.latents[i][b] for b, i in enumerate(steps)])
-    return latents, step_sigma(trajectory.table, steps, latents.device)
+    return latents, step_sigma(trajectory.table, steps)
 
 
 def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
     """Collect step `steps[b]` of sample b."""
-    table = trajectory.table
-    latents, sigma = gather_latents(trajectory, steps)
+    latents, _ = gather_latents(trajectory, steps)
+    velocity = torch.stack([trajectory.velocities[i][b] for b, i in enumerate(steps)])
+    return trajectory_step(trajectory.table, steps, latents, velocity)
+
+
+def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tensor, velocity: Tensor) -> TrajectoryStep:
+    """The record of step `steps[b]` of sample b, whose state and velocity (B, C, F, H, W) are given."""
 
     def column(values: Tensor) -> Tensor:
         return values[list(steps)].to(device=latents.device, dtype=torch.float32)
 
     return TrajectoryStep(
         latents=latents,
-        velocity=torch.stack([trajectory.velocities[i][b] for b, i in enumerate(steps)]),
+        velocity=velocity,
         steps=list(steps),
-        sigma=sigma,
+        sigma=step_sigma(table, steps),
         gain=column(table.gain),
         std=column(table.std),
         scale=column(table.scale),

@@ -1,23 +1,25 @@
 """The GRPO loop: rollout, reward, advantage, update.
 
-Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, files and
-progress in `run.py`. Everything specific to one model arrives as `Components`.
+Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, the gradient
+in `gradient.py` and `single_pass.py`, files and progress in `run.py`. Everything specific to one model arrives as
+`Components`.
 """
 
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.config import ConfigError, RunConfig
-from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
+from sage_fast.data import PromptSchedule, make_groups, split_evenly
 from sage_fast.evaluation import Evaluation, evaluate
+from sage_fast.gradient import PolicyGradient, Progress, ScoredRollout, TwoPhaseGradient, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.objective import (
     KLWeightState,
@@ -29,40 +31,23 @@ from sage_fast.objective import (
 )
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.base import Components
-from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.fused import accelerate
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import gather_latents, gather_step, micro_batches, rollout_table, sample_trajectory
+from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
+from sage_fast.single_pass import SinglePassGradient
+from sage_fast.training_metrics import reward_metrics, update_metrics, weighted_kl
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(phase, done, total) while an iteration runs."""
 
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says at which update, why, and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredRollout:
-    """Everything one rollout hands to its optimizer updates; N samples in P groups, K trained steps per sample.
-
-    trajectories: micro-batches that together hold the N samples, group after group.
-    advantages: (N,) float32. kept: (N,) bool, False for groups dropped because a reward failed.
-    orders: N lists of K step indices, each sample's own order.
-
-    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96.
-    """
-
-    trajectories: Sequence[Trajectory]
-    advantages: Tensor
-    kept: Tensor
-    orders: Sequence[Sequence[int]]
 
 
 class Trainer:
@@ -110,8 +95,7 @@ class Trainer:
             )
         else:
             train_all(transformer)
-        if config.model.checkpointing == "full":
-            transformer.enable_gradient_checkpointing()
+        self._choose_forward(transformer)
         encoder = components.prompt_encoder
         self.policy = GuidedPolicy(transformer, encoder.encode([""])[0].to(self.device), config.rollout.guidance_scale)
         self.parameters = trainable_parameters(transformer)
@@ -139,6 +123,7 @@ class Trainer:
         self.anchor_update = 0
         """Value of `update` when the anchor was last refreshed."""
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
+        self.gradient = self._make_gradient()
         self._seconds: dict[str, float] = {}
         self._check_trainable_steps()
 
@@ -160,16 +145,18 @@ class Trainer:
         ):
             self.anchor.refresh()
             self.anchor_update = self.update
+        anchor_is_policy = self.anchor_update == self.update
+        self.gradient.begin(self.kl_weight.weight, None if anchor_is_policy else self.anchor)
         with self._phase("rollout"):
             trajectories = self._rollout()
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
         with self._phase("anchor"):
-            anchor_velocities = self._anchor_velocities(scored)
+            self.gradient.measure_anchor(scored)
         with self._phase("update"):
             num_steps = len(scored.orders[0])
             for positions in split_evenly(num_steps, self.config.training.updates_per_rollout):
-                self._optimizer_update(scored, anchor_velocities, positions, metrics)
+                self._optimizer_update(scored, positions, metrics)
         self.rollouts += 1
         metrics |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["time/iteration"] = sum(self._seconds.values())
@@ -181,6 +168,7 @@ class Trainer:
         samples = make_groups(prompts, [self.embeds[p.text] for p in prompts], rollout.num_generations)
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
+        seed, update = self.config.seed, self.update
         trajectories = []
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches))
@@ -190,11 +178,12 @@ class Trainer:
                     batch,
                     table,
                     self.latent_shape,
-                    seed=self.config.seed,
-                    update=self.update,
+                    seed=seed,
+                    update=update,
                     initial_noise_group=rollout.num_generations if rollout.shared_initial_noise else 1,
                     device=self.device,
                     kernels=self.kernels,
+                    velocity=self.gradient.sampler(batch, noise_keys(batch, seed, update), table),
                 )
             )
         return trajectories
@@ -244,98 +233,19 @@ class Trainer:
         )
         advantages = torch.zeros(groups)
         advantages[kept_groups] = result.advantages
-        overall = self.reward.overall(components)
-        metrics["reward/mean"] = float(overall.mean())
-        metrics["reward/std"] = float(overall.std(correction=0))
-        for name, values in components.items():
-            metrics[f"reward/{name}_mean"] = float(values.mean())
-            metrics[f"reward/{name}_std"] = float(values.std(correction=0))
-        metrics["reward/dropped_groups"] = int((~kept_groups).sum())
-        metrics["advantage/group_std"] = float(overall.std(dim=1, correction=0).mean())
-        metrics["advantage/abs_mean"] = float(result.advantages.abs().mean())
-        metrics["advantage/zero_spread_groups"] = int(result.zero_spread.sum())
-
         table = trajectories[0].table
-        gains = table.gain[table.trainable].abs()
-        metrics["gain/abs_min"], metrics["gain/abs_max"] = float(gains.min()), float(gains.max())
-        trainable = table.trainable.nonzero().flatten().tolist()
-        training = config.training
+        metrics |= reward_metrics(components, self.reward.overall(components), result, ~kept_groups, table)
         return ScoredRollout(
             trajectories=trajectories,
             advantages=advantages.flatten(),
             kept=kept_groups.repeat_interleave(groups[1]),
-            orders=[
-                step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
-                for trajectory in trajectories
-                for key in trajectory.keys
-            ],
+            orders=[trained_steps(key, table, config.training) for t in trajectories for key in t.keys],
         )
 
-    @torch.no_grad()
-    def _anchor_velocities(self, scored: ScoredRollout) -> list[list[Tensor]] | None:
-        """Velocities of the anchor weights at every trained step: [trajectory][position] -> (B, C, F, H, W).
-
-        None when the KL mode has no anchor, or when the anchor is the policy that made the rollout: then v_old serves.
-        """
-        if self.anchor is None or self.anchor_update == self.update:
-            return None
-        result = []
-        with self.anchor.applied():
-            for done, (trajectory, orders) in enumerate(self._batches(scored)):
-                self.progress("anchor", done, len(scored.trajectories))
-                embeds = [s.embeds for s in trajectory.samples]
-                result.append(
-                    [
-                        self.policy.velocity(*gather_latents(trajectory, steps), embeds)
-                        for steps in zip(*orders, strict=True)
-                    ]
-                )
-        return result
-
-    def _optimizer_update(
-        self,
-        scored: ScoredRollout,
-        anchor_velocities: list[list[Tensor]] | None,
-        positions: Sequence[int],
-        metrics: dict[str, float],
-    ) -> None:
-        """Gradients of the trained steps at `positions` of every sample's order, then one optimizer step.
-
-        The loss is a sum over samples and steps divided by their global count, so neither the micro-batch size nor
-        the number of ranks changes it.
-        """
-        settings, weight = self.config.objective, self.kl_weight.weight
-        count = int(scored.kept.sum()) * len(positions)
-        collected: list[PolicyTerms] = []
-        first = 0
-        for done, (trajectory, orders) in enumerate(self._batches(scored)):
-            rows = slice(first, first + len(trajectory.samples))
-            first = rows.stop
-            embeds = [s.embeds for s in trajectory.samples]
-            kept = scored.kept[rows].to(self.device)
-            for position in positions:
-                self.progress(
-                    "update", done * len(positions) + position - positions[0], len(scored.trajectories) * len(positions)
-                )
-                step = gather_step(trajectory, [order[position] for order in orders])
-                velocity = self.policy.velocity(step.latents, step.sigma, embeds)
-                terms = self.kernels.policy_loss(
-                    velocity,
-                    step.velocity,
-                    anchor_velocities[done][position] if anchor_velocities else step.velocity,
-                    trajectory.keys,
-                    step.steps,
-                    gain=step.gain,
-                    std=step.std,
-                    scale=step.scale,
-                    advantage=scored.advantages[rows].to(self.device),
-                    kl_weight=weight,
-                    settings=settings,
-                )
-                (torch.where(kept, terms.loss, 0.0).sum() / count).backward()
-                collected.append(PolicyTerms(*(t.detach() for t in terms)))
-        learning_rate = self.optimizer.learning_rate
-        terms = PolicyTerms(*(torch.cat(column) for column in zip(*collected, strict=True)))
+    def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
+        """One optimizer step with the gradient of the trained steps at `positions` of every sample's order."""
+        weight, learning_rate = self.kl_weight.weight, self.optimizer.learning_rate
+        terms = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.optimizer.clip_gradients()
         self._check_finite(scored, terms, grad_norm, len(positions))
         self.optimizer.step()
@@ -343,25 +253,15 @@ class Trainer:
         if self.ema is not None and self.config.training.ema_decay:
             self.ema.average(self.config.training.ema_decay)
 
-        kept = scored.kept.to(self.device).view(-1)
-        mask = torch.cat(
-            [kept[i : i + len(t.samples)].repeat(len(positions)) for i, t in _offsets(scored.trajectories)]
+        kept = scored.kept_rows(len(positions)).to(self.device)
+        terms = PolicyTerms(*(column[kept] for column in terms))
+        self.kl_weight = next_kl_weight(
+            self.kl_weight, weighted_kl(terms, self.config.objective), self.config.kl_weight
         )
-        terms = PolicyTerms(*(column[mask] for column in terms))
-        kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
-        self.kl_weight = next_kl_weight(self.kl_weight, float(kl.mean()), self.config.kl_weight)
         # At the first update of a rollout the policy is the one that made it: anything but 0 is a fault.
         metrics.setdefault("ratio/first_max_deviation", float((terms.ratio - 1).abs().max()))
         # With several updates per rollout the last one's values stand for the iteration.
-        metrics |= {
-            "loss": float(terms.loss.mean()),
-            "ratio/mean": float(terms.ratio.mean()),
-            "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
-            "log_ratio/mean": float(terms.log_ratio.mean()),
-            "log_ratio/std": float(terms.log_ratio.std(correction=0)),
-            "ratio/clip_fraction": float(terms.clipped.float().mean()),
-            "kl/position": float(terms.kl_position.mean()),
-            "kl/velocity": float(terms.kl_velocity.mean()),
+        metrics |= update_metrics(terms) | {
             "kl/weight": weight,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -460,10 +360,56 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ helpers
 
-    def _batches(self, scored: ScoredRollout) -> Iterator[tuple[Trajectory, Sequence[Sequence[int]]]]:
-        """Each micro-batch with the step orders of its samples."""
-        for first, trajectory in _offsets(scored.trajectories):
-            yield trajectory, scored.orders[first : first + len(trajectory.samples)]
+    def _choose_forward(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        """The forward that `model.forward` names, over weights whose adapters and requires_grad are settled."""
+        model = self.config.model
+        if model.forward == "stock":
+            if model.checkpointing == "full":
+                transformer.enable_gradient_checkpointing()
+            return
+        accelerate(
+            transformer,
+            attention=model.attention,
+            kernels=model.kernels,
+            checkpointing=model.checkpointing,
+            deterministic=model.deterministic,
+            offload_activations=model.offload_activations,
+            adaln=model.adaln,
+            compile=model.compile,
+        )
+
+    def _make_gradient(self) -> PolicyGradient:
+        """The way of `training.update` to get the gradient."""
+        config, training = self.config, self.config.training
+        split = training.guidance == "split"
+        if split and config.rollout.guidance_scale == 1.0:
+            logger.info(
+                "training.guidance split: with rollout.guidance_scale 1 there is one branch, so it does nothing."
+            )
+        if training.update == "two_phase":
+            return TwoPhaseGradient(
+                self.policy,
+                self.kernels,
+                config.objective,
+                split=split,
+                progress=lambda *arguments: self.progress(*arguments),
+            )
+        if self.anchor is not None and config.objective.kl_position_weight:
+            logger.info(
+                "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second backward "
+                "pass in the rollouts that do not follow a refresh, which costs more than the forward that is saved. "
+                "two_phase is faster there; single_pass pays with kl_mode none and stepwise.",
+                config.objective.kl_mode,
+            )
+        return SinglePassGradient(
+            self.policy,
+            list(self.parameters.values()),
+            self.kernels,
+            config.objective,
+            training,
+            num_generations=config.rollout.num_generations,
+            split=split,
+        )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -510,14 +456,6 @@ class Trainer:
             f"Update {self.update + 1}: {where} is not finite. The weights were not changed, and the last checkpoint "
             "is intact. Start a new run with a lower optimizer.learning_rate, or with model.dtype float32."
         )
-
-
-def _offsets(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Trajectory]]:
-    """Each micro-batch with the index of its first sample in the rollout."""
-    first = 0
-    for trajectory in trajectories:
-        yield first, trajectory
-        first += len(trajectory.samples)
 
 
 def resolve_device(name: str) -> str:

@@ -15,7 +15,7 @@ from sage_fast.checkpoint import CheckpointError, list_checkpoints, save_checkpo
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
-from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
 from sage_fast.rewards.base import RewardError
 from sage_fast.run import Run, build_trainer

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config import RunConfig
-from sage_fast.policy.hunyuan15 import GuidedPolicy, dead_modules, is_dead
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.rollout import rollout_table
 from sage_fast.run import build_trainer
 from sage_fast.trainer import Trainer, TrainingError
@@ -147,15 +148,18 @@ def test_lora_copies_no_frozen_weight(tiny_run: MakeRun) -> None:
     assert all(torch.equal(after[n], w) for n, w in frozen.items())
 
 
-def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun) -> None:
+@pytest.mark.parametrize("forward", ["stock", "fused"])
+def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun, forward: str) -> None:
     for mode in ("lora", "full"):
-        trainer = build_trainer(tiny_run(f"--training.mode={mode}"))
+        trainer = build_trainer(tiny_run(f"--training.mode={mode}", f"--model.forward={forward}"))
         dead = dead_modules(trainer.policy.transformer)
         assert not any(is_dead(name, dead) for name in trainer.parameters)
         trainer.optimizer.zero_grad()
         trainer.optimizer.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
         trainer.iterate()
-        assert all(p.grad is not None for p in trainer.parameters.values())
+        without = {name.split(".")[0] for name, p in trainer.parameters.items() if p.grad is None}
+        # No toy prompt quotes text, and the fused forward does not embed what is not there.
+        assert without == ({"context_embedder_2"} if (mode, forward) == ("full", "fused") else set())
 
 
 def test_bfloat16_base_keeps_float32_adapters_and_ratio_one(tiny_run: MakeRun) -> None:
@@ -177,6 +181,46 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeR
         forwards.append(len(count))
     assert records[0] == records[1]
     assert forwards[0] > forwards[1]
+
+
+ADALN_TARGETS = "--lora.target_modules=[attn.to_q, norm1.linear, norm1_context.linear]"
+
+
+@pytest.mark.parametrize("adaln", ["table", "offload"])
+@pytest.mark.parametrize(
+    ("trained", "named"),
+    [("--training.mode=full", "training.mode full"), (ADALN_TARGETS, "norm1.linear, norm1_context.linear")],
+    ids=["full", "adapters"],
+)
+def test_a_table_of_adaln_weights_that_are_trained_is_refused(
+    tiny_run: MakeRun, trained: str, named: str, adaln: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny_run(trained, f"--model.adaln={adaln}")
+    assert all(part in str(error.value) for part in (f"model.adaln is {adaln!r}", named, "Set model.adaln to auto"))
+    tiny_run(f"--model.adaln={adaln}")
+
+
+@pytest.mark.parametrize("trained", ["--training.mode=full", ADALN_TARGETS], ids=["full", "adapters"])
+def test_by_default_trained_adaln_weights_are_no_mistake(tiny_run: MakeRun, trained: str) -> None:
+    trainer = build_trainer(tiny_run(trained))
+    trained_names = [name for name in trainer.parameters if "norm1.linear" in name]
+    before = weights(trainer)
+    assert trainer.iterate()["ratio/max_deviation"] == 0.0
+    assert trained_names and any(not torch.equal(before[n], p) for n, p in weights(trainer).items())
+
+
+@pytest.mark.parametrize("adaln", ["weights", "table", "offload"])
+def test_the_fused_forwards_switches_change_rounding_alone(tiny_run: MakeRun, adaln: str) -> None:
+    given = (f"--model.adaln={adaln}", "--model.checkpointing=selective", "--model.offload_activations=true")
+    records = []
+    for switches in (("--model.forward=stock",), given):
+        trainer = build_trainer(tiny_run(*switches))
+        assert ("_acceleration" in trainer.policy.transformer.__dict__) == (switches == given)
+        records.append(numbers(trainer.iterate()))
+    assert records[1]["ratio/max_deviation"] == 0.0
+    assert records[1]["grad_norm"] == pytest.approx(records[0]["grad_norm"], rel=1e-3)
+    assert records[1]["reward/mean"] == pytest.approx(records[0]["reward/mean"], abs=2e-4)
 
 
 def test_timesteps_are_permuted_per_sample_and_fraction_counts(tiny_run: MakeRun) -> None:

@@ -95,6 +95,7 @@ def adaln_backward_kernel(
     grad_ptr,  # (B, N, D), dense rows
     x_ptr,  # (B, N, D), dense rows
     scale_ptr,  # (B, D), dense rows
+    grad_residual_ptr,  # (B, N, D), contiguous: added to dx; None without RESIDUAL
     dx_ptr,  # (B, N, D), contiguous
     sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program; None without SUMS
     num_tokens,
@@ -108,6 +109,7 @@ def adaln_backward_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
     """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
     i_b = tl.program_id(1).to(tl.int64)
@@ -120,14 +122,20 @@ def adaln_backward_kernel(
     i_first = i_p * tokens_per_program
     for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
         i_n = i_first + i
+        o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            # Before the reductions, so that it is on its way while they wait for each other.
+            dx = tl.load(grad_residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
+        else:
+            dx = 0.0
         normed, rstd = normalize_row(x, m_d, eps, WIDTH)
         if SUMS:
             dscale += grad * normed
             dshift += grad
-        dx = normalize_row_backward(grad * scale, normed, rstd, WIDTH)
-        tl.store(dx_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
+        dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
+        tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
     if SUMS:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
         tl.store(p_sums, dscale, mask=m_d)
@@ -162,9 +170,15 @@ def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
 
 
 def launch_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: torch.dtype,
+    eps: float,
+    modulation: bool,
+    grad_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernel. grad, x (B, N, D); scale (B, D).
+    """Run the backward kernel. grad, x (B, N, D); scale (B, D); grad_residual (B, N, D), added to x's gradient.
 
     Returns the gradients of x, scale and shift; without `modulation` the last two are empty.
     """
@@ -182,6 +196,7 @@ def launch_backward(
                 grad,
                 x,
                 scale,
+                None if grad_residual is None else grad_residual.contiguous(),
                 dx,
                 sums,
                 tokens,
@@ -195,6 +210,7 @@ def launch_backward(
                 WIDTH=width,
                 BLOCK=common.next_power_of_2(width),
                 SUMS=modulation,
+                RESIDUAL=grad_residual is not None,
                 num_warps=launch.num_warps,
             )
     if sums is None:
@@ -210,10 +226,16 @@ def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("sage_kernels::adaln_backward", mutates_args=())
 def _adaln_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: torch.dtype,
+    eps: float,
+    modulation: bool,
+    grad_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = launch_backward if common.runs_triton(x) else reference.adaln_backward
-    return run(grad, x, scale, shift_dtype, eps, modulation)
+    return run(grad, x, scale, shift_dtype, eps, modulation, grad_residual)
 
 
 @_adaln.register_fake
@@ -223,7 +245,13 @@ def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @_adaln_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: torch.dtype,
+    eps: float,
+    modulation: bool,
+    grad_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = scale.shape if modulation else (0,)
     return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
@@ -314,21 +342,24 @@ def _kernels() -> tuple[Kernel, ...]:
                 unaligned=("num_tokens",),
             )
         )
-        built.append(
-            Kernel(
-                name=f"adaln_backward[{dtype}]",
-                function=adaln_backward_kernel,
-                signature={name: f"*{dtype}" for name in ("grad_ptr", "x_ptr", "scale_ptr", "dx_ptr")}
-                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
-                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
-                | {"scale_stride_b": "i32", "eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
-                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
-                streaming=("grad_ptr", "x_ptr", "dx_ptr", "sums_ptr"),
-                unaligned=("num_tokens", "tokens_per_program"),
-            )
+        streams = ("grad_ptr", "x_ptr", "grad_residual_ptr", "dx_ptr")
+        residual = Kernel(
+            name=f"adaln_backward_residual[{dtype}]",
+            function=adaln_backward_kernel,
+            signature={name: f"*{dtype}" for name in (*streams, "scale_ptr")}
+            | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
+            | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
+            | {"scale_stride_b": "i32", "eps": "fp32"},
+            constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True, "RESIDUAL": True},
+            num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
+            streaming=(*streams, "sums_ptr"),
+            unaligned=("num_tokens", "tokens_per_program"),
         )
-        built.append(built[-1].variant(f"adaln_backward_frozen[{dtype}]", sums_ptr=None, SUMS=False))
+        plain = residual.variant(f"adaln_backward[{dtype}]", grad_residual_ptr=None, RESIDUAL=False)
+        built.append(plain)
+        for kernel, name in ((plain, "frozen"), (residual, "residual_frozen")):
+            built.append(kernel.variant(f"adaln_backward_{name}[{dtype}]", sums_ptr=None, SUMS=False))
+        built.append(residual)
     for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
         # A width that is no power of two: part of the block is masked off.
         name = kernel.name.replace("bf16", "bf16, width 3072")

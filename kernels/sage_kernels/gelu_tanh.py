@@ -3,7 +3,8 @@
 Source: Hendrycks and Gimpel (arXiv 1606.08415), section 2; `torch.nn.functional.gelu(approximate="tanh")`.
 The sigmoid form loses no digits where tanh(u) is near -1, and runs in Triton's interpreter, which has no tanh.
 
-Gradient: dx = g (s + 2 x s (1 - s) u'), with s = sigmoid(2 u) and u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2).
+Gradient: dx = g (s + 2 x s (1 - s) u'), with s = sigmoid(2 u) and u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2). The
+backward pass can return y as well, for a caller that recomputes activations and needs y for the next layer's weights.
 
 `linear_gelu_tanh` is the other route: the matrix product with the GELU in its epilogue, where the activation costs no
 memory traffic at all. cuBLASLt keeps no pre-activation for a backward pass through PyTorch, so it serves where nothing
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from sage_kernels import common
 from sage_kernels.common import Launch, LaunchTable, narrow
@@ -44,8 +46,8 @@ def gelu_tanh_forward_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, size, BLOCK: tl.constexpr):
-    """Program i handles elements i * BLOCK ... of contiguous tensors."""
+def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.constexpr, OUTPUT: tl.constexpr):
+    """Program i handles elements i * BLOCK ... of contiguous tensors. Without OUTPUT out_ptr is None."""
     o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_e = o_e < size
     grad = tl.load(grad_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
@@ -55,6 +57,8 @@ def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, size, BLOCK: tl.constexpr
     s = tl.sigmoid(2.0 * u)
     dx = grad * (s + 2.0 * x * s * (1.0 - s) * u_slope)
     tl.store(dx_ptr + o_e, narrow(dx, dx_ptr.dtype.element_ty), mask=m_e)
+    if OUTPUT:
+        tl.store(out_ptr + o_e, narrow(x * s, out_ptr.dtype.element_ty), mask=m_e)
 
 
 def launch_forward(x: Tensor) -> Tensor:
@@ -70,17 +74,25 @@ def launch_forward(x: Tensor) -> Tensor:
     return out
 
 
-def launch_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Run the backward kernel; grad and x of one shape."""
+def launch_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
+    """Run the backward kernel; grad and x of one shape. Returns dx, and y where `output` asks for it (else empty)."""
     grad, x = grad.contiguous(), x.contiguous()
     dx = common.empty_like(x)
+    out = common.empty_like(x) if output else x.new_empty(0)
     launch = LAUNCH.find(BLOCK, x.device)
     if dx.numel():
         with common.on_device_of(x):
             gelu_tanh_backward_kernel[common.cdiv(x.numel(), BLOCK),](
-                grad, x, dx, x.numel(), BLOCK=BLOCK, num_warps=launch.num_warps
+                grad,
+                x,
+                dx,
+                out if output else None,
+                x.numel(),
+                BLOCK=BLOCK,
+                OUTPUT=output,
+                num_warps=launch.num_warps,
             )
-    return dx
+    return dx, out
 
 
 @torch.library.custom_op("sage_kernels::gelu_tanh", mutates_args=())
@@ -89,8 +101,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("sage_kernels::gelu_tanh_backward", mutates_args=())
-def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return (launch_backward if common.runs_triton(x) else reference.gelu_tanh_backward)(grad, x)
+def _gelu_tanh_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
+    return (launch_backward if common.runs_triton(x) else reference.gelu_tanh_backward)(grad, x, output)
 
 
 @_gelu_tanh.register_fake
@@ -99,8 +111,8 @@ def _(x: Tensor) -> Tensor:
 
 
 @_gelu_tanh_backward.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape if output else (0,))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -108,7 +120,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor) -> Tensor:
-    return _gelu_tanh_backward(grad, *ctx.saved_tensors)
+    return _gelu_tanh_backward(grad, *ctx.saved_tensors)[0]
 
 
 _gelu_tanh.register_autograd(_backward, setup_context=_setup_context)
@@ -128,6 +140,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """
     common.check_tensors("gelu_tanh", {"x": x})
     return _gelu_tanh(x)
+
+
+@register_flop_formula(torch.ops.aten._addmm_activation)
+def _linear_flops(bias_shape, rows_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    """torch counts `addmm`, not its variant with an activation."""
+    return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -157,7 +175,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             "they must be equal, as for torch.nn.functional.linear"
         )
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weight, bias))
-    if x.is_cuda and not needs_gradient:
+    if x.device.type != "cpu" and not needs_gradient:
         # On a CPU the same PyTorch function applies the erf form of GELU, another function.
         rows = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
         return rows.unflatten(0, x.shape[:-1])
@@ -172,21 +190,23 @@ def _make_inputs(
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    return tuple(
-        Kernel(
-            name=f"gelu_tanh_{direction}[{dtype}]",
-            function=function,
-            signature={name: f"*{dtype}" for name in pointers} | {"size": "i32"},
-            constexprs={"BLOCK": BLOCK},
-            num_warps=LAUNCH.find(BLOCK).num_warps,
-            streaming=pointers,
-        )
-        for dtype in ("bf16", "fp32")
+    built = []
+    for dtype in ("bf16", "fp32"):
         for direction, function, pointers in (
             ("forward", gelu_tanh_forward_kernel, ("x_ptr", "out_ptr")),
-            ("backward", gelu_tanh_backward_kernel, ("grad_ptr", "x_ptr", "dx_ptr")),
-        )
-    )
+            ("backward_output", gelu_tanh_backward_kernel, ("grad_ptr", "x_ptr", "dx_ptr", "out_ptr")),
+        ):
+            kernel = Kernel(
+                name=f"gelu_tanh_{direction}[{dtype}]",
+                function=function,
+                signature={name: f"*{dtype}" for name in pointers} | {"size": "i32"},
+                constexprs={"BLOCK": BLOCK} | ({"OUTPUT": True} if "backward" in direction else {}),
+                num_warps=LAUNCH.find(BLOCK).num_warps,
+                streaming=pointers,
+            )
+            built.append(kernel)
+        built.append(kernel.variant(f"gelu_tanh_backward[{dtype}]", out_ptr=None, OUTPUT=False))
+    return tuple(built)
 
 
 SPEC = OpSpec(

@@ -1,4 +1,4 @@
-"""The velocity field of HunyuanVideo-1.5 through diffusers' own class: the reference path.
+"""The velocity field of HunyuanVideo-1.5 through diffusers' own class, and through the fused forward where it is on.
 
 Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 * the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
@@ -8,6 +8,7 @@ Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -27,6 +28,11 @@ def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
+def velocity_dtype(transformer: HunyuanVideo15Transformer3DModel) -> torch.dtype:
+    """Type of the velocities: float32, or float64 of a float64 model (an oracle in tests)."""
+    return torch.promote_types(transformer.dtype, torch.float32)
+
+
 def velocity(
     transformer: HunyuanVideo15Transformer3DModel,
     latents: Tensor,
@@ -37,18 +43,25 @@ def velocity(
 
     Args:
         latents: (B, C, F, H, W) float32.
-        sigma: (B,) float32 in [0, 1], one noise level per sample.
+        sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
+            the GPU, which lets the fused forward look its modulation up in a table.
         prompts: B records.
 
     Returns:
-        (B, C, F, H, W) float32, whatever the model's dtype.
+        (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
     """
+    if "_acceleration" in transformer.__dict__:
+        # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
+        call: Any = transformer
+        packed: Tensor = call(hidden_states=latents, timestep=sigma * 1000.0, prompts=prompts, return_dict=False)[0]
+        return packed.to(velocity_dtype(transformer))
     dtype = transformer.dtype
+    sigma = sigma.to(latents.device)
     batch, channels, *size = latents.shape
     condition = latents.new_zeros(batch, channels + 1, *size)
     text, text_mask = _pad([p.text for p in prompts], dtype)
     glyph, glyph_mask = _pad([p.glyph for p in prompts], dtype)
-    return transformer(
+    result: Tensor = transformer(
         hidden_states=torch.cat([latents, condition], dim=1).to(dtype),
         timestep=sigma * 1000.0,
         encoder_hidden_states=text,
@@ -57,27 +70,8 @@ def velocity(
         encoder_attention_mask_2=glyph_mask,
         image_embeds=text.new_zeros(batch, 0, transformer.config["image_embed_dim"]),
         return_dict=False,
-    )[0].float()
-
-
-def guided_velocity(
-    transformer: HunyuanVideo15Transformer3DModel,
-    latents: Tensor,
-    sigma: Tensor,
-    prompts: Sequence[PromptEmbeds],
-    unconditional: PromptEmbeds,
-    guidance_scale: float,
-) -> Tensor:
-    """Classifier-free guidance v = v_u + g (v_c - v_u); gradients flow through both branches.
-
-    The branches are two dense calls because their text lengths differ. At g = 1 only the conditional one is made.
-    Shapes as in `velocity`.
-    """
-    conditional = velocity(transformer, latents, sigma, prompts)
-    if guidance_scale == 1.0:
-        return conditional
-    free = velocity(transformer, latents, sigma, [unconditional] * len(prompts))
-    return free + guidance_scale * (conditional - free)
+    )[0]
+    return result.to(velocity_dtype(transformer))
 
 
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
@@ -99,25 +93,3 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
 def is_dead(name: str, dead: Sequence[str]) -> bool:
     """Whether a module's or parameter's qualified name lies in one of the `dead` modules."""
     return any(name == module or name.startswith(module + ".") for module in dead)
-
-
-class GuidedPolicy:
-    """The policy of a run: the transformer's guided velocity as a function of its trained weights.
-
-    It stays in eval mode for its whole life. Rollout and update then compute the very same function, which is what
-    makes the ratio of the first update exactly 1.
-    """
-
-    def __init__(
-        self,
-        transformer: HunyuanVideo15Transformer3DModel,
-        unconditional: PromptEmbeds,
-        guidance_scale: float,
-    ) -> None:
-        self.transformer = transformer.eval()
-        self.unconditional = unconditional
-        self.guidance_scale = guidance_scale
-
-    def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
-        """Guided velocity, (B, C, F, H, W) float32; arguments as in `velocity`."""
-        return guided_velocity(self.transformer, latents, sigma, prompts, self.unconditional, self.guidance_scale)

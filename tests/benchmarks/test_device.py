@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import device, kernels
+from benchmarks import device, kernels, policy
 from benchmarks.device import DeviceRun, read_sanitizer
 
 RAN = "62 forward and backward passes of 8 ops ran"
@@ -36,7 +36,7 @@ def test_reading_a_sanitizer(returncode: int, output: str, passed: bool, errors:
 
 
 def test_stages_come_in_order_of_value() -> None:
-    assert list(device.STAGES) == ["parity", "ceilings", "kernels", "sanitizer"]
+    assert list(device.STAGES) == ["parity", "ceilings", "kernels", "policy", "sanitizer"]
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_had(tmp_path: Path) -> None:
@@ -105,11 +105,17 @@ def test_a_sanitizer_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stage but the timings, which run pytest themselves and have a test of their own."""
+    """Every stage; what has a smoke run of its own is cut short: the kernels' timings and most of the policy's."""
     monkeypatch.setattr(kernels, "time_kernels", lambda plan, copy: [])
+    monkeypatch.setattr(policy, "CELLS", policy.CELLS[:2])
     path = tmp_path / "run.json"
     assert device.main(["--smoke", "--op", "gelu_tanh", "--op", "grpo_objective", "--output", str(path)]) == 0
     assert "forward and backward passes of 8 ops ran" in capsys.readouterr().out
     result = json.loads(path.read_text("utf-8"))
     assert all(stage["status"] == "done" for stage in result["stages"].values())
     assert result["parity"]["gelu_tanh"]["bfloat16"]["max_error"] > 0
+    assert {name: cell["status"] for name, cell in result["policy_cells"].items()} == {
+        "forward B P2": "done",
+        "forward B ours": "done",
+    }
+    assert result["policy_parity"]["ours none"]["gradient"] > 0

@@ -72,3 +72,21 @@ def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
 def test_refuses_eps(eps: float) -> None:
     with pytest.raises(ValueError, match="adaln: eps is"):
         adaln(*sample(1, 2, 4), eps=eps)
+
+
+@pytest.mark.parametrize("modulation", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_past_the_norm_is_added_before_rounding(
+    dtype: torch.dtype, modulation: bool, device: torch.device
+) -> None:
+    x, scale, shift = (t.to(device) for t in sample(2, 13, 40, dtype))
+    grad, residual = (t.to(device) for t in (torch.randn(2, 13, 40).to(dtype), torch.randn(13, 2, 40).to(dtype)))
+    residual = residual.transpose(0, 1)  # rows of another stride
+    wide = [t.double().cpu() for t in (grad, x, scale)]
+    expected, *sums = reference.adaln_backward(*wide, torch.float64, 1e-6, modulation)
+    expected = expected + residual.double().cpu()
+    given, *given_sums = torch.ops.sage_kernels.adaln_backward(grad, x, scale, shift.dtype, 1e-6, modulation, residual)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(given.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    for a, b in zip(given_sums, sums, strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=2 * tolerance, atol=10 * tolerance)

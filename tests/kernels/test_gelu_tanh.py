@@ -12,8 +12,19 @@ from tests.kernels.support import assert_backward_is_autograd
 def test_reference_backward_is_autograd_of_the_reference() -> None:
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
     assert_backward_is_autograd(
-        reference.gelu_tanh, (x,), lambda cotangents: reference.gelu_tanh_backward(cotangents[0], x)
+        reference.gelu_tanh, (x,), lambda cotangents: reference.gelu_tanh_backward(cotangents[0], x)[:1]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_pass_can_return_the_activation(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.linspace(-6, 6, 5000, dtype=dtype, device=device).view(8, 625)
+    op = torch.ops.sage_kernels.gelu_tanh_backward
+    gradient, activation = op(torch.ones_like(x), x, True)
+    assert torch.equal(activation, gelu_tanh(x))
+    alone, nothing = op(torch.ones_like(x), x, False)
+    assert torch.equal(alone, gradient)
+    assert nothing.numel() == 0
 
 
 def test_tails_are_finite_and_keep_their_digits(device: torch.device) -> None:

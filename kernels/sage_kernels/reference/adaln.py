@@ -18,32 +18,40 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def adaln_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float = 1e-6, modulation: bool = True
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: torch.dtype,
+    eps: float = 1e-6,
+    modulation: bool = True,
+    grad_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (B, N, D), scale and shift (B, D), each in its input's dtype.
 
-    Without `modulation` the last two are not wanted and empty.
+    Without `modulation` the last two are not wanted and empty. `grad_residual` (B, N, D), the gradient that reaches x
+    past the norm, is added to x's.
     """
     dtype = compute_dtype(x.dtype)
     grad = grad.to(dtype)
-    normed, rstd = normalize(x.to(dtype), eps)
-    dx = layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), normed, rstd)
+    wide = x.to(dtype)
+    normed, mean, rstd = normalize(wide, eps)
+    dx = layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), wide, mean, rstd)
+    if grad_residual is not None:
+        dx = dx + grad_residual.to(dtype)
     if not modulation:
         return dx.to(x.dtype), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     return dx.to(x.dtype), (grad * normed).sum(1).to(scale.dtype), grad.sum(1).to(shift_dtype)
 
 
-def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x - mean) / std over the last dimension, and 1 / std."""
-    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
-    return (x - mean) * rstd, rstd
+def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / std over the last dimension, mean, and 1 / std."""
+    return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
 
 
-def layer_norm_backward(grad: Tensor, normed: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient of x from the gradient of its normalised value."""
-    along = (grad * normed).mean(-1, keepdim=True)
-    return rstd * (grad - grad.mean(-1, keepdim=True) - normed * along)
+def layer_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Gradient of x from the gradient g of n = (x - mean) rstd:  rstd (g - mean(g) - n mean(g n))."""
+    backward = torch.ops.aten.native_layer_norm_backward
+    return backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, None, None, [True, False, False])[0]
 
 
 def adaln_eager(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:

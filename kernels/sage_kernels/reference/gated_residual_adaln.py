@@ -35,8 +35,9 @@ def gated_residual_adaln_backward(
     """
     dtype = compute_dtype(residual.dtype)
     grad = grad.to(dtype)
-    normed, rstd = normalize(residual.to(dtype), eps)
-    dx = grad_residual.to(dtype) + layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), normed, rstd)
+    wide = residual.to(dtype)
+    normed, mean, rstd = normalize(wide, eps)
+    dx = grad_residual.to(dtype) + layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), wide, mean, rstd)
     dy = (dx * gate.to(dtype)[:, None]).to(y_dtype)
     if y is None:
         empty = gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)

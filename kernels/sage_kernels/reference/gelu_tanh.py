@@ -1,7 +1,5 @@
 """Tanh GELU in plain PyTorch; see sage_kernels.gelu_tanh."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,14 +13,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x.to(dtype), approximate="tanh").to(x.dtype)
 
 
-def gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of x, in x's dtype."""
+def gelu_tanh_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
+    """Gradient of x, in x's dtype, and gelu_tanh(x) where `output` asks for it (else empty)."""
     dtype = compute_dtype(x.dtype)
-    x_wide = x.to(dtype)
-    root = math.sqrt(2 / math.pi)
-    tanh = torch.tanh(root * (x_wide + 0.044715 * x_wide**3))
-    slope = 0.5 * (1 + tanh) + 0.5 * x_wide * (1 - tanh**2) * root * (1 + 3 * 0.044715 * x_wide**2)
-    return (grad.to(dtype) * slope).to(x.dtype)
+    dx = torch.ops.aten.gelu_backward(grad.to(dtype), x.to(dtype), approximate="tanh")
+    return dx.to(x.dtype), gelu_tanh(x) if output else x.new_empty(0)
 
 
 def gelu_tanh_eager(x: Tensor) -> Tensor:

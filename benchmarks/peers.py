@@ -1,0 +1,202 @@
+"""What the fused forward is measured against: diffusers' own modules and weights, run in three other ways.
+
+    P1   diffusers as shipped: text padded to what its pipeline passes, an N x N mask in every block
+    P2   the mask removed, packed tokens, and the attention kernel that the fused forward uses
+    P2c  P2 with every block under torch.compile
+
+A peer is switched on for one instance inside a `with` and leaves it as it was; no class is changed. P2 and P2c keep
+what diffusers' gradient checkpointing keeps, every block's input. Adapters have the weights' type while P2 is on, where
+the fused forward has float32 masters: it is the faster way to run peft.
+
+Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.workload import Shape
+from sage_fast.policy.attention import attention
+from sage_fast.policy.block import Checkpointing
+from sage_fast.policy.fused import accelerate
+from sage_fast.policy.hunyuan15 import velocity as policy_velocity
+from sage_fast.policy.lora import trainable_parameters
+from sage_fast.records import PromptEmbeds
+
+Velocity = Callable[[Tensor, Tensor, PromptEmbeds], Tensor]
+"""velocity(latents (1, C, F, H, W) float32, sigma (1,) float32 on the CPU, prompt) -> (1, C, F, H, W) float32."""
+
+
+class PackedProcessor:
+    """Attention processor for a block without padding: no mask, and the kernel of `sage_fast.policy.attention`."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(B, N, width) video and (B, L, width) text tokens to the same, attended."""
+        assert attention_mask is None and image_rotary_emb is not None
+        heads = (attn.heads, -1)
+        video, text = hidden_states, encoder_hidden_states
+        q = apply_rotary_emb(attn.norm_q(attn.to_q(video).unflatten(2, heads)), image_rotary_emb, sequence_dim=1)
+        k = apply_rotary_emb(attn.norm_k(attn.to_k(video).unflatten(2, heads)), image_rotary_emb, sequence_dim=1)
+        text_q = attn.norm_added_q(attn.add_q_proj(text).unflatten(2, heads))
+        text_k = attn.norm_added_k(attn.add_k_proj(text).unflatten(2, heads))
+        v, text_v = attn.to_v(video).unflatten(2, heads), attn.add_v_proj(text).unflatten(2, heads)
+        joint = (torch.cat(pair, dim=1) for pair in ((q, text_q), (k, text_k), (v, text_v)))
+        out = attention(*joint, backend=self.backend)[0].flatten(2, 3)
+        video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(text_out)
+
+
+def run_block(
+    block: Any, x: Tensor, text: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """One diffusers block on packed tokens; a function of its own so that all blocks share one compilation."""
+    result: tuple[Tensor, Tensor] = block(x, text, embedded, None, rope)
+    return result
+
+
+def packed_forward(
+    transformer: HunyuanVideo15Transformer3DModel,
+    latents: Tensor,
+    timestep: Tensor,
+    prompt: PromptEmbeds,
+    *,
+    run: Callable[..., tuple[Tensor, Tensor]] = run_block,
+    checkpointing: bool = False,
+) -> Tensor:
+    """diffusers' forward over valid tokens alone.
+
+    Args:
+        latents: (1, C, F, H, W); condition channels are zero.
+        timestep: (1,) float32 sigma * 1000 on the transformer's device.
+        prompt: without glyph tokens.
+        run: computes a block.
+        checkpointing: keep only each block's input for the backward pass, as diffusers' gradient checkpointing does.
+
+    Returns:
+        (1, C, F, H, W) in the transformer's dtype.
+    """
+    model: Any = transformer
+    dtype = transformer.dtype
+    missing = latents.new_zeros(1, model.config["in_channels"] - latents.shape[1], *latents.shape[2:])
+    latents = torch.cat([latents, missing], dim=1).to(dtype)
+    rope = model.rope(latents)
+    embedded = model.time_embed(timestep)
+    x = model.x_embedder(latents)
+    text = model.context_embedder(prompt.text[None].to(dtype), timestep, None) + model.cond_type_embed.weight[0]
+    for block in model.transformer_blocks:
+        if checkpointing and torch.is_grad_enabled():
+            x, text = checkpoint(run, block, x, text, embedded, rope, use_reentrant=False)
+        else:
+            x, text = run(block, x, text, embedded, rope)
+    tokens = model.proj_out(model.norm_out(x, embedded))
+    p_t, p = model.config["patch_size_t"], model.config["patch_size"]
+    assert (p_t, p) == (1, 1), "the peers know patches of one latent, HunyuanVideo-1.5's"
+    return tokens.transpose(1, 2).unflatten(2, latents.shape[2:])
+
+
+@contextmanager
+def padded(transformer: HunyuanVideo15Transformer3DModel, shape: Shape) -> Iterator[Velocity]:
+    """P1: diffusers as shipped, with the conditions and the rounded timestep that its pipeline passes."""
+    dtype, device = transformer.dtype, transformer.device
+    text_length, glyph_length, image_length = shape.padding
+
+    def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
+        valid = prompt.text.shape[0]
+        text = torch.zeros(1, text_length, prompt.text.shape[1], dtype=dtype, device=device)
+        text[0, :valid] = prompt.text
+        mask = (torch.arange(text_length, device=device) < valid)[None]
+        condition = latents.new_zeros(1, latents.shape[1] + 1, *latents.shape[2:])
+        out: Tensor = transformer(
+            hidden_states=torch.cat([latents, condition], dim=1).to(dtype),
+            timestep=(sigma * 1000.0).to(device, dtype),
+            encoder_hidden_states=text,
+            encoder_attention_mask=mask,
+            encoder_hidden_states_2=text.new_zeros(1, glyph_length, transformer.config["text_embed_2_dim"]),
+            encoder_attention_mask_2=mask.new_zeros(1, glyph_length),
+            image_embeds=text.new_zeros(1, image_length, transformer.config["image_embed_dim"]),
+            return_dict=False,
+        )[0]
+        return out.float()
+
+    yield velocity
+
+
+@contextmanager
+def packed(
+    transformer: HunyuanVideo15Transformer3DModel,
+    *,
+    backend: str,
+    checkpointing: bool = False,
+    compiler: str | None = None,
+    cast_adapters: bool = True,
+) -> Iterator[Velocity]:
+    """P2, and with a `compiler` (a backend of torch.compile) P2c.
+
+    Args:
+        backend: of `sage_fast.policy.attention`, by its own name.
+        checkpointing: as in `packed_forward`.
+        cast_adapters: LoRA weights take the transformer's dtype for as long as this peer is on.
+    """
+    processors = transformer.attn_processors
+    own = PackedProcessor(backend)
+    transformer.set_attn_processor(
+        {name: own if name.startswith("transformer_blocks.") else kept for name, kept in processors.items()}
+    )
+    masters = {name: p.data for name, p in trainable_parameters(transformer).items()} if cast_adapters else {}
+    _set_adapters(transformer, {name: master.to(transformer.dtype) for name, master in masters.items()})
+    run: Callable[..., tuple[Tensor, Tensor]] = run_block
+    if compiler is not None:
+        torch._dynamo.reset()
+        run = torch.compile(run_block, backend=compiler, dynamic=False)
+
+    def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
+        timestep = (sigma * 1000.0).to(transformer.device)
+        out = packed_forward(transformer, latents, timestep, prompt, run=run, checkpointing=checkpointing)
+        return out.to(torch.promote_types(out.dtype, torch.float32))
+
+    try:
+        yield velocity
+    finally:
+        _set_adapters(transformer, masters)
+        transformer.set_attn_processor(processors)
+        if compiler is not None:
+            torch._dynamo.reset()
+
+
+def _set_adapters(transformer: HunyuanVideo15Transformer3DModel, values: dict[str, Tensor]) -> None:
+    parameters = trainable_parameters(transformer)
+    for name, value in values.items():
+        parameters[name].grad = None
+        parameters[name].data = value
+
+
+@contextmanager
+def fused(
+    transformer: HunyuanVideo15Transformer3DModel, *, backend: str, checkpointing: Checkpointing = "none"
+) -> Iterator[Velocity]:
+    """What the peers are measured against: the fused forward, through the call that users make."""
+    acceleration = accelerate(transformer, attention=backend, checkpointing=checkpointing)
+
+    def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
+        return policy_velocity(transformer, latents, sigma, [prompt])
+
+    try:
+        yield velocity
+    finally:
+        acceleration.undo()

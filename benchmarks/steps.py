@@ -1,0 +1,83 @@
+"""What the policy benchmark times: one function per step of a run, each given a contender's velocity.
+
+    v = v_u + g (v_c - v_u)
+
+The cotangent of the velocity is that of the log-probability up to a factor, eps / numel.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Velocity
+from benchmarks.workload import ETA, GUIDANCE_SCALE, NUM_STEPS, SHIFT, Inputs
+from sage_fast.kernels import StepKernels
+from sage_fast.noise import NoiseKey
+from sage_fast.sde import sigma_schedule, transition_table
+
+STEP = 8
+"""The sampler's step whose coefficients are used."""
+
+
+def forward(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+    """One evaluation without a graph."""
+    with torch.no_grad():
+        velocity(inputs.latents, inputs.sigma, inputs.conditional)
+
+
+def rollout(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+    """Guided velocity and one step of the sampler."""
+    with torch.no_grad():
+        step(guided(velocity, inputs), inputs, kernels)
+
+
+def train(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+    """Guided velocity with both branches alive, and its product with the cotangent of the log-probability."""
+    guided(velocity, inputs).backward(inputs.noise / inputs.noise.numel())
+
+
+def train_split(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+    """The same gradient with one branch alive at a time."""
+    split(velocity, inputs)
+
+
+def single_pass(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+    """A rollout step that leaves the gradient of its log-probability behind, so that no training step follows it."""
+    step(split(velocity, inputs), inputs, kernels)
+
+
+STEPS: dict[str, Callable[[Velocity, Inputs, StepKernels], None]] = {
+    "forward": forward,
+    "rollout": rollout,
+    "train": train,
+    "train_split": train_split,
+    "single_pass": single_pass,
+}
+
+
+def guided(velocity: Velocity, inputs: Inputs) -> Tensor:
+    """v_u + g (v_c - v_u)."""
+    conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
+    free = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
+    return free + GUIDANCE_SCALE * (conditional - free)
+
+
+def split(velocity: Velocity, inputs: Inputs) -> Tensor:
+    """`guided`, detached; the branches are differentiated one after the other."""
+    cotangent = inputs.noise / inputs.noise.numel()
+    conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
+    conditional.backward(GUIDANCE_SCALE * cotangent)
+    conditional = conditional.detach()
+    free = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
+    free.backward((1.0 - GUIDANCE_SCALE) * cotangent)
+    free = free.detach()
+    return free + GUIDANCE_SCALE * (conditional - free)
+
+
+def step(velocity: Tensor, inputs: Inputs, kernels: StepKernels) -> Tensor:
+    """Next state of the sampler."""
+    table = transition_table("sage_grpo", sigma_schedule(NUM_STEPS, SHIFT), ETA)
+    key = NoiseKey(seed=0, update=0, prompt_index=0, sample_index=0)
+    a, b, std = (float(column[STEP]) for column in (table.a, table.b, table.std))
+    return kernels.transition(inputs.latents, velocity, [key], STEP, a=a, b=b, std=std)

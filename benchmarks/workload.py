@@ -1,0 +1,198 @@
+"""What the policy benchmark computes: shapes, a transformer with random weights, its inputs, its FLOPs.
+
+Letters: N video tokens, L text tokens, D width.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.policy.lora import cast_weights
+from sage_fast.records import PromptEmbeds
+
+HUNYUAN_VIDEO_15: dict[str, Any] = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_theta": 256.0,
+    "rope_axes_dim": (16, 56, 56),
+    "target_size": 640,
+    "task_type": "t2v",
+    "use_meanflow": False,
+}
+"""The text-to-video transformer, 8,326,608,160 parameters."""
+
+NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
+"""Sampler and guidance of the reference recipe."""
+
+TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 48,
+    "text_embed_2_dim": 32,
+    "image_embed_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+"""For smoke runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One size of video with its conditioning, batch 1.
+
+    Example:
+        >>> Shape(name="B", latent=(32, 21, 30, 52), text_tokens=250, padding=(1000, 256, 729)).video_tokens
+        32760
+    """
+
+    name: str
+    latent: tuple[int, int, int, int]
+    """(C, F, H, W)."""
+    text_tokens: int
+    """Valid tokens of the prompt."""
+    padding: tuple[int, int, int]
+    """Text, glyph and image tokens that diffusers' pipeline passes, valid or not."""
+
+    @property
+    def video_tokens(self) -> int:
+        return math.prod(self.latent[1:])
+
+
+PIPELINE_PADDING = (1000, 256, 729)
+A = Shape(name="A", latent=(32, 21, 22, 39), text_tokens=250, padding=PIPELINE_PADDING)
+"""352x624, 81 frames."""
+B = Shape(name="B", latent=(32, 21, 30, 52), text_tokens=250, padding=PIPELINE_PADDING)
+"""480x832, 81 frames."""
+SHAPES = (A, B)
+PARITY = Shape(name="parity", latent=(32, 3, 7, 9), text_tokens=37, padding=(64, 16, 24))
+"""Small and odd, for a comparison in float64."""
+SMOKE = (
+    Shape(name="A", latent=(32, 2, 3, 4), text_tokens=5, padding=(12, 6, 7)),
+    Shape(name="B", latent=(32, 2, 3, 5), text_tokens=5, padding=(12, 6, 7)),
+)
+"""Stand-ins for A and B in a smoke run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One evaluation of the model under guidance.
+
+    latents, noise: (1, C, F, H, W) float32; noise doubles as the cotangent's direction. sigma: (1,) float32 on the CPU.
+    conditional, unconditional: prompts of equal length in the transformer's dtype, without glyph tokens.
+    """
+
+    latents: Tensor
+    noise: Tensor
+    sigma: Tensor
+    conditional: PromptEmbeds
+    unconditional: PromptEmbeds
+
+
+def random_inputs(shape: Shape, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Inputs that are a function of the shape alone. sigma * 1000 = 640 is exact in bfloat16, to which P1 rounds."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    def prompt() -> PromptEmbeds:
+        return PromptEmbeds(
+            text=draw(shape.text_tokens, config["text_embed_dim"], dtype=dtype),
+            glyph=draw(0, config["text_embed_2_dim"], dtype=dtype),
+        )
+
+    return Inputs(
+        latents=draw(1, *shape.latent),
+        noise=draw(1, *shape.latent),
+        sigma=torch.tensor([0.64]),
+        conditional=prompt(),
+        unconditional=prompt(),
+    )
+
+
+def random_transformer(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> HunyuanVideo15Transformer3DModel:
+    """A frozen transformer in evaluation mode whose random weights are drawn in place, so that 8.3 B take no copy.
+
+    Matrices keep the scale of their input, norms are near 1, so activations stay of order 1 through 54 blocks and no
+    product multiplies zeros, which a GPU does at a higher clock.
+    """
+    with torch.device("meta"):
+        transformer = HunyuanVideo15Transformer3DModel(**config)
+    cast_weights(transformer, dtype)
+    transformer.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if parameter.ndim > 1:
+                std = 0.02 if "cond_type_embed" in name else parameter[0].numel() ** -0.5
+                parameter.normal_(0.0, std, generator=generator)
+            elif name.endswith("weight"):
+                parameter.normal_(1.0, 0.05, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return transformer.requires_grad_(False).eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding."""
+
+    linear: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention
+
+    def times(self, linear: float, attention: float) -> "Work":
+        return Work(linear=self.linear * linear, attention=self.attention * attention)
+
+
+def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:
+    """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders."""
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n, length = shape.video_tokens, shape.text_tokens
+    per_token = 4 + 2 * config["mlp_ratio"]
+    block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
+    time = 2 * (256 * d + d * d)
+    text = config["text_embed_dim"]
+    refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
+    refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
+    ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
+    return Work(
+        linear=config["num_layers"] * block + time + refiner + ends,
+        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
+    )
+
+
+STEP_WORK: dict[str, tuple[float, float]] = {
+    "forward": (1, 1),
+    "rollout": (2, 2),
+    "train": (4, 6),
+    "train_split": (4, 6),
+    "single_pass": (4, 6),
+}
+"""Step -> forwards' worth of linear and of attention operations.
+
+Guidance makes two forwards. With LoRA a backward pass is one product per frozen linear layer, for the gradient of its
+input, and four for attention's two. Scores that a flash kernel computes again are recomputation and are not credited.
+"""

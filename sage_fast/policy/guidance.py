@@ -1,0 +1,125 @@
+"""The policy: the transformer's velocity under classifier-free guidance, and its gradient.
+
+    v = v_u + g (v_c - v_u)             dL/dv_c = g dL/dv,    dL/dv_u = (1 - g) dL/dv
+
+v_c is the velocity of the prompt, v_u that of the empty prompt. The branches are two dense calls because their text
+lengths differ; at g = 1 there is only the conditional one. The gradient is a vector-Jacobian product with a cotangent
+dL/dv, so it splits exactly: the branches can be differentiated together, or one after the other with the activations
+of one alive at a time.
+
+Shapes: B batch, C channels, F frames, H, W.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.policy.hunyuan15 import velocity as model_velocity
+from sage_fast.policy.hunyuan15 import velocity_dtype
+from sage_fast.records import PromptEmbeds
+
+Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
+"""dL/dv of each of the quantities L that are differentiated: tensors like the velocity where they are known before the
+forward, or a function of the detached guided velocity where they depend on it."""
+
+Pull = Callable[[Tensor, Sequence[Tensor]], None]
+"""Called as pull(output, cotangents) with an output that has a graph: adds the products to where they are collected."""
+
+
+def pull_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
+    """Add the product with the one cotangent to `.grad` of the parameters."""
+    (cotangent,) = cotangents
+    output.backward(cotangent)
+
+
+class GuidedPolicy:
+    """The policy of a run: the transformer's guided velocity as a function of its trained weights.
+
+    It stays in eval mode for its whole life. Rollout and update then compute the very same function, which is what
+    makes the ratio of the first update exactly 1.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        unconditional: PromptEmbeds,
+        guidance_scale: float,
+    ) -> None:
+        self.transformer = transformer.eval()
+        self.unconditional = unconditional
+        self.guidance_scale = guidance_scale
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the velocities."""
+        return velocity_dtype(self.transformer)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        """Guided velocity; gradients flow through both branches.
+
+        Args:
+            latents: (B, C, F, H, W) float32.
+            sigma: (B,) float32 in [0, 1], one noise level per sample.
+            prompts: B records.
+
+        Returns:
+            (B, C, F, H, W) float32 (float64 of a float64 transformer).
+        """
+        conditional = model_velocity(self.transformer, latents, sigma, prompts)
+        if self.guidance_scale == 1.0:
+            return conditional
+        return self._guided(conditional, self._free(latents, sigma))
+
+    def velocity_and_gradient(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
+        cotangents: Cotangents,
+        *,
+        split: bool = False,
+        pull: Pull = pull_into_grad,
+    ) -> Tensor:
+        """Guided velocity and, for every cotangent dL/dv, the gradient dL/dweights.
+
+        Args:
+            latents, sigma, prompts: as in `velocity`.
+            cotangents: see `Cotangents`.
+            split: differentiate one branch after the other instead of both at once. It halves the activations. Where
+                the cotangents depend on the velocity it takes one more forward of the unconditional branch.
+            pull: where the gradients go; they are complete when this method returns. With `split` it is called once
+                per branch.
+
+        Returns:
+            The guided velocity, detached, equal to that of `velocity` bit for bit: the outputs that were
+            differentiated, combined by the same expression.
+        """
+        scale = self.guidance_scale
+        if not split or scale == 1.0:
+            with torch.enable_grad():
+                output = self.velocity(latents, sigma, prompts)
+            pull(output, cotangents(output.detach()) if callable(cotangents) else cotangents)
+            return output.detach()
+
+        with torch.enable_grad():
+            output = model_velocity(self.transformer, latents, sigma, prompts)
+        conditional = output.detach()
+        if callable(cotangents):
+            with torch.no_grad():
+                free = self._free(latents, sigma)
+            cotangents = cotangents(self._guided(conditional, free))
+        pull(output, [scale * cotangent for cotangent in cotangents])
+        # The pull has released the first branch's activations before the second branch makes its own.
+        with torch.enable_grad():
+            output = self._free(latents, sigma)
+        pull(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
+        return self._guided(conditional, output.detach())
+
+    def _free(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Velocity of the empty prompt."""
+        return model_velocity(self.transformer, latents, sigma, [self.unconditional] * len(latents))
+
+    def _guided(self, conditional: Tensor, free: Tensor) -> Tensor:
+        return free + self.guidance_scale * (conditional - free)

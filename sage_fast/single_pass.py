@@ -1,0 +1,240 @@
+"""The gradient of a rollout, taken while the rollout is made: no second forward of the model.
+
+With one optimizer update per rollout the policy that is differentiated is the one that samples: v_new = v_old. There
+the loss is affine in the advantage A that nobody knows yet,
+
+    dL/dv = A c_1 + c_2,        c_1 = -S r eps / numel,        c_2 = lambda d(w_pos KL_pos + w_vel KL_vel)/dv
+
+(factors of `logprob` and the equalizer S included), so a rollout step runs the model with a graph, pulls c_1 back into
+one accumulator per video and c_2 into one per group, and forgets the graph. When the rewards arrive,
+
+    gradient = ( sum_b A_b g_1b + sum over groups g_2 ) / count      over the groups that were not dropped.
+
+This is the two-phase gradient, not an estimate of it. Both cotangents are derivatives of `policy_loss` itself, at
+(A = 1, lambda = 0) and at A = 0. What c_2 costs depends on the KL:
+
+* no KL, or the exact velocity KL: c_2 = 0;
+* velocity KL by its estimator, -lambda w_vel r eps / numel: a multiple of c_1, so the same product serves both;
+* position KL to an anchor that differs from the policy: the anchor's velocity (one forward without a graph) and a
+  second product through the same graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from sage_fast.config import TrainingConfig
+from sage_fast.gradient import ScoredRollout, StepLoss, concatenate_terms, trained_steps
+from sage_fast.kernels import StepKernels
+from sage_fast.noise import NoiseKey
+from sage_fast.objective import ObjectiveSettings, PolicyTerms, kl_uses
+from sage_fast.policy.guidance import Cotangents, GuidedPolicy
+from sage_fast.policy.snapshot import WeightSnapshot
+from sage_fast.records import Sample
+from sage_fast.rollout import StepVelocity, trajectory_step
+from sage_fast.sde import TransitionTable
+
+
+class GradientSum:
+    """A weighted sum of gradients, one tensor like each parameter; allocated by the first term."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.values: list[Tensor | None] = [None] * num_parameters
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
+        """Add factor * gradients; None stands for zero."""
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            value = self.values[i]
+            if value is None:
+                self.values[i] = gradient * factor
+            else:
+                value.add_(gradient, alpha=factor)
+
+
+@dataclass(kw_only=True)
+class VideoGradient:
+    """What a video's rollout leaves until its reward is known.
+
+    surrogate: sum over its trained steps of the gradient per unit advantage. kl: sum of the KL's gradient, shared by
+    the videos of the group. terms: per trained step, those at A = 1 without KL and those at A = 0 with it, (1,) each.
+
+    Example: with 20 trained steps, `terms` holds 20 pairs.
+    """
+
+    surrogate: GradientSum
+    kl: GradientSum
+    terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
+
+
+class SinglePassGradient:
+    """See the head of this file; `PolicyGradient` of `gradient.py` has the contract.
+
+    Memory: on the device, in the parameters' type, one copy of the trained weights per video of the rollout and, where
+    c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5.
+
+    Args:
+        parameters: the trained ones.
+        num_generations: videos of a group; they follow each other in the rollout.
+        split: differentiate the guidance branches one after the other.
+    """
+
+    def __init__(
+        self,
+        policy: GuidedPolicy,
+        parameters: Sequence[nn.Parameter],
+        kernels: StepKernels,
+        settings: ObjectiveSettings,
+        training: TrainingConfig,
+        *,
+        num_generations: int,
+        split: bool,
+    ) -> None:
+        self.policy = policy
+        self.parameters = parameters
+        self.kernels = kernels
+        self.settings = settings
+        self.training = training
+        self.num_generations = num_generations
+        self.split = split
+        self._anchor: WeightSnapshot | None = None
+        self._kl_weight = 0.0
+        self._videos: list[VideoGradient] = []
+
+    def begin(self, kl_weight: float, anchor: WeightSnapshot | None) -> None:
+        """As in `PolicyGradient`."""
+        self._kl_weight, self._anchor = kl_weight, anchor
+        self._videos = []
+
+    def sampler(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+        """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
+        (sample,), (key,) = samples, keys
+        new_group = len(self._videos) % self.num_generations == 0
+        video = VideoGradient(
+            surrogate=GradientSum(len(self.parameters)),
+            kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
+        )
+        self._videos.append(video)
+        trained = set(trained_steps(key, table, self.training))
+
+        def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
+            if step in trained:
+                return self._differentiate(video, sample, key, table, step, latents, sigma)
+            return self.policy.velocity(latents, sigma, [sample.embeds])
+
+        return velocity
+
+    def measure_anchor(self, scored: ScoredRollout) -> None:
+        """The anchor was measured during the rollout."""
+
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
+        """As in `PolicyGradient`; the rollout's accumulators are used up."""
+        assert kl_weight == self._kl_weight and len(positions) == len(scored.orders[0])
+        videos, self._videos = self._videos, []
+        share = 1.0 / (int(scored.kept.sum()) * len(positions))
+        total = GradientSum(len(self.parameters))
+        for row, video in enumerate(videos):
+            if scored.kept[row]:
+                total.add(video.surrogate.values, share * float(scored.advantages[row]))
+                if row % self.num_generations == 0:
+                    total.add(video.kl.values, share)
+        for parameter, gradient in zip(self.parameters, total.values, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return concatenate_terms(
+            [
+                _at_advantage(unit, kl, float(advantage))
+                for video, advantage in zip(videos, scored.advantages, strict=True)
+                for unit, kl in video.terms
+            ]
+        )
+
+    def _differentiate(
+        self,
+        video: VideoGradient,
+        sample: Sample,
+        key: NoiseKey,
+        table: TransitionTable,
+        step: int,
+        latents: Tensor,
+        sigma: Tensor,
+    ) -> Tensor:
+        """The velocity of a trained step; its gradient goes to the accumulators of the video."""
+        embeds, settings = [sample.embeds], self.settings
+        anchor_velocity: Tensor | None = None
+        if self._anchor is not None:
+            # Before there is a graph, because the anchor's values take the place of the weights.
+            with self._anchor.applied(), torch.no_grad():
+                anchor_velocity = self.policy.velocity(latents, sigma, embeds)
+        one = torch.ones(1)
+
+        def losses(velocity: Tensor) -> tuple[StepLoss, StepLoss]:
+            """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
+            unit = StepLoss(
+                kernels=self.kernels,
+                settings=settings,
+                step=trajectory_step(table, [step], latents, velocity),
+                keys=[key],
+                velocity_anchor=anchor_velocity,
+                advantage=one,
+                kl_weight=0.0,
+            )
+            return unit, replace(unit, advantage=0 * one, kl_weight=self._kl_weight)
+
+        def both_cotangents(velocity: Tensor) -> list[Tensor]:
+            return [loss.cotangent(velocity, one)[0] for loss in losses(velocity)]
+
+        needs_own_product = anchor_velocity is not None and self._kl_weight * settings.kl_position_weight > 0
+        if needs_own_product:
+            cotangents: Cotangents = both_cotangents
+        else:
+            # c_1 is the same at every velocity, so it need not wait for one.
+            anywhere = torch.zeros_like(latents, dtype=self.policy.dtype)
+            cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
+        kl_share = 0.0 if needs_own_product else self._estimator_share(table, step)
+        pull = partial(self._pull, video, kl_share)
+
+        velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=self.split, pull=pull)
+        with torch.no_grad():
+            unit, kl = losses(velocity)
+            video.terms.append((unit.terms(velocity), kl.terms(velocity)))
+        return velocity
+
+    def _pull(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+        """Add the products of `output` with c_1, and with c_2 if given, to the video's sums.
+
+        kl_share: c_2 / c_1 where the product with c_1 serves both.
+        """
+        sums = (video.surrogate, video.kl)
+        for i, cotangent in enumerate(cotangents):
+            is_last = i + 1 == len(cotangents)
+            gradients = torch.autograd.grad(
+                output, self.parameters, cotangent, retain_graph=not is_last, allow_unused=True
+            )
+            sums[i].add(gradients)
+            if kl_share:
+                video.kl.add(gradients, kl_share)
+
+    def _estimator_share(self, table: TransitionTable, step: int) -> float:
+        """c_2 / c_1 of a step whose KL is the velocity KL's estimator, minus the log-ratio; 0 without it."""
+        settings = self.settings
+        if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
+            return 0.0
+        # The table's numbers as `policy_loss` takes them, in float32.
+        surrogate = float(table.scale[step].float()) if settings.equalizer else 1.0
+        if settings.logprob == "unnormalized":
+            surrogate *= 2 * float(table.std[step].float()) ** 2
+        return self._kl_weight * settings.kl_velocity_weight / surrogate
+
+
+def _at_advantage(unit: PolicyTerms, kl: PolicyTerms, advantage: float) -> PolicyTerms:
+    """The terms at an advantage, from those at A = 1 without KL and those at A = 0 with it; all else is independent."""
+    return kl._replace(
+        loss=advantage * unit.loss + kl.loss,
+        surrogate=advantage * unit.surrogate,
+    )

@@ -11,10 +11,14 @@ from sage_fast.config import ConfigError
 
 MODEL_FAMILIES = {
     "toy": "sage_fast.toy.components:load_components",
+    "hunyuan15": "sage_fast.policy.loading:load_components",
 }
 
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
+    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
+    "clip_score": "sage_fast.rewards.clip_score:CLIPScore",
+    "pick_score": "sage_fast.rewards.pick_score:PickScore",
 }
 
 

@@ -44,7 +44,7 @@ def build_tiny_clip(folder: Path, *, image_size: int = 24, seed: int = 0) -> Pat
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.normal_(0, 0.3)
+                    parameter.normal_(0, 0.2)
     model.save_pretrained(folder)
     preprocessing = {
         "crop_size": image_size,

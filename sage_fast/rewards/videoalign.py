@@ -5,6 +5,7 @@ three special tokens into scores. https://arxiv.org/abs/2501.13918, https://gith
 """
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class VideoAlignReward:
         statistics = [self.settings.statistics[name] if normalise else (0.0, 1.0) for name in SCORES]
         self.mean, self.std = torch.tensor(statistics).T
 
-        model, head, self.tokenizer = load_videoalign(folder, self.settings, str(base_model), self.dtype)
+        base = os.path.expanduser(base_model)
+        model, head, self.tokenizer = load_videoalign(folder, self.settings, base, self.dtype)
         self.model: Any = model.to(self.device)
         self.head = head.to(self.device)
         self.video_token = self.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
@@ -165,7 +167,7 @@ class VideoAlignReward:
         mask = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
 
         embeddings = self.model.language_model.embed_tokens(tokens)
-        is_video = ((tokens == self.video_token) & mask)[..., None]
+        is_video = (tokens == self.video_token)[..., None]
         embeddings = embeddings.masked_scatter(is_video, features.to(embeddings.dtype))
         hidden = self.model.language_model(
             inputs_embeds=embeddings,

@@ -80,16 +80,18 @@ class VideoAlignSettings:
                         f"{section}.{key} is {tree[section].get(key)!r}, and this reward implements {required!r}"
                     )
             rank = lora["lora_r"] if lora["lora_enable"] else 0
-            statistics = tree.get("inference_config") or {}
+            given = tree.get("inference_config")
+            statistics = {n: (float(given[f"{n}_mean"]), float(given[f"{n}_std"])) for n in SCORES} if given else {}
+            for name, (_, std) in statistics.items():
+                if not std > 0:
+                    raise ValueError(f"inference_config.{name}_std is {std}, and a std must be positive")
             return cls(
                 sample_fps=float(data["fps"]),
                 max_frame_pixels=int(data["max_frame_pixels"]),
                 lora_rank=rank,
                 lora_scale=lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank) if rank else 0.0,
                 tuned_vision=not model.get("freeze_vision_tower", False),
-                statistics={n: (float(statistics[f"{n}_mean"]), float(statistics[f"{n}_std"])) for n in SCORES}
-                if statistics
-                else {},
+                statistics=statistics,
             )
         except KeyError as error:
             raise ValueError(f"{path} has no {error}; it is not VideoAlign's model_config.json.") from error
@@ -174,7 +176,7 @@ def _read_step(folder: Path, step: Path) -> dict[str, Tensor]:
     try:
         matrices = load_file(adapter)
     except SafetensorError as error:
-        raise ValueError(_damaged(adapter, folder, error)) from error
+        raise ValueError(_damaged(adapter, folder)) from error
     return _current_names(matrices | _read_pickled(rest, folder))
 
 
@@ -183,14 +185,13 @@ def _read_pickled(path: Path, folder: Path) -> dict[str, Tensor]:
         # Mapped, so that the processes of a node share one copy while they load.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(_damaged(path, folder, error)) from error
+        raise ValueError(_damaged(path, folder)) from error
 
 
-def _damaged(path: Path, folder: Path, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _damaged(path: Path, folder: Path) -> str:
     return (
-        f"{path} ({path.stat().st_size:,} bytes) cannot be read as weights: {reason} Is the download incomplete, or is "
-        f"it a Git LFS pointer? Fetch it again with {_FETCH_CHECKPOINT.format(folder)}."
+        f"{path} ({path.stat().st_size:,} bytes) cannot be read as weights. Is the download incomplete, or the file a "
+        f"Git LFS pointer? Fetch it again with {_FETCH_CHECKPOINT.format(folder)}."
     )
 
 
@@ -232,9 +233,14 @@ def _base_model_parts(base_model: str) -> tuple[Any, Any]:
 
 
 def _base_model_message(base_model: str, error: Exception) -> str:
+    # A name with another number of slashes than the hub's `owner/name` is meant as a folder.
+    if not Path(base_model).exists() and base_model.count("/") != 1:
+        reason = "there is no such folder"
+    else:
+        reason = str(error).strip().splitlines()[0].rstrip(" .:")
     return (
-        f"base_model {base_model!r} is neither a folder of Qwen2-VL-2B-Instruct nor a model that the hub gave: "
-        f"{str(error).strip().splitlines()[0]} Fetch it with {_FETCH_BASE_MODEL} and set base_model to that folder."
+        f"base_model {base_model!r} cannot be loaded: {reason}. It is a folder or the hub id of Qwen2-VL-2B-Instruct. "
+        f"Fetch it with {_FETCH_BASE_MODEL} and set base_model to that folder."
     )
 
 

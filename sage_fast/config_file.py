@@ -66,34 +66,24 @@ def _explain_unknown(key: str, where: str) -> str:
     return f"{where}: unknown key {key!r}.{hint}"
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML and apply command-line overrides.
+def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML files and apply command-line overrides.
+
+    Files are merged from left to right: what a later file names replaces what an earlier one says, key by key inside
+    sections; a list or a mapping of the user's own names (`reward.weights`, `reward.options`) is replaced as a whole.
 
     Args:
-        path: YAML file; null when everything comes from `overrides`.
-        overrides: `--section.key=value` words.
+        paths: a YAML file, or several; null when everything comes from `overrides`.
+        overrides: `--section.key=value` words. `--reward.options.NAME.KEY=value` sets one option of one reward, and
+            `--list.key+=value` appends to a list.
 
     Raises:
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
     """
+    files = [] if paths is None else [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
     words = list(overrides)
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise ConfigError(
-                f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
-            )
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(
-                f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}."
-            )
-        unknown = _unknown_keys(tree, RunConfig)
-        if unknown:
-            raise ConfigError(_explain_unknown(unknown[0], str(path)))
+    for path in reversed(files):
+        _check_file(path)
         words = ["--config", str(path), *words]
     parser = build_parser()
     try:
@@ -111,6 +101,23 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         raise ConfigError(_tidy(message)) from error
     values.pop("config", None)
     return RunConfig(**values)
+
+
+def _check_file(path: Path) -> None:
+    """ConfigError unless the file is YAML with sections and keys that exist; the message names the file."""
+    if not path.is_file():
+        raise ConfigError(
+            f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
+        )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}.")
+    unknown = _unknown_keys(tree, RunConfig)
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown[0], str(path)))
 
 
 def _tidy(message: str) -> str:

@@ -275,8 +275,8 @@ class RewardConfig:
         _require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "positive")
         if self.placement == "inline" and (self.queue_size, self.timeout_seconds) != (2, 1800.0):
             raise ConfigError(
-                f"reward.queue_size {self.queue_size} and reward.timeout_seconds {self.timeout_seconds} are of a process "
-                "of its own. Set reward.placement to process, or leave the two at 2 and 1800."
+                f"reward.queue_size {self.queue_size} and reward.timeout_seconds {self.timeout_seconds} belong to a "
+                "process of its own. Set reward.placement to process, or leave the two at 2 and 1800."
             )
 
 

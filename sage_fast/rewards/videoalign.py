@@ -25,7 +25,13 @@ class VideoAlignReward:
     """Scores VQ (visual quality), MQ (motion quality) and TA (text alignment) of VideoAlign; higher is better.
 
     With `normalise` a score is in standard deviations of the checkpoint's training set from its mean. The paper of
-    SAGE-GRPO weighs (VQ, MQ, TA) by (1, 1, 1), its Setting A, or (0.5, 0.5, 1.0), its Setting B: `reward.weights`.
+    SAGE-GRPO weighs (VQ, MQ, TA) by (1, 1, 1), its Setting A, or (0.5, 0.5, 1.0), its Setting B. In a configuration:
+
+        reward:
+          rewards: [videoalign]
+          options:
+            videoalign: {path: checkpoints/VideoReward, fps: 24}
+          weights: {VQ: 0.5, MQ: 0.5, TA: 1.0}
 
     The model is frozen and keeps no state: a video's scores depend on the video, the prompt and `fps` alone, up to the
     rounding of another batch size.

@@ -144,7 +144,7 @@ def load_videoalign(
         _fold_lora(state, [f"language_model.{name}" for name in linears], settings, step)
     _check_fit(model, head, state, step)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
-    assert head is not None  # _check_fit
+    assert head is not None  # or _check_fit has raised
     return model.requires_grad_(False).eval(), head.float(), tokenizer
 
 

@@ -156,6 +156,12 @@ def test_mp4_mode_is_close_and_not_the_same(paths, height, width):
     assert any(not file[name].equal(tensor[name]) for name in file)
 
 
+def test_mp4_mode_samples_by_the_frame_rate_of_the_file(paths, monkeypatch):
+    monkeypatch.setattr(qwen2_vl_video, "through_mp4", lambda video, fps: (video, 3.0))
+    expected = make(paths, fps=3).score(VIDEOS, PROMPTS)
+    assert_scores(make(paths, mp4=True).score(VIDEOS, PROMPTS), expected, atol=1e-5)
+
+
 def test_bfloat16_is_close(paths):
     assert_scores(make(paths, dtype="bfloat16").score(VIDEOS, PROMPTS), GOLDEN[3], atol=0.15)
 

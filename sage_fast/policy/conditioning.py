@@ -123,7 +123,8 @@ class HunyuanPromptEncoder:
                 continue
             try:
                 with safe_open(path, framework="pt") as file:
-                    tensors = {name: file.get_tensor(name) for name in ("text", "glyph")}
+                    # Copied out of the mapped file, whose pages would die with it under a run that goes on for days.
+                    tensors = {name: file.get_tensor(name).clone() for name in ("text", "glyph")}
                     metadata = file.metadata() or {}
                 if metadata.get("prompt") != text or metadata.get("checksum") != _checksum(tensors):
                     raise ValueError("its content does not match its checksum")

@@ -24,7 +24,8 @@ from sage_fast.files import replacing
 from sage_fast.generate import Generator, load_generator, video_file_name
 from sage_fast.records import Prompt
 from sage_fast.report import Report, ShownVideo, spread_over_ranks
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.base import Scorer
+from sage_fast.rewards.worker import load_scorer
 from sage_fast.run import prompts_digest
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class PairedEvaluation:
         self.overwrite = overwrite
         self.files = [video_file_name(i, p.text) for i, p in enumerate(prompts)]
         self._generator: Generator | None = None
-        self._reward: CompositeReward | None = None
+        self._reward: Scorer | None = None
 
     def report(self, *, num_videos: int, resamples: int, seed: int) -> Report:
         """Evaluate what has not been evaluated, and compare.
@@ -127,7 +128,7 @@ class PairedEvaluation:
 
     def _evaluate(self, model: str) -> Evaluation:
         if self._reward is None:
-            self._reward = CompositeReward.from_config(self.config.reward)
+            self._reward = load_scorer(self.config.reward)
         if self._generator is None:
             self._generator = load_generator(self.config, self.prompts)
         generator, evaluation = self._generator, self.config.evaluation

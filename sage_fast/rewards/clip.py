@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sage_fast.rewards.frames import check_videos, sample_frames
+from sage_fast.rewards.frames import check_videos, resolve_device, sample_frames
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class ClipSimilarity:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
         self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
-        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.device = resolve_device(device)
         self.dtype = getattr(torch, dtype)
 
         weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path")

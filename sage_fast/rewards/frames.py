@@ -1,9 +1,20 @@
-"""What every reward does first: check its videos, and choose frames."""
+"""What every reward of video frames does first: find its device, check its videos, choose frames."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one. ValueError for a device that torch cannot use here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {name!r}, which torch cannot use here: {error}. Use auto or cpu.") from error
+    return torch.device(name)
 
 
 def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:

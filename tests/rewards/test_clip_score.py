@@ -178,6 +178,8 @@ def test_refusals(checkpoint: Path) -> None:
     for option, value in (("num_frames", 0), ("batch_size", 0), ("dtype", "int8")):
         with pytest.raises(ValueError, match=f"{option} is {value!r}"):
             CLIPScore(str(checkpoint), **{option: value})
+    with pytest.raises(ValueError, match=r"device is 'nowhere', which torch cannot use here"):
+        CLIPScore(str(checkpoint), device="nowhere")
     reward = CLIPScore(str(checkpoint), device="cpu")
     videos = soft_videos(2, 2, 24, 24)
     for bad in (videos.float(), videos[0], videos[:, :0], videos[:, :, :1]):

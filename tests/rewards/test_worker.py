@@ -3,7 +3,6 @@
 Where two processes must be at work at once, they wait for each other's files; no test measures a duration.
 """
 
-import logging
 import os
 import signal
 import subprocess
@@ -61,8 +60,10 @@ def started() -> Iterator[Callable[[RewardConfig], RewardProcess]]:
         assert worker._process.exitcode is not None
 
 
-def test_the_numbers_are_those_of_this_process(started: Callable[..., RewardProcess]) -> None:
-    settings = config("brightness", "Bright", weights={"brightness": 0.3, "bright": 2.0}, queue_size=3)
+def test_numbers_and_messages_are_those_of_this_process(
+    started: Callable[..., RewardProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config("brightness", "Bright", "Chatty", weights={"brightness": 0.3, "bright": 2.0}, queue_size=3)
     inline, worker = CompositeReward.from_config(settings), started(settings)
     texts = ["a red circle", 'with "quotes" and ünïcode 🙂', "x" * 100_000]
     batches = [(videos(3, seed), samples(*texts)) for seed in range(5)]
@@ -71,10 +72,13 @@ def test_the_numbers_are_those_of_this_process(started: Callable[..., RewardProc
     pending = [worker.submit(*batch) for batch in batches]
     for batch, answer in zip(batches, pending, strict=True):
         expected, found = inline.submit(*batch).result(), answer.result()
-        assert list(expected.scores) == list(found.scores) == ["brightness", "bright", "threads"]
+        assert list(expected.scores) == list(found.scores) == ["brightness", "bright", "threads", "score"]
         assert all(torch.equal(expected.scores[k], v) and v.dtype == torch.float64 for k, v in found.scores.items())
         assert torch.equal(expected.failed, found.failed) and found.seconds > 0
         assert torch.equal(inline.overall(expected.scores), worker.overall(found.scores))
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        (support.logger_name, "WARNING", "3 videos")
+    ] * (2 * len(batches))
 
 
 def test_a_reward_that_raises_stops_or_marks_as_inline(started: Callable[..., RewardProcess]) -> None:
@@ -98,11 +102,14 @@ def test_a_reward_that_raises_stops_or_marks_as_inline(started: Callable[..., Re
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"), [("exit", "ended with exit code 3"), ("kill", "was killed by SIGKILL, as the kernel does when")]
+    ("fault", "on_failure", "how"),
+    [
+        ("exit", "stop", "ended with exit code 3"),
+        ("kill", "drop_group", "was killed by SIGKILL, as the kernel does when memory runs out,"),
+    ],
 )
-@pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
 def test_a_worker_that_dies_is_an_error(
-    started: Callable[..., RewardProcess], fault: str, how: str, on_failure: Any
+    started: Callable[..., RewardProcess], fault: str, on_failure: Any, how: str
 ) -> None:
     worker = started(config("brightness", "Faulty", options={"Faulty": {"fault": fault}}))
     before = worker.submit(videos(1), samples("good"), on_failure)
@@ -162,24 +169,6 @@ def test_submitting_waits_while_the_queue_is_full(started: Callable[..., RewardP
     assert not thread.is_alive() and first.answer is not None
     (tmp_path / "go-2").touch()
     assert all(p.result().scores["score"].tolist() == [1.0] for p in [third[0], first, second])  # in any order
-
-
-def test_what_a_reward_logs_arrives_here(
-    started: Callable[..., RewardProcess], caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = started(config("Chatty"))
-    with caplog.at_level(logging.WARNING):
-        worker.submit(videos(3), samples("a", "b", "c")).result()
-    assert [(r.name, r.getMessage()) for r in caplog.records] == [(support.logger_name, "3 videos")]
-
-
-def test_closing_ends_it_and_again_does_nothing(started: Callable[..., RewardProcess]) -> None:
-    worker = started(config("brightness"))
-    worker.close()
-    assert worker._process.exitcode == 0
-    worker.close()
-    with pytest.raises(RewardError, match="has been closed"):
-        worker.submit(videos(1), samples("a"))
 
 
 def test_it_goes_with_its_last_reference() -> None:
@@ -327,9 +316,10 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
             parent.kill()
 
 
-def test_the_worker_outlives_ctrl_c_until_the_update_is_done(
+def test_ctrl_c_and_sigterm_leave_the_worker_to_the_trainer(
     started: Callable[..., RewardProcess], tmp_path: Path
 ) -> None:
+    """The update in progress gets its scores; closing then ends the worker, and does nothing a second time."""
     worker = started(config("Waiting", options={"Waiting": {"folder": str(tmp_path)}}))
     pending = worker.submit(videos(1), samples("a"))
     support.wait_for(tmp_path / "came-0")
@@ -338,3 +328,8 @@ def test_the_worker_outlives_ctrl_c_until_the_update_is_done(
         os.kill(worker._process.pid, number)
     (tmp_path / "go-0").touch()
     assert pending.result().scores["score"].tolist() == [1.0]
+    worker.close()
+    assert worker._process.exitcode == 0
+    worker.close()
+    with pytest.raises(RewardError, match="has been closed"):
+        worker.submit(videos(1), samples("a"))

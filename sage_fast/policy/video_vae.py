@@ -87,11 +87,11 @@ class VAEDecoder:
         pipeline's images are. Each sample is decoded for itself.
 
         Raises:
-            ValueError: a latent or a decoded pixel is not finite.
+            RuntimeError: a latent or a decoded pixel is not finite.
         """
         vae = self.vae.to(latents.device)
         if not latents.isfinite().all():
-            raise ValueError(
+            raise RuntimeError(
                 "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
                 "bfloat16, and check the weights."
             )
@@ -139,7 +139,7 @@ def decode_bytes(vae: AutoencoderKLHunyuanVideo15, latent_size: tuple[int, int, 
 def _to_uint8(pixels: Tensor) -> Tensor:
     """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
     if not pixels.isfinite().all():
-        raise ValueError(
+        raise RuntimeError(
             f"The VAE decoded to values that are not finite in {pixels.dtype}. Set model.vae_dtype to bfloat16 or "
             "float32."
         )

@@ -81,7 +81,7 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
     """
     files = [] if paths is None else [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
-    words = list(overrides)
+    words, reward_options = _split_reward_options(overrides)
     for path in reversed(files):
         _check_file(path)
         words = ["--config", str(path), *words]
@@ -91,6 +91,8 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             namespace = parser.parse_args(words)
+            for (name, key), value in reward_options.items():
+                namespace["reward.options"].setdefault(name, {})[key] = value
             values = vars(parser.instantiate(namespace))
     except ConfigError:
         raise
@@ -101,6 +103,30 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
         raise ConfigError(_tidy(message)) from error
     values.pop("config", None)
     return RunConfig(**values)
+
+
+def _split_reward_options(overrides: Sequence[str]) -> tuple[list[str], dict[tuple[str, str], Any]]:
+    """Takes `--reward.options.NAME.KEY=value` out of the words: (reward, option) -> value.
+
+    jsonargparse would replace all options of that reward.
+    """
+    words: list[str] = []
+    options: dict[tuple[str, str], Any] = {}
+    rest = iter(overrides)
+    for word in rest:
+        match = re.fullmatch(r"--reward\.options\.([^=]+)\.(\w+)(?:=(.*))?", word, re.DOTALL)
+        if match is None:
+            words.append(word)
+            continue
+        name, key, value = match.groups()
+        value = next(rest, "") if value is None else value
+        try:
+            options[name, key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"reward.options.{name}.{key} is {value!r}, which is not a YAML value: {error}"
+            ) from error
+    return words, options
 
 
 def _check_file(path: Path) -> None:

@@ -107,9 +107,10 @@ def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
     strip = _Strip("", _frames(video, "video"))
     images = strip.images(_spread(len(strip.frames), max_frames))
     width, height = strip.cell
-    whole = Image.new("RGB", (len(images) * (width + FRAME_GAP) - FRAME_GAP, height), "white")
+    # A thin grey line between frames can be seen on a light page and on a dark one.
+    whole = Image.new("RGB", (len(images) * (width + 2) - 2, height), FAINT_INK)
     for column, image in enumerate(images):
-        whole.paste(image, (column * (width + FRAME_GAP), 0))
+        whole.paste(image, (column * (width + 2), 0))
     buffer = io.BytesIO()
     # Full chroma: the colours of a small shape would otherwise run over its edge.
     whole.save(buffer, format="JPEG", quality=90, subsampling=0)

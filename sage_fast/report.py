@@ -169,7 +169,7 @@ def _footnotes(report: Report, marked: str) -> list[str]:
     terms = " + ".join(f"{w:g} {n}" for n, w in report.weights.items())
     return [
         f"{len(report.base.prompts)} prompts, one video each; both models start from the same noise. "
-        f"{OVERALL} = {terms}. Higher is better.",
+        f"{OVERALL} = {terms}; higher is better for it and its terms. Other scores are measured only.",
         f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
         f"{report.seed}; {marked} where the interval leaves out zero. Win rate: prompts on which the trained model "
         "scores higher.",
@@ -194,14 +194,16 @@ th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid var(--rule); }
 td.prompt { white-space: normal; min-width: 16rem; }
 .gain { color: var(--gain); font-weight: 600; } .loss { color: var(--loss); font-weight: 600; }
+.clear { font-weight: 600; }
 figure { margin: 0 0 1.5rem; padding: 1rem; background: var(--panel); border-radius: .5rem; overflow-x: auto; }
 figcaption { margin-bottom: .6rem; } .strip { display: flex; align-items: center; gap: .8rem; margin-top: .4rem; }
 .strip span { flex: 0 0 4rem; color: var(--faint); font-size: .85rem; } .strip img { max-width: 100%; height: auto;
   border-radius: .2rem; min-width: 0; }
 svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .axis { stroke: var(--faint); }
 svg .bar { stroke: var(--faint); stroke-width: 3; } svg .dot { fill: var(--faint); }
-svg .bar.up { stroke: var(--gain); } svg .dot.up { fill: var(--gain); }
-svg .bar.down { stroke: var(--loss); } svg .dot.down { fill: var(--loss); }
+svg .bar.gain { stroke: var(--gain); } svg .dot.gain { fill: var(--gain); }
+svg .bar.loss { stroke: var(--loss); } svg .dot.loss { fill: var(--loss); }
+svg .bar.clear { stroke: var(--ink); } svg .dot.clear { fill: var(--ink); }
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: .5rem; font-size: .85rem; }
 """
@@ -213,7 +215,7 @@ def to_html(report: Report) -> str:
         "<h1>Evaluation: base and trained</h1>",
         f"<p>{escape(headline(report))}</p>",
         _html_table(report),
-        *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "coloured")),
+        *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
         "<h2>Difference, score by score</h2>",
         _html_intervals(report),
         _html_videos(report),
@@ -232,18 +234,20 @@ def to_html(report: Report) -> str:
     )
 
 
-def _direction(score: ScoreComparison, up: str, down: str) -> str:
-    """A CSS class where the interval leaves out zero, else nothing."""
+def _direction(report: Report, score: ScoreComparison) -> str:
+    """A CSS class where the interval leaves out zero, else nothing; green and red only where higher is better."""
     if not score.significant:
         return ""
-    return up if score.difference.mean > 0 else down
+    if score.name != OVERALL and score.name not in report.weights:
+        return "clear"
+    return "gain" if score.difference.mean > 0 else "loss"
 
 
 def _html_table(report: Report) -> str:
     head = "".join(f'<th scope="col">{escape(s.name)}</th>' for s in report.scores)
     body = []
     for label, cells in _rows(report):
-        marks = [_direction(s, "gain", "loss") if label == "difference" else "" for s in report.scores]
+        marks = [_direction(report, s) if label == "difference" else "" for s in report.scores]
         columns = "".join(
             f'<td class="{mark}">{escape(cell)}</td>' if mark else f"<td>{escape(cell)}</td>"
             for cell, mark in zip(cells, marks, strict=True)
@@ -275,11 +279,11 @@ def _html_intervals(report: Report) -> str:
     parts = [f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="4" y2="{bottom}" stroke-dasharray="3 3"/>']
     for number, (score, low, mean, high) in enumerate(rows):
         y = height * number + height / 2 + 4
-        way = _direction(score, " up", " down")
+        way = _direction(report, score)
         parts.append(
             f'<text x="0" y="{y + 4:.1f}">{escape(score.name)}</text>'
-            f'<line class="bar{way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<circle class="dot{way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
+            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
             f'<text x="{left + width + 12}" y="{y + 4:.1f}">{mean:+.2f}</text>'
         )
     text = "; ".join(f"{s.name} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
@@ -287,7 +291,7 @@ def _html_intervals(report: Report) -> str:
         f'<div class="scroll"><svg width="{left + width + 70}" height="{bottom + 8}" role="img" '
         f'aria-label="{escape(text)}">{"".join(parts)}</svg></div>'
         '<p class="faint">Mean difference and 95 % interval, in standard deviations of the base model\'s scores over '
-        "prompts; right of the dashed line the trained model is better.</p>"
+        "prompts; right of the dashed line the trained model scores higher.</p>"
     )
 
 

@@ -109,6 +109,17 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
     return folder, data.tensors.get("ema", data.tensors["weights"])
 
 
+def adapter(path: Path) -> Path:
+    """The file of the adapter that --lora names. ConfigError when there is none."""
+    from sage_fast.config import ConfigError
+    from sage_fast.policy.trained import adapter_file
+
+    try:
+        return adapter_file(path)
+    except ValueError as error:
+        raise ConfigError(f"--lora: {error}") from error
+
+
 def program() -> str:
     """How this program was called, for a command that can be pasted."""
     name = Path(sys.argv[0]).name

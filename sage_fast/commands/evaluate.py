@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.commands.common import (
+    adapter,
     add_config_argument,
     add_prompt_arguments,
     load_run_config,
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {file} holds one.")
 
     if options.lora:
-        path, weights = options.lora, None
+        path, weights = adapter(options.lora), None
     else:
         found = trained_weights(options.checkpoint, config)
         if found is None:

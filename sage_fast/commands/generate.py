@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.commands.common import (
+    adapter,
     add_config_argument,
     add_prompt_arguments,
     load_run_config,
@@ -64,16 +65,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Before the model is loaded, so that a mistake is found in a second.
     check_request(options.sampler, options.num_videos)
     prompts = load_eval_prompts(config)
-    trained = None if options.lora else trained_weights(options.checkpoint, config)
+    lora = adapter(options.lora) if options.lora else None
+    trained = None if lora else trained_weights(options.checkpoint, config)
     generator = load_generator(config, prompts)
-    if options.lora:
-        generator.use_adapter(options.lora)
+    if lora:
+        generator.use_adapter(lora)
     elif trained:
         generator.use_weights(trained[1])
     paths, kept = generate(
         generator,
         options.output,
-        weights=str(options.lora or (trained[0] if trained else "base")),
+        weights=str(lora or (trained[0] if trained else "base")),
         sampler=options.sampler,
         num_videos=options.num_videos,
         overwrite=options.overwrite,

@@ -36,6 +36,17 @@ def use_weights(
     transformer.requires_grad_(False)
 
 
+def adapter_file(path: Path) -> Path:
+    """The .safetensors file of an adapter, given its folder or itself. ValueError when it is not there."""
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"There is no adapter {file}. Give a folder that `sage-fast export` wrote, the lora/ folder of a "
+            "checkpoint, or a .safetensors file."
+        )
+    return file
+
+
 @torch.no_grad()
 def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
     """Take over a LoRA adapter in diffusers' layout, in float32 as it was trained (diffusers alone would round it to
@@ -47,12 +58,7 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
     Raises:
         ValueError: there is no such file, or it is not of this transformer.
     """
-    file = path / ADAPTER_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"There is no adapter {file}. Give a folder that `sage-fast export` wrote, the lora/ folder of a "
-            "checkpoint, or a .safetensors file."
-        )
+    file = adapter_file(path)
     values = load_file(file)
     modules = {re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values}
     unknown = sorted(modules - {name for name, _ in transformer.named_modules()})

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1
 """Part of every key; raised when the meaning of an entry changes."""
+
+LOG_SECONDS = 60
+"""Seconds between two lines of progress where there is no terminal for a bar."""
 
 MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
@@ -151,6 +155,7 @@ class HunyuanPromptEncoder:
         tokens = self._encode_glyphs(quoting) if quoting else {}
         no_glyphs = torch.zeros(0, self._glyph_width())
         encoder, tokenizer = self._load_text_encoder()
+        said = time.monotonic()
         try:
             with torch.no_grad(), tqdm(total=len(texts), desc="prompts", unit="prompt", disable=None) as bar:
                 for first in range(0, len(texts), self.batch_size):
@@ -164,6 +169,9 @@ class HunyuanPromptEncoder:
                         glyph = tokens.get(text, no_glyphs.to(row.dtype))
                         self._write(text, PromptEmbeds(text=row[valid], glyph=glyph))
                     bar.update(len(batch))
+                    if bar.disable and time.monotonic() - said > LOG_SECONDS:
+                        said = time.monotonic()
+                        logger.info("Encoded %d of %d prompts.", first + len(batch), len(texts))
         finally:
             del encoder
             self._release()

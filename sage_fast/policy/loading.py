@@ -117,9 +117,9 @@ def find_checkpoint(model: ModelConfig, cache: Path) -> CheckpointFiles:
     Raises as `load_components`.
     """
     path = model.path if model.path is not None else DEFAULT_REPOSITORY
-    folder = Path(path).expanduser()
+    folder, repository = Path(path).expanduser(), None
     if not folder.is_dir():
-        folder = _download(path)
+        folder, repository = _download(path), path
     root = _root(folder)
     if (root / "model_index.json").is_file() or (root / "transformer" / "config.json").is_file():
         if model.variant is not None:
@@ -127,7 +127,7 @@ def find_checkpoint(model: ModelConfig, cache: Path) -> CheckpointFiles:
                 f"model.variant is {model.variant!r}, but {root} is in diffusers' layout and holds one transformer. "
                 "Leave model.variant out."
             )
-        return _diffusers_files(root)
+        return _diffusers_files(root, repository)
     variants = sorted(p.parent.name for p in root.glob("transformer/*/config.json"))
     if variants:
         wanted = folder.name if root != folder else model.variant
@@ -170,15 +170,17 @@ def _download(repository: str) -> Path:
 # ---------------------------------------------------------------------------------------------- diffusers' layout
 
 
-def _diffusers_files(root: Path) -> CheckpointFiles:
+def _diffusers_files(root: Path, repository: str | None) -> CheckpointFiles:
     index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
     for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
-        _require(root / name, ["tokenizer_config.json" if "tokenizer" in name else "config.json"], root, name)
+        # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
+        command = f"hf download {repository}" if repository else _command(_repository(root), root, f"{name}/*")
+        _require(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
         if name in _PARTS:
-            _require_weights(root / name, _PARTS[name], _command(_repository(root), root, f"{name}/*"))
+            _require_weights(root / name, _PARTS[name], command)
     config_file = root / "transformer" / "config.json"
     config = _read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
@@ -234,7 +236,7 @@ def _official_files(root: Path, variant: str, cache: Path) -> CheckpointFiles:
     config = _read_json(transformer / "config.json")
     _refuse_official(transformer, config)
     _require_weights(transformer, "diffusion_pytorch_model", _command(official, root, f"transformer/{variant}/*"))
-    _require(root / "vae", ["config.json"], root, "vae", official)
+    _require(root / "vae" / "config.json", _command(official, root, "vae/*"))
     _require_weights(root / "vae", "diffusion_pytorch_model", _command(official, root, "vae/*"))
     text, llm, small = root / "text_encoder", root / "text_encoder" / "llm", root / "text_encoder" / "byt5-small"
     glyph = text / "Glyph-SDXL-v2"
@@ -248,8 +250,7 @@ def _official_files(root: Path, variant: str, cache: Path) -> CheckpointFiles:
         ),
     ):
         for name in names:
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder / name} is missing. Get it with: {command}")
+            _require(folder / name, command)
     _require_weights(llm, "model", f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}")
     converted = cache / "converted"
     glyph_encoder = convert_glyph_encoder(text, converted / "glyph_encoder")
@@ -298,12 +299,9 @@ def _command(repository: str, folder: Path, include: str | None = None) -> str:
     return f"hf download {repository}{chosen} --local-dir {folder}"
 
 
-def _require(folder: Path, names: list[str], root: Path, part: str, repository: str | None = None) -> None:
-    """ValueError naming the first file that is missing, and the command that gets its folder."""
-    for name in names:
-        if not (folder / name).is_file():
-            command = _command(repository or _repository(root), root, f"{part}/*")
-            raise ValueError(f"{folder / name} is missing. Get it with: {command}")
+def _require(file: Path, command: str) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file} is missing. Get it with: {command}")
 
 
 def _require_weights(folder: Path, stem: str, command: str) -> None:
@@ -314,8 +312,7 @@ def _require_weights(folder: Path, stem: str, command: str) -> None:
     else:
         names = [f"{stem}.safetensors"]
     for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing. Get it with: {command}")
+        _require(folder / name, command)
         try:
             with safe_open(folder / name, framework="pt"):
                 pass

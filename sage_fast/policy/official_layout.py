@@ -18,7 +18,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,8 @@ def convert_transformer(source: Path, target: Path, shard_bytes: int = _SHARD_BY
     ValueError when the files are not a HunyuanVideo-1.5 transformer, or do not fit on the disk.
     """
     shapes = _shapes(source)
-    config = transformer_config(_read_json(source / "config.json"), shapes)
+    with _naming_missing_keys(source / "config.json"):
+        config = transformer_config(_read_json(source / "config.json"), shapes)
     return _convert(
         source, target, HunyuanVideo15Transformer3DModel, config, transformer_recipes, list(shapes), shard_bytes
     )
@@ -229,7 +231,8 @@ def convert_transformer(source: Path, target: Path, shard_bytes: int = _SHARD_BY
 
 def convert_vae(source: Path, target: Path, shard_bytes: int = _SHARD_BYTES) -> Path:
     """As `convert_transformer`, for the VAE."""
-    config = vae_config(_read_json(source / "config.json"))
+    with _naming_missing_keys(source / "config.json"):
+        config = vae_config(_read_json(source / "config.json"))
     return _convert(
         source, target, AutoencoderKLHunyuanVideo15, config, vae_recipes, list(_shapes(source)), shard_bytes
     )
@@ -395,7 +398,7 @@ def _is_current(target: Path, identity: str) -> bool:
     if not marker.is_file():
         return False
     tree = _read_json(marker)
-    return tree["source"] == identity and all(
+    return tree.get("source") == identity and all(
         (target / name).is_file() and (target / name).stat().st_size == size for name, size in tree["files"].items()
     )
 
@@ -416,6 +419,14 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+@contextmanager
+def _naming_missing_keys(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{file} has no entry {error}: it does not describe a part of HunyuanVideo-1.5.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -170,6 +170,10 @@ def drop_tensor(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
     del weights["double_blocks.1.img_attn_q.weight"]
 
 
+def no_depth(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del config["mm_double_blocks_depth"]
+
+
 def more_layers(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
     config["mm_double_blocks_depth"] = 3
 
@@ -183,6 +187,7 @@ def wider_text(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
     [
         (add_tensor, ["double_blocks.0.extra.weight is no tensor of HunyuanVideo-1.5"]),
         (drop_tensor, ["do not fit", "missing ['transformer_blocks.1.attn.to_q.weight']"]),
+        (no_depth, ["config.json has no entry 'mm_double_blocks_depth'"]),
         (more_layers, ["do not fit", "transformer_blocks.2."]),
         (wider_text, ["txt_in.", "has shape", "needs"]),
     ],

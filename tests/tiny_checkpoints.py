@@ -323,6 +323,12 @@ def _save_full_language_model(folder: Path, pipeline: HunyuanVideo15Pipeline) ->
     full = Qwen2_5_VLForConditionalGeneration(config)
     full.model.language_model.load_state_dict(text.state_dict())
     full.save_pretrained(folder)
+    # The published config.json has the language model's settings beside the others, not in a section of their own.
+    nested = json.loads((folder / "config.json").read_text())
+    flat = {k: v for k, v in nested.pop("text_config").items() if k not in ("rope_parameters", "layer_types")}
+    rope = LANGUAGE_MODEL["rope_parameters"]
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    _write_json(folder / "config.json", flat | nested | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling})
     # The published tokenizer pads on the left.
     pipeline.tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from sage_fast.files import exclusive, fingerprint, replacing
 from sage_fast.records import PromptEmbeds
@@ -238,7 +239,13 @@ class HunyuanPromptEncoder:
 
 def _load(model_class: Any, folder: Path) -> Any:
     """A transformers model in the data type of its files, ready for inference. ValueError when weights are missing."""
-    model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
+    verbosity = transformers_logging.get_verbosity()
+    # What is missing is said below; that the whole Qwen2.5-VL has a head which its language model lacks is known.
+    transformers_logging.set_verbosity_error()
+    try:
+        model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if info["missing_keys"]:
         raise ValueError(
             f"The weights in {folder} lack {len(info['missing_keys'])} tensors of a {model_class.__name__}, among them "

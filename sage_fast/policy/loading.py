@@ -106,8 +106,9 @@ def cache_folder(model: ModelConfig) -> Path:
                 f"model.cache_dir is {model.cache_dir!r}, which cannot be written to. Choose another folder."
             )
         return folder
-    if model.path is not None and Path(model.path).is_dir() and os.access(model.path, os.W_OK):
-        return _root(Path(model.path)) / ".sage_fast"
+    root = _root(Path(model.path)) if model.path is not None else None
+    if root is not None and root.is_dir() and os.access(root, os.W_OK):
+        return root / ".sage_fast"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 

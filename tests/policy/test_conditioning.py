@@ -3,7 +3,8 @@
 import json
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,25 @@ def test_an_interrupted_encoding_keeps_what_was_done(
     with caplog.at_level(logging.INFO):
         encoder_of(diffusers_checkpoint, encoder.cache).encode(["a", "b", "c", "d"])
     assert "Encoding 2 prompts on cpu; 2 are in the cache" in caplog.text
+
+
+def test_a_rank_that_waited_takes_what_the_other_encoded(
+    encoder: HunyuanPromptEncoder, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = encoder_of(encoder.text_encoder.parent, encoder.cache)
+    exclusive = conditioning.exclusive
+
+    @contextmanager
+    def after_the_other_rank(folder: Path) -> Iterator[None]:
+        monkeypatch.setattr(conditioning, "exclusive", exclusive)
+        other.encode(["a cat", "a dog"])
+        loaded.clear()
+        with exclusive(folder):
+            yield
+
+    monkeypatch.setattr(conditioning, "exclusive", after_the_other_rank)
+    encoder.encode(["a cat", "a dog"])
+    assert loaded == []
 
 
 def cut(path: Path) -> None:

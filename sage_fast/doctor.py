@@ -18,10 +18,10 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config import ConfigError, RunConfig
-from sage_fast.footprint import Footprint, ModelShape, checkpoint_bytes, estimate
+from sage_fast.footprint import PUBLISHED_GB, Footprint, ModelShape, checkpoint_bytes, estimate
 from sage_fast.machine import Check, Status, hardware, host_memory, software, version_of
 from sage_fast.registry import MODEL_FAMILIES, REWARDS, resolve
-from sage_fast.requirements import local_folder, requirements
+from sage_fast.requirements import local_folder, requirements, weight_sizes
 from sage_fast.run import load_prompts
 from sage_fast.trainer import resolve_device
 
@@ -270,7 +270,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     shape, device = _shape(config), _device(config)
     if shape is None or device is None:
         return
-    footprint = estimate(config, shape)
+    footprint = estimate(config, shape, PUBLISHED_GB | weight_sizes(config))
     if device.startswith("cuda"):
         available, where = torch.cuda.get_device_properties(device).total_memory / 1e9, device
     else:

@@ -7,6 +7,7 @@ what several GPUs share is not divided.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,11 @@ WORKING_SET = (16.0, 18.0)
 RUNTIME_GB = 1.5
 """CUDA context and libraries."""
 
-REWARD_GB = {"videoalign": 4.5, "clip_score": 1.7, "pick_score": 4.0}
-"""Published reward models: VideoAlign in bfloat16, the two CLIP models in float32, with their activations."""
+PUBLISHED_GB = {"vae": 2.5, "videoalign": 4.5, "clip_score": 1.7, "pick_score": 4.0}
+"""Weights beside the transformer: the video autoencoder in float16, VideoAlign in bfloat16, both CLIP in float32."""
 
-VAE_GB = 2.5
-"""HunyuanVideo-1.5's video autoencoder in float16."""
+DECODER_CHANNELS = 128
+"""Width of the video decoder at full resolution, where its activations are largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,14 @@ class Footprint:
     tokens: int
 
 
-def estimate(config: RunConfig, shape: ModelShape, text_tokens: int = 250) -> Footprint:
+def estimate(
+    config: RunConfig, shape: ModelShape, sizes: Mapping[str, float] = PUBLISHED_GB, text_tokens: int = 250
+) -> Footprint:
     """Peak memory of training with a configuration, on its one process.
 
     Args:
         shape: of the transformer.
+        sizes: gigabytes of the weights beside it, by the names in `PUBLISHED_GB`.
         text_tokens: tokens of a prompt; those of a long sentence or two are 250.
     """
     model, rollout, training = config.model, config.rollout, config.training
@@ -117,14 +121,18 @@ def estimate(config: RunConfig, shape: ModelShape, text_tokens: int = 250) -> Fo
     latent = 4 * shape.latent_channels * frames * rows * columns
     # States and velocities of every step, and the anchor's velocities.
     stored = rollout.batch_size * rollout.num_steps * latent * (3 if config.objective.kl_mode != "none" else 2)
-    decoding = (model.decode_memory_gib or 0.0) * 2**30
+    # Four copies in half precision and two in float32 at the widest place, in tiles if that is over the limit.
+    pixels = config.video.num_frames * config.video.height * config.video.width
+    decoding = 16.0 * DECODER_CHANNELS * pixels
+    if model.decode_memory_gib is not None:
+        decoding = min(decoding, model.decode_memory_gib * 2**30)
 
     parts = {
         "weights": resident * bytes_per_number,
         "gradients, optimizer, anchor": trained * 4 * copies,
         "trajectories": stored,
-        "VAE": VAE_GB * GB * bytes_per_number / 2,
-        "rewards": sum(REWARD_GB.get(name, 0.0) for name in _rewards_here(config)) * GB,
+        "VAE": sizes["vae"] * GB,
+        "rewards": sum(sizes.get(name, 0.0) for name in _rewards_here(config)) * GB,
         "CUDA context": RUNTIME_GB * GB,
         "activations": activations,
         "working set": working,

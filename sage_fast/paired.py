@@ -75,8 +75,13 @@ class PairedEvaluation:
         Raises:
             ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
         """
-        # In this order: the trained weights replace the base model's.
-        base, trained = self.scores("base"), self.scores("trained")
+        try:
+            # In this order: the trained weights replace the base model's.
+            base, trained = self.scores("base"), self.scores("trained")
+        finally:
+            if self._reward is not None:
+                self._reward.close()
+                self._reward = None
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         return Report(

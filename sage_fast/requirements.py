@@ -44,6 +44,21 @@ def requirements(config: RunConfig) -> list[Requirement]:
     return found
 
 
+def weight_sizes(config: RunConfig) -> dict[str, float]:
+    """Gigabytes (1e9 bytes) of the weights beside the transformer that are here: `vae`, and rewards by name."""
+    folders = {
+        name: config.reward.options.get(name, {}).get("path", default) for name, default in _REWARD_PATHS.items()
+    }
+    sizes = {}
+    for name, path in folders.items():
+        if (folder := local_folder(str(path))) is not None:
+            sizes[name] = sum(f.stat().st_size for f in folder.rglob("*") if f.suffix in (".safetensors", ".pth")) / 1e9
+    model = local_folder(config.model.path) if config.model.path else None
+    if model is not None and (model / "vae").is_dir():
+        sizes["vae"] = sum(f.stat().st_size for f in (model / "vae").glob("*.safetensors")) / 1e9
+    return {name: size for name, size in sizes.items() if size}
+
+
 def local_folder(path: str) -> Path | None:
     """The folder that a path means: itself, or a repository's snapshot in the hub's local cache; None for neither."""
     folder = Path(path).expanduser()
@@ -142,7 +157,7 @@ def _official(root: Path, variant: str | None) -> list[Requirement]:
 
 
 def _videoalign(options: Mapping[str, Any]) -> list[Requirement]:
-    path = str(options.get("path", "models/VideoReward"))
+    path = str(options.get("path", _REWARD_PATHS["videoalign"]))
     base = str(options.get("base_model", "Qwen/Qwen2-VL-2B-Instruct"))
     # It is read from a folder only: the id of a repository would not do.
     folder = Path(path).expanduser()
@@ -162,13 +177,13 @@ def _videoalign(options: Mapping[str, Any]) -> list[Requirement]:
 
 
 def _clip_score(options: Mapping[str, Any]) -> list[Requirement]:
-    path = str(options.get("path", "openai/clip-vit-large-patch14"))
+    path = str(options.get("path", _REWARD_PATHS["clip_score"]))
     patterns = ["config.json", "*.safetensors|*.bin", "preprocessor_config.json", "tokenizer_config.json"]
     return [_check("CLIPScore", path, patterns, "openai/clip-vit-large-patch14")]
 
 
 def _pick_score(options: Mapping[str, Any]) -> list[Requirement]:
-    path = str(options.get("path", "yuvalkirstain/PickScore_v1"))
+    path = str(options.get("path", _REWARD_PATHS["pick_score"]))
     model = _check("PickScore", path, ["config.json", "*.safetensors|*.bin"], "yuvalkirstain/PickScore_v1")
     processor = options.get("processor")
     if processor is None:
@@ -188,5 +203,10 @@ def _pick_score(options: Mapping[str, Any]) -> list[Requirement]:
     ]
 
 
+_REWARD_PATHS = {
+    "videoalign": "models/VideoReward",
+    "clip_score": "openai/clip-vit-large-patch14",
+    "pick_score": "yuvalkirstain/PickScore_v1",
+}
 _FAMILIES = {"hunyuan15": _hunyuan15}
 _REWARDS = {"videoalign": _videoalign, "clip_score": _clip_score, "pick_score": _pick_score}

@@ -117,7 +117,7 @@ class RewardProcess(Scorer):
         # The only other copy is the worker's, so that its end is seen here.
         theirs.close()
         # Before multiprocessing waits for its children at exit, hence the priority; also when this object goes.
-        self._stop = Finalize(self, _stop, (self._process, self._connection, self._running), exitpriority=10)
+        self._stop = Finalize(self, _end_worker, (self._process, self._connection, self._running), exitpriority=10)
         try:
             self._unpack(self._next_answer(self._last_answer, "while it was set up"))
         except RewardError as error:
@@ -260,7 +260,7 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stop(process: BaseProcess, connection: Connection, running: Tensor) -> None:
+def _end_worker(process: BaseProcess, connection: Connection, running: Tensor) -> None:
     """End the worker: an idle one leaves when its connection closes, one in a reward is killed."""
     connection.close()
     process.join(SECONDS_TO_LEAVE if int(running) == IDLE else 0)

@@ -263,7 +263,9 @@ def convert_glyph_encoder(source: Path, target: Path) -> Path:
         tokenizer.add_tokens(tokens, special_tokens=True)
         config = T5Config.from_pretrained(small)
         config.vocab_size = len(tokenizer)
-        encoder = T5EncoderModel(config)
+        # Its random initial weights are replaced; they must not move the run's random numbers.
+        with torch.random.fork_rng(devices=[]):
+            encoder = T5EncoderModel(config)
         state = torch.load(weights_file, map_location="cpu", weights_only=True)
         if "state_dict" in state:
             prefix = "module.text_tower.encoder."

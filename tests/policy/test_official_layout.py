@@ -94,9 +94,11 @@ def test_a_finished_conversion_is_used_as_it_is(transformer: Path, tmp_path: Pat
     target = tmp_path / "converted"
     convert_transformer(transformer, target)
     assert len(saved) == 1
+    written = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     moved = copy_tree(transformer, tmp_path / "480p_t2v")
-    convert_transformer(moved, target)
-    assert len(saved) == 1, "nor is a copy of the source converted again"
+    for source in (transformer, moved):
+        convert_transformer(source, target)
+    assert written == {path.name: path.stat().st_mtime_ns for path in target.iterdir()}, "nor is a copy of the source"
 
 
 class Interruption(NamedTuple):

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     except (RuntimeError, OSError, MemoryError) as error:
         if not _is_expected(error):
             raise
-        print(f"error: {_describe(error)}", file=sys.stderr)
+        print(f"error: {_describe(error, options.command)}", file=sys.stderr)
         return 1
 
 
@@ -74,14 +74,22 @@ def _is_out_of_memory(error: Exception) -> bool:
     ) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _describe(error: Exception) -> str:
+HOW_TO_GO_ON = {
+    "train": "--resume auto goes on from the last checkpoint.",
+    "generate": "The same command goes on with the videos that are not there yet.",
+    "evaluate": "The same command goes on with the model that was not finished.",
+}
+
+
+def _describe(error: Exception, command: str) -> str:
     from sage_fast.rewards.base import RewardError
 
+    go_on = HOW_TO_GO_ON.get(command, "")
     if _is_out_of_memory(error):
-        return (
-            f"out of memory: {str(error).splitlines()[0]}\nLower rollout.micro_batch_size or evaluation.batch_size, or "
-            "set model.checkpointing to selective; --resume auto goes on from the last checkpoint."
-        )
-    if isinstance(error, OSError | RewardError):
-        return f"{error}\nWhat was saved before is intact; when the cause is mended, --resume auto goes on."
+        advice = "Lower evaluation.batch_size, or the size of the video (video.num_frames, height, width)."
+        if command == "train":
+            advice = "Lower rollout.micro_batch_size or evaluation.batch_size, or set model.checkpointing to selective."
+        return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
+    if isinstance(error, OSError | RewardError) and go_on:
+        return f"{error}\nWhat was written before is intact; when the cause is mended: {go_on}"
     return str(error)

@@ -14,8 +14,16 @@ from torch import Tensor
 from transformers import ByT5Tokenizer, T5EncoderModel
 
 from sage_fast.policy import official_layout
-from sage_fast.policy.official_layout import MARKER, convert_glyph_encoder, convert_transformer, convert_vae
-from tests.tiny_checkpoints import copy_tree
+from sage_fast.policy.official_layout import (
+    MARKER,
+    convert_glyph_encoder,
+    convert_transformer,
+    convert_vae,
+    transformer_config,
+    transformer_recipes,
+    vae_recipes,
+)
+from tests.tiny_checkpoints import copy_tree, official_transformer, official_vae
 
 SMALL = 5_000_000
 """Bytes of a file that split the tiny transformer over several."""
@@ -74,6 +82,29 @@ def test_glyph_encoder(official_checkpoint: Path, pipeline: HunyuanVideo15Pipeli
     before = (folder / MARKER).stat().st_mtime_ns
     assert convert_glyph_encoder(official_checkpoint / "text_encoder", folder) == folder
     assert (folder / MARKER).stat().st_mtime_ns == before, "converted once"
+
+
+def test_published_size(official_checkpoint: Path) -> None:
+    """Names, shapes and configuration of the published models; diffusers' defaults are those of its conversions."""
+    with torch.device("meta"):
+        transformer, vae = HunyuanVideo15Transformer3DModel(task_type="t2v"), AutoencoderKLHunyuanVideo15()
+    tiny = json.loads((official_checkpoint / "transformer" / "480p_t2v" / "config.json").read_text())
+    published = tiny | {
+        "heads_num": 16,
+        "hidden_size": 2048,
+        "in_channels": 32,
+        "out_channels": 32,
+        "mlp_width_ratio": 4,
+        "mm_double_blocks_depth": 54,
+        "rope_dim_list": [16, 56, 56],
+        "text_states_dim": 3584,
+        "vision_states_dim": 1152,
+    }
+    official = official_transformer(transformer)
+    config = transformer_config(published, {name: list(weight.shape) for name, weight in official.items()})
+    assert config == {k: list(v) if isinstance(v, tuple) else v for k, v in transformer.config.items() if k[0] != "_"}
+    assert transformer_recipes(list(official)).keys() == transformer.state_dict().keys()
+    assert vae_recipes(list(official_vae(vae))).keys() == vae.state_dict().keys()
 
 
 @pytest.mark.parametrize("split", [False, True])

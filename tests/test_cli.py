@@ -1,6 +1,8 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,10 +13,10 @@ import pytest
 import torch
 
 from sage_fast import media
-from sage_fast.cli import COMMANDS, main
+from sage_fast.cli import COMMANDS, _parser, main
 from sage_fast.commands.common import split_words
 from sage_fast.config import RunConfig
-from sage_fast.config_file import dump_config
+from sage_fast.config_file import dump_config, load_config
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +68,42 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
 def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path), "--output", str(tmp_path / "o")]) == 2
     assert "without config.yaml" in capsys.readouterr().err
+
+
+def documented_commands() -> list[str]:
+    """Every `sage-fast ...` line of a code block, without its comment."""
+    found = []
+    for name in ("README.md", "docs/real_model.md", "docs/rewards.md"):
+        lines = iter((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for line in lines:
+            if not line.startswith("    sage-fast "):
+                continue
+            command = line.strip()
+            while command.endswith("\\"):
+                command = command[:-1] + next(lines).strip()
+            found.append(re.split(r"\s+#", command)[0])
+    return found
+
+
+def test_the_documents_are_full_of_commands() -> None:
+    assert len(documented_commands()) >= 15
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options exist, the configurations it names load, and the keys it sets are keys."""
+    monkeypatch.chdir(ROOT)
+    options, rest = _parser().parse_known_args(shlex.split(command)[1:])
+    more, overrides = split_words(rest)
+    files = [*options.config, *more]
+    if options.command == "train" and options.keys:
+        return
+    if files and files[0].startswith("configs/"):
+        load_config(files, overrides)
+    else:
+        assert files or options.command == "doctor"
+        assert all(name.startswith("runs/") for name in files)
+        load_config("configs/toy_cpu.yaml", overrides)
 
 
 # ------------------------------------------------------------------------------------------ generate

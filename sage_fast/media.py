@@ -86,12 +86,15 @@ def read_video(path: str | os.PathLike[str]) -> Tensor:
     """
     import av
 
-    with av.open(str(path)) as container:
-        frames = [
-            frame.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for frame in container.decode(video=0)
-        ]
+    try:
+        with av.open(str(path)) as container:
+            frames = [
+                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in container.decode(video=0)
+            ]
+    except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
+        raise OSError(f"{path} is no video that can be read ({error}); delete it and make it anew") from error
     if not frames:
-        raise OSError(f"{path} holds no video frames; delete it and make it anew")
+        raise OSError(f"{path} holds no frames; delete it and make it anew")
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
 
 

@@ -89,13 +89,13 @@ def test_what_is_written_is_read(tmp_path):
     read = read_video(tmp_path / "a.mp4")
     assert read.shape == video.shape and read.dtype == torch.uint8
     # Inside the blocks, where chroma subsampling mixes nothing.
-    inner = [slice(None), slice(None), slice(8, 56), slice(8, 72)]
+    inner = (slice(None), slice(None), slice(8, 56), slice(8, 72))
     assert (read[inner].int() - video[inner].int()).abs().max() <= 6
 
 
 def test_a_file_that_is_no_video_is_an_error(tmp_path):
     (tmp_path / "a.mp4").write_text("not a video")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="delete it"):
         read_video(tmp_path / "a.mp4")
     with pytest.raises(OSError):
         read_video(tmp_path / "gone.mp4")

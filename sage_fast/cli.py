@@ -28,11 +28,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command, with all its files in `config`, and the `--section.key=value` overrides."""
+    options, rest = _parser().parse_known_args(arguments)
+    # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
+    options.config, overrides = split_words([*options.config, *rest])
+    return options, overrides
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options, rest = _parser().parse_known_args(arguments)
-    more, overrides = split_words(rest)
-    options.config = [*options.config, *more]
+    options, overrides = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

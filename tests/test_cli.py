@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sage_fast import media
-from sage_fast.cli import COMMANDS, _parser, main
+from sage_fast.cli import COMMANDS, main, parse
 from sage_fast.commands.common import split_words
 from sage_fast.config import RunConfig
 from sage_fast.config_file import dump_config, load_config
@@ -52,6 +52,23 @@ def prompts(tmp_path: Path) -> Path:
 )
 def test_files_and_overrides_are_told_apart(words: list[str], files: list[str], overrides: list[str]) -> None:
     assert split_words(words) == (files, overrides)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a.yaml", "b.yaml", "--reward.weights={VQ: 1, MQ: 2}", "--seed=1"],
+        ["a.yaml", "--reward.weights={VQ: 1, MQ: 2}", "b.yaml", "--seed=1"],
+        ["--reward.weights={VQ: 1, MQ: 2}", "a.yaml", "b.yaml", "--seed=1"],
+    ],
+    ids=["last", "between", "first"],
+)
+def test_an_override_with_spaces_is_no_file(words: list[str]) -> None:
+    options, overrides = parse(["train", *words])
+    assert options.config == ["a.yaml", "b.yaml"]
+    assert sorted(overrides) == ["--reward.weights={VQ: 1, MQ: 2}", "--seed=1"]
+    options, overrides = parse(["train", "a.yaml", "--reward.weights", "{VQ: 1, MQ: 2}"])
+    assert (options.config, overrides) == (["a.yaml"], ["--reward.weights", "{VQ: 1, MQ: 2}"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -93,9 +110,8 @@ def test_the_documents_are_full_of_commands() -> None:
 def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its options exist, the configurations it names load, and the keys it sets are keys."""
     monkeypatch.chdir(ROOT)
-    options, rest = _parser().parse_known_args(shlex.split(command)[1:])
-    more, overrides = split_words(rest)
-    files = [*options.config, *more]
+    options, overrides = parse(shlex.split(command)[1:])
+    files = options.config
     if options.command == "train" and options.keys:
         return
     if files and files[0].startswith("configs/"):

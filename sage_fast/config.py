@@ -38,9 +38,20 @@ class ModelConfig:
     family: str = "toy"
     """Short name of a model family, or `package.module:function` that returns `Components`."""
     path: str | None = None
-    """Folder of the weights; null takes the family's own default."""
+    """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
+    variant: str | None = None
+    """Which transformer of a folder that holds several, such as 480p_t2v; null takes the only one that can be used."""
+    cache_dir: str | None = None
+    """Where prompt embeddings and converted weights are kept; null keeps them in `.sage_fast` inside `path`, or in
+    ~/.cache/sage_fast where `path` is not a folder that can be written to."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the frozen transformer weights. Trained weights are always float32."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
+    CPU."""
+    decode_memory_gib: float | None = 16.0
+    """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
+    is decoded in overlapping tiles. null decodes every video whole."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     kernels: Literal["auto", "reference", "triton"] = "auto"
@@ -67,6 +78,12 @@ class ModelConfig:
     """torch.compile the text embedders, which are what the kernels leave."""
 
     def __post_init__(self) -> None:
+        _require(
+            self.decode_memory_gib is None or self.decode_memory_gib > 0,
+            "model.decode_memory_gib",
+            self.decode_memory_gib,
+            "null or positive",
+        )
         if self.forward == "stock":
             _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             _require(
@@ -225,14 +242,25 @@ class RewardConfig:
     """What is maximised."""
 
     rewards: list[str] = field(default_factory=lambda: ["toy"])
-    """Short names, or `package.module:Class` of your own; each yields named scores."""
+    """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Constructor arguments per entry of `rewards`."""
+    """Arguments per entry of `rewards`."""
     weights: dict[str, float] = field(default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0})
     """Score name -> weight. Scores without a weight are logged, not trained on."""
     on_failure: Literal["stop", "drop_group"] = "stop"
     """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out of the update.
     In the paired evaluation it always ends the run, after the update has been saved."""
+    placement: Literal["inline", "process"] = "inline"
+    """`inline` scores between two rollouts; `process` scores in a process of its own, while the policy samples the next
+    videos. The scores are the same."""
+    device: str | None = None
+    """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
+    a policy on cuda:0; null leaves it to each reward."""
+    queue_size: int = 2
+    """Batches of videos that are with the process at once, the one being scored included; a rollout that is further
+    ahead waits. Each is in memory, as bytes."""
+    timeout_seconds: float = 1800.0
+    """Longest that the process may take to set its rewards up, and to score one batch."""
 
     def __post_init__(self) -> None:
         _require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
@@ -242,6 +270,13 @@ class RewardConfig:
             raise ConfigError(
                 f"reward.options has an entry for {sorted(unknown)}, which reward.rewards = {self.rewards} lacks. "
                 "Add it there or remove its options."
+            )
+        _require(1 <= self.queue_size <= 32, "reward.queue_size", self.queue_size, "in 1 .. 32")
+        _require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "positive")
+        if self.placement == "inline" and (self.queue_size, self.timeout_seconds) != (2, 1800.0):
+            raise ConfigError(
+                f"reward.queue_size {self.queue_size} and reward.timeout_seconds {self.timeout_seconds} belong to a "
+                "process of its own. Set reward.placement to process, or leave the two at 2 and 1800."
             )
 
 

@@ -66,34 +66,24 @@ def _explain_unknown(key: str, where: str) -> str:
     return f"{where}: unknown key {key!r}.{hint}"
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML and apply command-line overrides.
+def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML files and apply command-line overrides.
+
+    Files are merged from left to right: what a later file names replaces what an earlier one says, key by key inside
+    sections; a list or a mapping of the user's own names (`reward.weights`, `reward.options`) is replaced as a whole.
 
     Args:
-        path: YAML file; null when everything comes from `overrides`.
-        overrides: `--section.key=value` words.
+        paths: a YAML file, or several; null when everything comes from `overrides`.
+        overrides: `--section.key=value` words. `--reward.options.NAME.KEY=value` sets one option of one reward, and
+            `--list.key+=value` appends to a list.
 
     Raises:
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
     """
-    words = list(overrides)
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise ConfigError(
-                f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
-            )
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(
-                f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}."
-            )
-        unknown = _unknown_keys(tree, RunConfig)
-        if unknown:
-            raise ConfigError(_explain_unknown(unknown[0], str(path)))
+    files = [] if paths is None else [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
+    words, reward_options = _split_reward_options(overrides)
+    for path in reversed(files):
+        _check_file(path)
         words = ["--config", str(path), *words]
     parser = build_parser()
     try:
@@ -101,6 +91,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             namespace = parser.parse_args(words)
+            for (name, key), value in reward_options.items():
+                namespace["reward.options"].setdefault(name, {})[key] = value
             values = vars(parser.instantiate(namespace))
     except ConfigError:
         raise
@@ -111,6 +103,47 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         raise ConfigError(_tidy(message)) from error
     values.pop("config", None)
     return RunConfig(**values)
+
+
+def _split_reward_options(overrides: Sequence[str]) -> tuple[list[str], dict[tuple[str, str], Any]]:
+    """Takes `--reward.options.NAME.KEY=value` out of the words: (reward, option) -> value.
+
+    jsonargparse would replace all options of that reward.
+    """
+    words: list[str] = []
+    options: dict[tuple[str, str], Any] = {}
+    rest = iter(overrides)
+    for word in rest:
+        match = re.fullmatch(r"--reward\.options\.([^=]+)\.(\w+)(?:=(.*))?", word, re.DOTALL)
+        if match is None:
+            words.append(word)
+            continue
+        name, key, value = match.groups()
+        value = next(rest, "") if value is None else value
+        try:
+            options[name, key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"reward.options.{name}.{key} is {value!r}, which is not a YAML value: {error}"
+            ) from error
+    return words, options
+
+
+def _check_file(path: Path) -> None:
+    """ConfigError unless the file is YAML with sections and keys that exist; the message names the file."""
+    if not path.is_file():
+        raise ConfigError(
+            f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
+        )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}.")
+    unknown = _unknown_keys(tree, RunConfig)
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown[0], str(path)))
 
 
 def _tidy(message: str) -> str:

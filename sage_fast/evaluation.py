@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.base import PendingScores, Scorer
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
 
@@ -84,10 +84,118 @@ def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over prompts: its standard error, and the 95 % bootstrap interval low .. high.
+
+    Example: `Estimate(mean=0.41, stderr=0.05, low=0.31, high=0.51)`
+    """
+
+    mean: float
+    stderr: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreComparison:
+    """One score of the base and the trained model on the same prompts and noise.
+
+    difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of prompts where the trained model
+    scores higher, or exactly the same.
+
+    Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0)`
+    """
+
+    name: str
+    base: Estimate
+    trained: Estimate
+    difference: Estimate
+    win_rate: float
+    tie_rate: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval of the difference leaves out zero."""
+        return not self.difference.low <= 0.0 <= self.difference.high
+
+
+OVERALL = "Overall"
+"""Name of the weighted sum of the scores in tables; the reward that was trained on."""
+
+
+def compare(
+    base: Evaluation,
+    trained: Evaluation,
+    weights: Mapping[str, float],
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> list[ScoreComparison]:
+    """Compare two evaluations score by score, by a bootstrap over prompts.
+
+    Every resample draws as many prompts as there are, with replacement, and takes both models' scores of the drawn
+    prompts: the pairs stay together, and so do the scores. An interval reaches from the 2.5th to the 97.5th percentile
+    of the resampled means (the percentile bootstrap; Efron 1979).
+
+    Args:
+        weights: score name -> weight in the overall; these scores come first, in this order.
+        resamples: bootstrap samples.
+        seed: of the resampling; the same numbers give the same intervals.
+
+    Returns:
+        The overall, then one entry per score.
+
+    Raises:
+        ValueError: other prompts or scores in the two evaluations, or fewer than 2 prompts.
+    """
+    count = len(base.prompts)
+    if base.prompts != trained.prompts or set(base.scores) != set(trained.scores):
+        raise ValueError("The two evaluations are not of the same prompts and scores, so they cannot be paired.")
+    if count < 2:
+        raise ValueError(f"A paired comparison needs at least 2 prompts, got {count}.")
+    names = [n for n in weights if n in base.scores] + [n for n in base.scores if n not in weights]
+    columns = [(base.reward, trained.reward)] + [(base.scores[n], trained.scores[n]) for n in names]
+    # (P, 3 K): base, trained and difference of every score.
+    values = torch.tensor(
+        [[[b, a, a - b] for b, a in zip(*column, strict=True)] for column in columns], dtype=torch.float64
+    )
+    flat = values.permute(1, 0, 2).reshape(count, -1)
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.cat(
+        [
+            flat[torch.randint(count, (min(500, resamples - start), count), generator=generator)].mean(1)
+            for start in range(0, resamples, 500)
+        ]
+    )
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+    estimates = [
+        Estimate(mean=m, stderr=e, low=lo, high=hi)
+        for m, e, lo, hi in zip(
+            flat.mean(0).tolist(),
+            (flat.std(0) / math.sqrt(count)).tolist(),
+            low.tolist(),
+            high.tolist(),
+            strict=True,
+        )
+    ]
+    return [
+        ScoreComparison(
+            name=name,
+            base=estimates[3 * k],
+            trained=estimates[3 * k + 1],
+            difference=estimates[3 * k + 2],
+            win_rate=float((values[k, :, 2] > 0).double().mean()),
+            tie_rate=float((values[k, :, 2] == 0).double().mean()),
+        )
+        for k, name in enumerate([OVERALL, *names])
+    ]
+
+
 def evaluate(
     policy: GuidedPolicy,
     decoder: VideoDecoder,
-    reward: CompositeReward,
+    reward: Scorer,
     samples: Sequence[Sample],
     table: TransitionTable,
     latent_shape: tuple[int, int, int, int],
@@ -97,14 +205,19 @@ def evaluate(
     keep_videos: Collection[int] = (),
     device: torch.device | str = "cpu",
     on_batch: Callable[[int, int], None] | None = None,
+    on_video: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
     """Generate and score one video per sample.
+
+    Args:
+        on_batch: called as on_batch(batches done, all batches) before each batch.
+        on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, so that videos can
+            go to files instead of memory.
 
     Returns:
         The scores, and the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
     """
-    scores: dict[str, list[float]] = {}
-    overall: list[float] = []
+    pending: list[PendingScores] = []
     videos: dict[int, Tensor] = {}
     batches = list(micro_batches(samples, batch_size))
     for done, batch in enumerate(batches):
@@ -112,11 +225,17 @@ def evaluate(
             on_batch(done, len(batches))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
         decoded = decoder.decode(trajectory.final)
-        batch_scores = reward.score(decoded, batch)
-        first = len(overall)
+        pending.append(reward.submit(decoded, batch))
+        first = done * batch_size
         videos |= {first + row: video.cpu() for row, video in enumerate(decoded) if first + row in keep_videos}
-        overall += reward.overall(batch_scores).tolist()
-        for name, value in batch_scores.items():
+        if on_video is not None:
+            for row, video in enumerate(decoded):
+                on_video(first + row, video.cpu())
+    scores: dict[str, list[float]] = {}
+    overall: list[float] = []
+    for result in (p.result() for p in pending):
+        overall += reward.overall(result.scores).tolist()
+        for name, value in result.scores.items():
             scores.setdefault(name, []).extend(value.tolist())
     return Evaluation(prompts=[s.prompt.text for s in samples], scores=scores, reward=overall), videos
 

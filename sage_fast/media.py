@@ -3,6 +3,7 @@
 Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
 """
 
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,48 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
             frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+def read_video(path: str | os.PathLike[str]) -> Tensor:
+    """The frames of an mp4 that `write_video` wrote: (F, 3, H, W) uint8 RGB, up to the losses of the codec.
+
+    Raises:
+        OSError: the file is missing or no video.
+    """
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            frames = [
+                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in container.decode(video=0)
+            ]
+    except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
+        raise OSError(f"{path} is no video that can be read ({error}); delete it and make it anew") from error
+    if not frames:
+        raise OSError(f"{path} holds no frames; delete it and make it anew")
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
+    """At most `max_frames` frames of a video side by side, at the size of a contact sheet, as a JPEG file.
+
+    Args:
+        video: (F, 3, H, W) uint8 RGB.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    strip = _Strip("", _frames(video, "video"))
+    images = strip.images(_spread(len(strip.frames), max_frames))
+    width, height = strip.cell
+    # A thin grey line between frames can be seen on a light page and on a dark one.
+    whole = Image.new("RGB", (len(images) * (width + 2) - 2, height), FAINT_INK)
+    for column, image in enumerate(images):
+        whole.paste(image, (column * (width + 2), 0))
+    buffer = io.BytesIO()
+    # Full chroma: the colours of a small shape would otherwise run over its edge.
+    whole.save(buffer, format="JPEG", quality=90, subsampling=0)
+    return buffer.getvalue()
 
 
 def contact_sheet(

@@ -11,10 +11,14 @@ from sage_fast.config import ConfigError
 
 MODEL_FAMILIES = {
     "toy": "sage_fast.toy.components:load_components",
+    "hunyuan15": "sage_fast.policy.loading:load_components",
 }
 
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
+    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
+    "clip_score": "sage_fast.rewards.clip_score:CLIPScore",
+    "pick_score": "sage_fast.rewards.pick_score:PickScore",
 }
 
 
@@ -32,6 +36,8 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
-        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.") from error
+        # `sage-fast` does not look into the folder it is called from.
+        hint = " If it is a file of your own, set PYTHONPATH to its folder." if target == name else ""
+        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}") from error
     except AttributeError as error:
         raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error

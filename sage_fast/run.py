@@ -47,7 +47,7 @@ from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
 from sage_fast.rewards.base import RewardError
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.worker import load_scorer
 from sage_fast.trainer import Trainer, resolve_device
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,9 @@ logger = logging.getLogger(__name__)
 # how much of what machine. (Another device, number of threads or batch through the model changes the rounding, and
 # nothing else.) What an out-of-memory message tells the user to lower is among them, so that the run can go on.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|model\.(device|checkpointing)|rollout\.micro_batch_size"
+    r"output_dir|resume|num_threads|model\.(device|checkpointing|cache_dir)|rollout\.micro_batch_size"
     r"|training\.num_updates|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
+    r"|reward\.(placement|device|queue_size|timeout_seconds)"
 )
 
 
@@ -76,26 +77,30 @@ class RunResult:
 
 def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training and evaluation prompts of a run. ConfigError names the config key of a file that cannot be used."""
+    return _read_prompts("data.prompts", config.data.prompts), load_eval_prompts(config)
 
-    def read(key: str, path: str) -> list[Prompt]:
-        try:
-            return read_prompts(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{key}: {error}") from error
 
-    prompts = read("data.prompts", config.data.prompts)
-    if config.evaluation.prompts is None:
-        evaluated = prompts
+def load_eval_prompts(config: RunConfig) -> list[Prompt]:
+    """Evaluation prompts of a run: the training prompts where it has none of its own. ConfigError as `load_prompts`."""
+    section = config.evaluation
+    if section.prompts is None:
+        prompts = _read_prompts("data.prompts", config.data.prompts)
     else:
-        evaluated = read("evaluation.prompts", config.evaluation.prompts)
-    if config.evaluation.num_prompts is not None:
-        if config.evaluation.num_prompts > len(evaluated):
-            raise ConfigError(
-                f"evaluation.num_prompts is {config.evaluation.num_prompts}, but the file holds {len(evaluated)} "
-                "prompts."
-            )
-        evaluated = evaluated[: config.evaluation.num_prompts]
-    return prompts, evaluated
+        prompts = _read_prompts("evaluation.prompts", section.prompts)
+    if section.num_prompts is None:
+        return prompts
+    if section.num_prompts > len(prompts):
+        raise ConfigError(
+            f"evaluation.num_prompts is {section.num_prompts}, but the file holds {len(prompts)} prompts."
+        )
+    return prompts[: section.num_prompts]
+
+
+def _read_prompts(key: str, path: str) -> list[Prompt]:
+    try:
+        return read_prompts(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def build_trainer(config: RunConfig) -> Trainer:
@@ -107,10 +112,10 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     prompts, eval_prompts = load_prompts(config)
-    reward = CompositeReward.from_config(config.reward)
+    reward = load_scorer(config.reward)
     try:
         load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
-        components = load(config.model.path)
+        components = load(config.model)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
         return Trainer(config, components, reward, prompts, eval_prompts)
     except (ValueError, OSError) as error:
@@ -180,6 +185,7 @@ class Run:
                         raise failure
             finally:
                 metrics.close()
+                trainer.reward.close()
         return self._conclude()
 
     # ------------------------------------------------------------------------------------------ directory, resume

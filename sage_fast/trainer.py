@@ -36,8 +36,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
 from sage_fast.records import Prompt, Sample, Trajectory
-from sage_fast.rewards.base import RewardError
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.base import PendingScores, RewardError, Scorer
 from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.single_pass import SinglePassGradient
@@ -69,7 +68,7 @@ class Trainer:
         self,
         config: RunConfig,
         components: Components,
-        reward: CompositeReward,
+        reward: Scorer,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
         progress: Progress = lambda phase, done, total: None,
@@ -82,6 +81,12 @@ class Trainer:
         self.decoder = components.video_decoder
         video = config.video
         self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+
+        components.check_guidance(config.rollout.guidance_scale)
+        # Prompts are encoded once, in one call: neither rollout nor update touches a text encoder. They are encoded
+        # before the transformer is on the GPU, because there may not be room for both.
+        texts = ["", *(p.text for p in prompts), *(p.text for p in eval_prompts)]
+        self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
 
         transformer = components.transformer.to(self.device)
         if config.training.mode == "lora":
@@ -96,8 +101,7 @@ class Trainer:
         else:
             train_all(transformer)
         self._choose_forward(transformer)
-        encoder = components.prompt_encoder
-        self.policy = GuidedPolicy(transformer, encoder.encode([""])[0].to(self.device), config.rollout.guidance_scale)
+        self.policy = GuidedPolicy(transformer, self.embeds[""].to(self.device), config.rollout.guidance_scale)
         self.parameters = trainable_parameters(transformer)
         self.optimizer = OptimizerSet(self.parameters, config.optimizer)
         kind = anchor_kind(config.objective.kl_mode)
@@ -107,13 +111,8 @@ class Trainer:
 
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
         self.prompts_per_rollout = config.rollout.batch_size // config.rollout.num_generations
-        # Prompts are encoded once: neither rollout nor update touches a text encoder.
-        self.embeds = {
-            p.text: e.to(self.device) for p, e in zip(prompts, encoder.encode([p.text for p in prompts]), strict=True)
-        }
         self.eval_samples = [
-            Sample(prompt=p, embeds=e.to(self.device), member=0)
-            for p, e in zip(eval_prompts, encoder.encode([p.text for p in eval_prompts]), strict=True)
+            Sample(prompt=p, embeds=self.embeds[p.text].to(self.device), member=0) for p in eval_prompts
         ]
 
         self.update = 0
@@ -125,6 +124,8 @@ class Trainer:
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
         self.gradient = self._make_gradient()
         self._seconds: dict[str, float] = {}
+        self._pending: list[PendingScores] = []
+        """Scores of the last rollout, a batch per trajectory."""
         self._check_trainable_steps()
 
     # ------------------------------------------------------------------------------------------ one iteration
@@ -147,8 +148,7 @@ class Trainer:
             self.anchor_update = self.update
         anchor_is_policy = self.anchor_update == self.update
         self.gradient.begin(self.kl_weight.weight, None if anchor_is_policy else self.anchor)
-        with self._phase("rollout"):
-            trajectories = self._rollout()
+        trajectories = self._rollout()
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
         with self._phase("anchor"):
@@ -163,17 +163,18 @@ class Trainer:
         return {"update": self.update} | metrics
 
     def _rollout(self) -> list[Trajectory]:
+        """Sample the videos, decode them, and submit them to the rewards."""
         rollout = self.config.rollout
         prompts = self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
-        samples = make_groups(prompts, [self.embeds[p.text] for p in prompts], rollout.num_generations)
+        samples = make_groups(prompts, [self.embeds[p.text].to(self.device) for p in prompts], rollout.num_generations)
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         seed, update = self.config.seed, self.update
-        trajectories = []
+        trajectories, self._pending = [], []
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches))
-            trajectories.append(
-                sample_trajectory(
+            with self._phase("rollout"):
+                trajectory = sample_trajectory(
                     self.policy,
                     batch,
                     table,
@@ -185,24 +186,25 @@ class Trainer:
                     kernels=self.kernels,
                     velocity=self.gradient.sampler(batch, noise_keys(batch, seed, update), table),
                 )
-            )
+            trajectories.append(trajectory)
+            with self._phase("decode"):
+                videos = self.decoder.decode(trajectory.final)
+            # At once, so that rewards in a process of their own work while the next batch is sampled.
+            with self._phase("reward"):
+                self._pending.append(self.reward.submit(videos, batch, self.config.reward.on_failure))
         return trajectories
 
     def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
-        """Decode and score the videos, and turn scores into advantages."""
+        """Wait for the scores of the last rollout, and turn them into advantages."""
         config = self.config
-        collected: list[dict[str, Tensor]] = []
-        failed: list[Tensor] = []
-        for done, trajectory in enumerate(trajectories):
+        results = []
+        for done, pending in enumerate(self._pending):
             self.progress("reward", done, len(trajectories))
-            videos = self.decoder.decode(trajectory.final)
-            if config.reward.on_failure == "stop":
-                collected.append(self.reward.score(videos, trajectory.samples))
-                failed.append(torch.zeros(len(trajectory.samples), dtype=torch.bool))
-            else:
-                scores, lost = self.reward.score_or_mark(videos, trajectory.samples)
-                collected.append(scores)
-                failed.append(lost)
+            results.append(pending.result())
+        if config.reward.placement == "process":
+            metrics["time/reward_worker"] = sum(result.seconds for result in results)
+        collected = [result.scores for result in results]
+        failed = [result.failed for result in results]
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
         kept_groups = ~torch.cat(failed).view(groups).any(1)
         if not kept_groups.any():
@@ -417,7 +419,7 @@ class Trainer:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._seconds[name] = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _check_trainable_steps(self) -> None:
         """Every window position must leave enough trainable steps; degenerate steps are reported once."""

@@ -1,5 +1,7 @@
 """Videos decode back to what was written; sheets and plots hold what they were given."""
 
+import io
+
 import av
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from sage_fast.media import (
     MARGIN,
     before_after_sheet,
     contact_sheet,
+    filmstrip,
     plot_reward,
+    read_video,
     write_video,
 )
 
@@ -77,6 +81,39 @@ BAD_VIDEOS = {
     "no-frames": (torch.zeros(0, 3, 8, 8, dtype=torch.uint8), r"not \(0, 3, 8, 8\)"),
     "float": (torch.zeros(2, 3, 8, 8), "must be uint8.*float32"),
 }
+
+
+def test_what_is_written_is_read(tmp_path):
+    video = colour_blocks(5, 128, 160)
+    write_video(tmp_path / "a.mp4", video, 4)
+    read = read_video(tmp_path / "a.mp4")
+    assert read.shape == video.shape and read.dtype == torch.uint8
+    # Inside the blocks, where chroma subsampling mixes nothing.
+    inner = (slice(None), slice(None), slice(8, 56), slice(8, 72))
+    assert (read[inner].int() - video[inner].int()).abs().max() <= 6
+
+
+def test_a_file_that_is_no_video_is_an_error(tmp_path):
+    (tmp_path / "a.mp4").write_text("not a video")
+    with pytest.raises(OSError, match="delete it"):
+        read_video(tmp_path / "a.mp4")
+    with pytest.raises(OSError):
+        read_video(tmp_path / "gone.mp4")
+
+
+@pytest.mark.parametrize(
+    ("shape", "frames", "cell"),
+    [((9, 16, 24), 4, (192, 128)), ((3, 480, 832), 8, (250, 144)), ((1, 128, 128), 8, (128, 128))],
+    ids=["small", "large", "one-frame"],
+)
+def test_a_filmstrip_has_its_frames_side_by_side(shape, frames, cell):
+    video = torch.zeros(shape[0], 3, *shape[1:], dtype=torch.uint8)
+    video[-1] = 200
+    image = Image.open(io.BytesIO(filmstrip(video, max_frames=frames)))
+    shown = min(frames, shape[0])
+    assert image.format == "JPEG" and image.size == (shown * (cell[0] + 2) - 2, cell[1])
+    assert abs(np.asarray(image)[:, -cell[0] // 2].mean() - 200) < 4, "the last frame stands last"
+    assert shown == 1 or np.asarray(image)[:, cell[0] // 2].mean() < 4
 
 
 @pytest.mark.parametrize(("video", "message"), BAD_VIDEOS.values(), ids=BAD_VIDEOS.keys())

@@ -71,7 +71,7 @@ def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: Ma
     run = Run(config)
     run.train()
     trained = run.trainer.policy.transformer
-    stock = load_components(config.model.path).transformer
+    stock = load_components(config.model).transformer
     sample = run.trainer.eval_samples[0]
     x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.7])

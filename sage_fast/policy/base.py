@@ -16,7 +16,10 @@ class PromptEncoder(Protocol):
     """Turns prompts into conditioning."""
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
-        """One record per text; the empty string is the unconditional prompt of classifier-free guidance."""
+        """One record per text, on the CPU; the empty string is the unconditional prompt of classifier-free guidance.
+
+        A run calls it once, with all its texts: an encoder may load large models for the call and release them after.
+        """
         ...
 
 
@@ -28,14 +31,32 @@ class VideoDecoder(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB videos."""
+        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB videos.
+
+        A function of each sample by itself, so that a batch may be split over processes.
+        """
         ...
 
 
 @dataclass(kw_only=True)
 class Components:
-    """The three parts of a text-to-video model that a run is made of."""
+    """The three parts of a text-to-video model that a run is made of.
+
+    A model family is a function `load(model: ModelConfig) -> Components` (see `sage_fast/registry.py`). Its transformer
+    is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
+    """
 
     transformer: "HunyuanVideo15Transformer3DModel"
     prompt_encoder: PromptEncoder
     video_decoder: VideoDecoder
+    guidance_distilled: str | None = None
+    """Which file says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
+
+    def check_guidance(self, guidance_scale: float) -> None:
+        """ValueError unless a model with distilled guidance is used without further guidance."""
+        if self.guidance_distilled is not None and guidance_scale != 1.0:
+            raise ValueError(
+                f"rollout.guidance_scale is {guidance_scale}, but guidance is distilled into these weights "
+                f"({self.guidance_distilled} says so), and guiding twice distorts the video. Set "
+                "rollout.guidance_scale to 1, or use weights without distillation, such as 480p_t2v."
+            )

@@ -89,16 +89,17 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
-    """Cast the weights before training, while the time input stays float32.
+    """Cast the weights before training, unless they were loaded in `dtype`, while the time input stays float32.
 
     The stock time embedding casts its sinusoids to the timestep's dtype and so forces a rounded timestep on a bfloat16
     model. A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
     (The class keeps no module in float32, whatever its `to` warns of.)
     """
-    if transformer.dtype == dtype:
+    if transformer.dtype != dtype:
+        with _quiet_casts():
+            transformer.to(dtype)
+    if dtype == torch.float32:
         return
-    with _quiet_casts():
-        transformer.to(dtype)
     transformer.time_embed.timestep_embedder.register_forward_pre_hook(
         lambda module, arguments: (arguments[0].to(module.linear_1.weight.dtype), *arguments[1:])
     )

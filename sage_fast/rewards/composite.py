@@ -1,7 +1,11 @@
 """The rewards of a run as one: every configured reward is called, every score is checked, none is made up."""
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,31 +13,48 @@ from torch import Tensor
 from sage_fast.config import ConfigError, RewardConfig
 from sage_fast.records import Sample
 from sage_fast.registry import REWARDS, resolve
-from sage_fast.rewards.base import Reward, RewardError
+from sage_fast.rewards.base import OnFailure, Reward, RewardError, ScoredBatch, Scorer, describe, describe_batch
 
 logger = logging.getLogger(__name__)
 
 
-class CompositeReward:
-    """Calls several rewards on the same videos and collects their named scores."""
+class CompositeReward(Scorer):
+    """Calls several rewards on the same videos, in this process, and collects their named scores."""
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
+        super().__init__(weights)
         self.rewards = dict(rewards)
-        self.weights = {name: weight for name, weight in weights.items() if weight}
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> "CompositeReward":
+        """Build every reward of a config. ConfigError names the one that cannot be, and why."""
         rewards = {}
+        takes_device = False
         for name in config.rewards:
-            constructor = resolve(name, REWARDS, "reward.rewards")
-            options = config.options.get(name, {})
-            try:
-                rewards[name] = constructor(**options)
-            except TypeError as error:
-                raise ConfigError(f"reward.options.{name} = {options} does not fit {name}: {error}.") from error
-            except (ValueError, OSError, ImportError) as error:
-                raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
+            found = resolve(name, REWARDS, "reward.rewards")
+            options = dict(config.options.get(name, {}))
+            if config.device is not None and "device" not in options and "device" in _parameters(found):
+                options["device"] = config.device
+                takes_device = True
+            rewards[name] = build_reward(name, found, options)
+        if config.device is not None and not takes_device:
+            raise ConfigError(
+                f"reward.device is {config.device!r}, but each of {config.rewards} has no option device or has its own "
+                "in reward.options. Set reward.device to null."
+            )
         return cls(rewards, config.weights)
+
+    def submit(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure = "stop") -> "Scored":
+        """Score one batch now; see `Scorer.submit`."""
+        start = time.perf_counter()
+        if on_failure == "stop":
+            scores, failed = self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
+        else:
+            scores, failed = self.score_or_mark(videos, samples)
+        return Scored(ScoredBatch(scores=scores, failed=failed, seconds=time.perf_counter() - start))
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Scores of one batch.
@@ -55,23 +76,31 @@ class CompositeReward:
                 result = reward.score(videos, prompts)
             except Exception as error:  # a reward is foreign code: whatever it raises ends in one clear message
                 raise RewardError(
-                    f"Reward {name!r} raised {type(error).__name__}: {error} on {_describe(samples[0])}"
-                    + (f" or one of the {len(samples) - 1} videos scored with it." if len(samples) > 1 else ".")
+                    f"Reward {name!r} raised {type(error).__name__}: {error} on {describe_batch(samples)}."
                 ) from error
-            for key, value in result.items():
+            if not isinstance(result, Mapping):
+                raise RewardError(
+                    f"Reward {name!r} returned a {type(result).__name__}, but it must be {{name: scores}} with "
+                    f"{len(samples)} numbers a name."
+                )
+            for key, returned in result.items():
                 if key in scores:
                     raise RewardError(f"Two rewards return a score named {key!r}; the second is {name!r}.")
-                value = torch.as_tensor(value)
+                try:
+                    value = torch.as_tensor(returned).detach().cpu().double()
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise RewardError(
+                        f"Reward {name!r} returned {key!r} as something that is no tensor of numbers: {error}."
+                    ) from error
                 if value.shape != (len(samples),):
                     raise RewardError(
                         f"Reward {name!r} returned {key!r} of shape {tuple(value.shape)} for {len(samples)} videos; "
                         f"it must be ({len(samples)},)."
                     )
-                value = value.detach().cpu().double()
                 bad = (~value.isfinite()).nonzero().flatten().tolist()
                 if bad:
                     raise RewardError(
-                        f"Reward {name!r} returned {key} = {value[bad[0]].item()} for {_describe(samples[bad[0]])}."
+                        f"Reward {name!r} returned {key} = {value[bad[0]].item()} for {describe(samples[bad[0]])}."
                     )
                 scores[key] = value
         missing = sorted(set(self.weights) - set(scores))
@@ -105,10 +134,83 @@ class CompositeReward:
                 scores.setdefault(name, torch.zeros(len(samples), dtype=torch.float64))[row] = value[0]
         return scores, failed
 
-    def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
-        """Weighted sum of the scores, (B,) float64."""
-        return torch.stack([w * scores[k] for k, w in self.weights.items()]).sum(0)
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores that are there already, as `PendingScores`."""
+
+    batch: ScoredBatch
+
+    def result(self) -> ScoredBatch:
+        """The scores."""
+        return self.batch
 
 
-def _describe(sample: Sample) -> str:
-    return f"prompt {sample.prompt.index} ({sample.prompt.text!r}), sample {sample.member}"
+@dataclass(frozen=True)
+class FunctionReward:
+    """A function f(videos, prompts, **options) as a reward; a tensor it returns is the score called `name`."""
+
+    function: Callable[..., Any]
+    name: str
+    options: Mapping[str, Any]
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """See `Reward.score`."""
+        result = self.function(videos, prompts, **self.options)
+        return result if isinstance(result, Mapping) else {self.name: result}
+
+
+def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
+    """The reward behind an entry of `reward.rewards`.
+
+    Args:
+        name: the entry. options: its `reward.options`.
+        found: what the entry names. A class is constructed with the options, and an object with a method `score` is
+            taken as it is. A function with two parameters that have no default is called as f(videos, prompts,
+            **options) for every batch; any other one is called with the options and must return a reward.
+
+    Raises:
+        ConfigError: the options do not fit, the reward could not be set up, or it is none.
+    """
+    wanted = (
+        "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
+        "with such a method."
+    )
+    if not callable(found) and not hasattr(found, "score"):
+        raise ConfigError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
+    if hasattr(found, "score") and not inspect.isclass(found):
+        if options:
+            raise ConfigError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
+        return found
+    try:
+        if _is_score_function(found, options):
+            inspect.signature(found).bind(None, None, **options)
+            return FunctionReward(found, name.rpartition(":")[2], options)
+        reward = found(**options)
+    except TypeError as error:
+        raise ConfigError(f"reward.options.{name} = {options} does not fit {name}: {error}.") from error
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
+    if not callable(getattr(reward, "score", None)):
+        raise ConfigError(
+            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {wanted}"
+        )
+    return reward
+
+
+def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters by name; none for what has no signature to look at, as some built-in functions."""
+    try:
+        return inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _is_score_function(found: Any, options: Mapping[str, Any]) -> bool:
+    if inspect.isclass(found):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = list(_parameters(found).values())[:2]
+    return len(first) == 2 and all(
+        p.kind in positional and p.default is p.empty and p.name not in options for p in first
+    )

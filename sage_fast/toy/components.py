@@ -10,6 +10,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
 from torch import Tensor
 
+from sage_fast.config import ModelConfig
 from sage_fast.policy.base import Components
 from sage_fast.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.toy.codec import LATENT_CHANNELS, PatchCodec
@@ -65,25 +66,30 @@ def stored_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
 
 
 def read_metadata(path: str | Path | None = None) -> dict[str, str]:
-    """How a checkpoint was made: command, settings, versions, loss. `path` as in `load_components`."""
+    """How a checkpoint was made: command, settings, versions, loss.
+
+    Args:
+        path: folder of the checkpoint; None is the base model that ships with the project.
+    """
     directory = ASSETS if path is None else Path(path)
     with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
-def load_components(path: str | None = None) -> Components:
+def load_components(model: ModelConfig) -> Components:
     """Load a toy model from plain files; nothing is downloaded.
 
     Args:
-        path: a folder with `config.json` and `weights.safetensors`, as `python -m sage_fast.toy.pretrain`
-        writes it;
-            None is the base model that ships with the project.
+        model: its `path` is a folder with `config.json` and `weights.safetensors`, as
+            `python -m sage_fast.toy.pretrain` writes it; None is the base model that ships with the project.
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 
-    ValueError when a file is missing or the weights do not fit the config.
+    ValueError when a file is missing, the weights do not fit the config, or a variant is asked for.
     """
-    directory = ASSETS if path is None else Path(path)
+    if model.variant is not None:
+        raise ValueError(f"model.variant is {model.variant!r}, but a toy model has none. Leave it out.")
+    directory = ASSETS if model.path is None else Path(model.path)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ValueError(

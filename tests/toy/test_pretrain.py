@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sage_fast.config import ModelConfig
 from sage_fast.policy.hunyuan15 import velocity
 from sage_fast.toy.components import (
     ASSETS,
@@ -24,7 +25,7 @@ TINY = PretrainConfig(steps=3, seed=1, batch_size=4)
 
 
 def test_the_shipped_checkpoint_loads():
-    components = load_components()
+    components = load_components(ModelConfig())
     transformer = components.transformer
     assert not transformer.training and transformer.dtype == torch.float32
     assert all(torch.isfinite(value).all() for value in transformer.state_dict().values())
@@ -62,7 +63,7 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
     one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
-    components = load_components(str(tmp_path / "one"))
+    components = load_components(ModelConfig(path=str(tmp_path / "one")))
     stored = stored_parameters(components.transformer)
     assert all(torch.equal(stored[name], one[name].float()) for name in stored)
 
@@ -110,10 +111,10 @@ def test_impossible_settings_are_errors(setting):
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json.*sage_fast.toy.pretrain"):
-        load_components(str(tmp_path))
+        load_components(ModelConfig(path=str(tmp_path)))
     weights = stored_parameters(build_transformer(TRANSFORMER_CONFIG))
     weights.pop("proj_out.weight")
     save_file(weights, tmp_path / WEIGHTS_NAME)
     (tmp_path / CONFIG_NAME).write_text(json.dumps(TRANSFORMER_CONFIG))
     with pytest.raises(ValueError, match=r"missing \['proj_out.weight'\]"):
-        load_components(str(tmp_path))
+        load_components(ModelConfig(path=str(tmp_path)))

@@ -1,0 +1,61 @@
+"""`sage-fast export`: trained weights for diffusers."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+EPILOG = """\
+examples:
+  sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
+  sage-fast export runs/mine/checkpoints/update-000040 --output exported
+  sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
+
+FOLDER/README.md says how to load it. With training.ema_decay set it is the averaged weights that are exported: those
+that the run evaluated.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "export",
+        usage="sage-fast export CHECKPOINT_OR_RUN --output FOLDER [--format lora|full] [--section.key=value ...]",
+        help="write the trained weights in diffusers' layout",
+        description="Write the trained weights so that a stock diffusers pipeline loads them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--format",
+        choices=["lora", "full"],
+        help="lora: the adapter; full: the whole transformer; default: what the run trained",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of a full export; default: model.dtype of the run"
+    )
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write the export."""
+    import torch
+
+    from sage_fast.config import ConfigError
+    from sage_fast.export import export
+
+    if len(options.config) != 1:
+        raise ConfigError(f"export takes one checkpoint or run, and got {len(options.config)}: {options.config}.")
+    result = export(
+        Path(options.config[0]),
+        options.output,
+        format=options.format,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        overrides=overrides,
+    )
+    kind = "adapter" if result.format == "lora" else "transformer"
+    print(
+        f"Wrote the {kind} after update {result.update}{' (averaged weights)' if result.averaged else ''} to "
+        f"{result.folder}/; README.md there says how to load it."
+    )
+    return 0

@@ -1,0 +1,87 @@
+"""`sage-fast generate`: write videos for a file of prompts."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast.commands.common import (
+    adapter,
+    add_config_argument,
+    add_prompt_arguments,
+    load_run_config,
+    trained_weights,
+    with_prompt_options,
+)
+
+EPILOG = """\
+examples:
+  sage-fast generate configs/hv15_352x624_lora_1gpu.yaml --checkpoint none --prompts my.txt --output videos
+  sage-fast generate runs/mine --prompts my.txt --output videos               newest checkpoint of a run
+  sage-fast generate configs/hv15_480p_lora_1gpu.yaml --lora exported --prompts my.txt --output videos
+  sage-fast generate runs/mine --output noisy --sampler sage_grpo --num_videos 4
+                                                            what the exploration of the training looks like
+
+A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
+interruption. One made with other settings is an error; --overwrite makes everything anew. Steps, guidance and size are
+keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "generate",
+        usage="sage-fast generate CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]",
+        help="write videos for a file of prompts",
+        description="Generate one video (or several) per prompt with the base model, a checkpoint or an adapter.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_argument(parser)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--checkpoint",
+        default="auto",
+        help="auto (newest of the run), none (the base model), or a checkpoint folder; default auto",
+    )
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' layout, such as `sage-fast export` writes")
+    add_prompt_arguments(parser)
+    parser.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
+    parser.add_argument(
+        "--sampler",
+        default="ode",
+        help="ode, or an SDE type to look at its exploration (with rollout.eta); default ode",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="make videos anew that are there already")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write the videos."""
+    from sage_fast.generate import check_request, generate, load_generator
+    from sage_fast.run import load_eval_prompts
+
+    config = with_prompt_options(options, load_run_config(options.config, overrides))
+    # Before the model is loaded, so that a mistake is found in a second.
+    check_request(options.sampler, options.num_videos)
+    prompts = load_eval_prompts(config)
+    lora = adapter(options.lora) if options.lora else None
+    trained = None if lora else trained_weights(options.checkpoint, config)
+    generator = load_generator(config, prompts)
+    if lora:
+        generator.use_adapter(lora)
+    elif trained:
+        generator.use_weights(trained[1])
+    paths, kept = generate(
+        generator,
+        options.output,
+        weights=str(lora or (trained[0] if trained else "base")),
+        sampler=options.sampler,
+        num_videos=options.num_videos,
+        overwrite=options.overwrite,
+    )
+    print(
+        f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they and contact_sheet.png are in "
+        f"{options.output}/"
+    )
+    return 0

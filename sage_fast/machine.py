@@ -1,0 +1,189 @@
+"""What a machine has: packages, processor, GPUs."""
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sage_fast import __version__
+
+Status = Literal["ok", "info", "warning", "missing"]
+
+REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "av")
+OPTIONAL = {
+    "triton": "the kernels of sage_kernels; without it plain PyTorch computes the steps and the loss",
+    "accelerate": "faster loading of large models",
+    "flash-attn": "attention backends flash2 and flash3",
+    "xformers": "attention backend xformers",
+    "deepspeed": "the DeepSpeed engine",
+    "huggingface_hub": "downloads",
+    "wandb": "logging.wandb_project",
+    "tensorboard": "logging.tensorboard",
+}
+"""Package -> what it is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding. `fix`: what to do, for anything that is not ok. `missing` means: the configuration cannot run.
+
+    Example: `Check(section="files", name="VideoAlign", status="missing", detail="...", fix="hf download ...")`
+    """
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def software() -> Iterator[Check]:
+    """Versions of the packages, and whether videos can be written."""
+    section = "software"
+    yield Check(section=section, name="sage-fast", status="ok", detail=__version__)
+    yield Check(section=section, name="python", status="ok", detail=platform.python_version())
+    ranges = _supported_versions()
+    for name in (*REQUIRED, *OPTIONAL):
+        version = version_of(name)
+        needed = name in REQUIRED
+        if version is None:
+            yield Check(
+                section=section,
+                name=name,
+                status="missing" if needed else "info",
+                detail="not installed" + ("" if needed else f" (for {OPTIONAL[name]})"),
+                fix=f"pip install {name}" if needed else "",
+            )
+        elif name in ranges and not ranges[name].contains(version, prereleases=True):
+            yield Check(
+                section=section,
+                name=name,
+                status="warning",
+                detail=f"{version}; tested with {ranges[name]}",
+                fix=f'pip install "{name}{ranges[name]}"',
+            )
+        else:
+            yield Check(section=section, name=name, status="ok", detail=version)
+    yield _video_encoder()
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _supported_versions() -> dict[str, Any]:
+    """Package -> version range, from this project's own metadata; nothing where it is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("sage-fast") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return {r.name: r.specifier for r in map(Requirement, lines) if r.specifier}
+
+
+def _video_encoder() -> Check:
+    if importlib.util.find_spec("av") is None:
+        return Check(
+            section="software",
+            name="mp4 (H.264)",
+            status="missing",
+            detail="PyAV is not installed",
+            fix="pip install av",
+        )
+    import av
+
+    if "libx264" in av.codecs_available:
+        return Check(section="software", name="mp4 (H.264)", status="ok", detail=f"libx264 in PyAV {av.__version__}")
+    return Check(
+        section="software",
+        name="mp4 (H.264)",
+        status="missing",
+        detail="PyAV was built without libx264",
+        fix="pip install --force-reinstall av   (PyPI's wheels have it)",
+    )
+
+
+def hardware() -> Iterator[Check]:
+    """Processor, memory and GPUs."""
+    section = "hardware"
+    gib = 2**30
+    memory = host_memory()
+    yield Check(
+        section=section,
+        name="cpu",
+        status="ok",
+        detail=f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB of memory" if memory else ""),
+    )
+    devices = list(_nvidia_devices())
+    yield from devices
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            detail = (
+                f"{properties.name}, {properties.total_memory / gib:.0f} GiB, sm_{properties.major}{properties.minor}"
+            )
+            yield Check(section=section, name=f"cuda:{index}", status="ok", detail=detail)
+    elif devices:
+        yield Check(
+            section=section,
+            name="cuda",
+            status="missing",
+            detail=f"there is a GPU, but torch {torch.__version__} cannot use it",
+            fix="install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally",
+        )
+    else:
+        yield Check(section=section, name="cuda", status="info", detail="no GPU; the toy model trains on the CPU")
+
+
+def _nvidia_devices() -> Iterator[Check]:
+    """Driver and free memory, as the driver reports them; nothing where there is no NVIDIA driver."""
+    if importlib.util.find_spec("pynvml") is None:
+        return
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            used = memory.used / memory.total
+            yield Check(
+                section="hardware",
+                name=f"gpu {index}",
+                status="warning" if used > 0.1 else "ok",
+                detail=f"driver {_text(pynvml.nvmlSystemGetDriverVersion())}, {memory.free / 2**30:.0f} of "
+                f"{memory.total / 2**30:.0f} GiB free",
+                fix="another process uses this GPU: see nvidia-smi" if used > 0.1 else "",
+            )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def host_memory() -> int | None:
+    """Bytes of memory this machine has, or this container may use."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total

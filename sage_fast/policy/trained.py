@@ -1,0 +1,76 @@
+"""Trained weights into a freshly loaded transformer, for sampling and export: no optimizer, nothing trainable."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sage_fast.config import RunConfig
+from sage_fast.policy.hunyuan15 import dead_modules, is_dead
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
+from sage_fast.policy.snapshot import check_same_tensors
+
+
+@torch.no_grad()
+def use_weights(
+    transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, weights: Mapping[str, Tensor]
+) -> None:
+    """Take over the weights that a run trained, by parameter name, as its checkpoints hold them.
+
+    A LoRA run's adapter is added first and keeps its float32. ValueError when names or shapes do not fit.
+    """
+    if config.training.mode == "lora":
+        lora = config.lora
+        add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=config.seed)
+        parameters = trainable_parameters(transformer)
+    else:
+        dead = dead_modules(transformer)
+        parameters = {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
+    check_same_tensors(parameters, weights, "weights")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+    transformer.requires_grad_(False)
+
+
+def adapter_file(path: Path) -> Path:
+    """The .safetensors file of an adapter, given its folder or itself. ValueError when it is not there."""
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"There is no adapter {file}. Give a folder that `sage-fast export` wrote, the lora/ folder of a "
+            "checkpoint, or a .safetensors file."
+        )
+    return file
+
+
+@torch.no_grad()
+def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+    """Take over a LoRA adapter in diffusers' layout, in float32 as it was trained (diffusers alone would round it to
+    the transformer's dtype).
+
+    Args:
+        path: its folder, or the .safetensors file.
+
+    Raises:
+        ValueError: there is no such file, or it is not of this transformer.
+    """
+    file = adapter_file(path)
+    values = load_file(file)
+    modules = {re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values}
+    unknown = sorted(modules - {name for name, _ in transformer.named_modules()})
+    if unknown or not values:
+        what = f"has an adapter for {unknown[0]!r}, which the model lacks" if unknown else "is empty"
+        raise ValueError(f"{file} {what}. Give a LoRA adapter of HunyuanVideo-1.5 in diffusers' layout.")
+    try:
+        transformer.load_lora_adapter(str(file.parent), prefix=None, weight_name=file.name)
+    except RuntimeError as error:  # shapes that differ
+        raise ValueError(f"{file} does not fit this model: {error}") from error
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:
+            key = re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name)
+            parameter.data = values[key].to(parameter.device, torch.float32)
+    transformer.requires_grad_(False)

@@ -1,0 +1,235 @@
+"""Cosine similarity of video frames and prompts under a CLIP checkpoint, the part CLIPScore and PickScore share.
+
+transformers has the model and the tokenizer. Frames are tensors already, so they are prepared here, as the checkpoint's
+preprocessor_config.json says, without going through images.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sage_fast.rewards.frames import check_videos, resolve_device, sample_frames
+
+logger = logging.getLogger(__name__)
+
+PREPROCESSING = "preprocessor_config.json"
+# PIL's numbers of the two filters that torch computes as PIL does.
+RESAMPLING = {2: "bilinear", 3: "bicubic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePreprocessing:
+    """How frames become the input of a CLIP vision tower.
+
+    resize: the shortest edge after resizing, or (height, width). crop: (height, width) cut out of the middle.
+    filter: `bicubic` or `bilinear`, both antialiased. mean, std: of each channel, for pixels in [0, 1].
+
+    Example: `FramePreprocessing(resize=224, crop=(224, 224), filter="bicubic", mean=(0.48, ...), std=(0.27, ...))`
+    """
+
+    resize: int | tuple[int, int] | None
+    crop: tuple[int, int] | None
+    filter: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "FramePreprocessing":
+        """Read the settings of a preprocessor_config.json; older files have one number where newer ones have a dict.
+
+        ValueError for settings that CLIP checkpoints do not have.
+        """
+        resample = config.get("resample", 3)
+        if resample not in RESAMPLING:
+            raise ValueError(f"{PREPROCESSING}: resample is {resample}, but only {RESAMPLING} are supported.")
+        if not config.get("do_rescale", True) or not config.get("do_normalize", True):
+            raise ValueError(f"{PREPROCESSING}: do_rescale and do_normalize must be on, as in every CLIP checkpoint.")
+        size, crop = config.get("size", 224), config.get("crop_size", 224)
+        if isinstance(size, Mapping):
+            size = size["shortest_edge"] if "shortest_edge" in size else (size["height"], size["width"])
+        if not isinstance(crop, Mapping):
+            crop = {"height": crop, "width": crop}
+        return cls(
+            resize=size if config.get("do_resize", True) else None,
+            crop=(crop["height"], crop["width"]) if config.get("do_center_crop", True) else None,
+            filter=RESAMPLING[resample],
+            mean=tuple(config["image_mean"]),
+            std=tuple(config["image_std"]),
+        )
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) to float32 (N, 3, height, width), as PIL resizes and transformers crops and normalises."""
+        pixels = frames.float()
+        height, width = frames.shape[-2:]
+        if self.resize is not None:
+            if isinstance(self.resize, int):
+                short, long = sorted((height, width))
+                edges = (self.resize, int(self.resize * long / short))
+                size = edges if height <= width else edges[::-1]
+            else:
+                size = self.resize
+            # As PIL: the width first, then the height, and bytes after each, which cuts off what the filter overshoots.
+            for step in ((height, size[1]), size):
+                pixels = functional.interpolate(pixels, step, mode=self.filter, antialias=True).round().clamp(0, 255)
+        if self.crop is not None:
+            height, width = pixels.shape[-2:]
+            top, left = (height - self.crop[0]) // 2, (width - self.crop[1]) // 2
+            if top < 0 or left < 0:
+                raise ValueError(f"{PREPROCESSING} crops {self.crop} out of frames of {(height, width)} pixels.")
+            pixels = pixels[..., top : top + self.crop[0], left : left + self.crop[1]]
+        mean = torch.tensor(self.mean, device=pixels.device).view(3, 1, 1)
+        std = torch.tensor(self.std, device=pixels.device).view(3, 1, 1)
+        return (pixels / 255 - mean) / std
+
+
+class ClipSimilarity:
+    """A frozen CLIP model and the way its checkpoint wants frames and texts prepared.
+
+    Args:
+        reward: short name, for messages.
+        path: local folder, or hub id in the local cache, of the model.
+        processor: the same of tokenizer and preprocessor_config.json.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        dtype: data type of the model; similarities are computed in float32.
+        num_frames: frames per video, see `frame_indices`; null takes all.
+        batch_size: frames that go through the model at once.
+
+    Raises:
+        ValueError, OSError: the checkpoint is missing or is not one of a CLIP model; the message says how to get it.
+    """
+
+    def __init__(
+        self,
+        reward: str,
+        *,
+        path: str,
+        processor: str,
+        device: str,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        num_frames: int | None,
+        batch_size: int,
+    ) -> None:
+        from transformers import AutoTokenizer, CLIPModel
+
+        if num_frames is not None and num_frames < 1:
+            raise ValueError(f"num_frames is {num_frames}, but it must be at least 1, or null for every frame.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
+        self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
+        self.device = resolve_device(device)
+        self.dtype = getattr(torch, dtype)
+
+        weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path")
+        if processor != path:
+            # Its weights are not needed.
+            folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", ' --include "*.json"')
+        if not (folder / PREPROCESSING).is_file():
+            raise OSError(f"{processor!r} has no {PREPROCESSING}. Copy that file of the checkpoint there too.")
+        self.preprocess = FramePreprocessing.from_config(json.loads((folder / PREPROCESSING).read_text("utf-8")))
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        model, loading = CLIPModel.from_pretrained(weights, output_loading_info=True, dtype=self.dtype)
+        wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+        if wrong:
+            # transformers would go on with random weights in their place.
+            raise ValueError(
+                f"{path!r} is not a checkpoint of CLIPModel: {len(wrong)} weights are missing or of another shape, "
+                f"{wrong[0]} among them. Set reward.options.{reward}.path to one that is."
+            )
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.max_tokens = int(model.config.text_config.max_position_embeddings)
+        self._said_truncated = False
+
+    @property
+    def logit_scale(self) -> float:
+        """The checkpoint's learned temperature, exp(logit_scale)."""
+        return float(self.model.logit_scale.float().exp())
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Mean over the chosen frames of cos(frame, prompt), (B,) float32 on the CPU.
+
+        Args:
+            videos: (B, F, 3, H, W) uint8. prompts: B texts.
+        """
+        check_videos(videos, prompts)
+        frames = sample_frames(videos, self.num_frames)
+        images = self._embed_frames(frames.flatten(0, 1)).view(*frames.shape[:2], -1)
+        # The videos of a group share their prompt.
+        distinct = list(dict.fromkeys(prompts))
+        texts = self._embed_texts(distinct)[[distinct.index(prompt) for prompt in prompts]]
+        return (images * texts[:, None]).sum(-1).mean(1).cpu()
+
+    def _embed_frames(self, frames: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) to unit vectors (N, D) float32."""
+        embeds = [
+            _pooled(self.model.get_image_features(pixel_values=self.preprocess(part.to(self.device)).to(self.dtype)))
+            for part in frames.split(self.batch_size)
+        ]
+        return functional.normalize(torch.cat(embeds).float(), dim=-1)
+
+    def _embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """N texts to unit vectors (N, D) float32."""
+        # Always to the full length: padding to the longest text would let one prompt change another's rounding.
+        tokens = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+        if not self._said_truncated:
+            self._say_truncated(texts, tokens["attention_mask"].all(1).nonzero().flatten().tolist())
+        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
+        return functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
+
+    def _say_truncated(self, texts: Sequence[str], full: Sequence[int]) -> None:
+        for row in full:
+            length = len(self.tokenizer(texts[row], verbose=False)["input_ids"])
+            if length > self.max_tokens:
+                self._said_truncated = True
+                logger.warning(
+                    "%s reads the first %d tokens of a prompt and this one has %d: %.60r... This is said once.",
+                    self.reward,
+                    self.max_tokens,
+                    length,
+                    texts[row],
+                )
+                return
+
+
+def _pooled(features: Any) -> Tensor:
+    """The projected embedding: transformers 4 returns it, transformers 5 returns an object that holds it."""
+    return features if isinstance(features, Tensor) else features.pooler_output
+
+
+def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
+    """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
+
+    Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
+
+    Args:
+        path: folder or hub id. key: the config key it comes from. files: options of `hf download` that fetch less.
+
+    Raises:
+        OSError: there is none; the message says how to fetch it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except HFValidationError as error:
+        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
+    except LocalEntryNotFoundError as error:
+        raise OSError(
+            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it by `hf download {path}{files}`, or "
+            f"set {key} to a folder that holds it."
+        ) from error

@@ -1,0 +1,130 @@
+"""From prompt to pixels, this project against diffusers' `HunyuanVideo15Pipeline` on the same tiny checkpoint."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from torch import Tensor
+
+from sage_fast.config import ModelConfig
+from sage_fast.policy.base import Components
+from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.loading import load_components
+from sage_fast.records import Prompt, Sample, Trajectory
+from sage_fast.rollout import sample_trajectory
+from sage_fast.sde import sigma_schedule, transition_table
+from tests.tiny_checkpoints import save_diffusers_layout
+
+PROMPTS = ["a cat walks on the grass", 'a neon sign that says "open" at night', "“late” and “early”"]
+STEPS, SHIFT, GUIDANCE = 4, 5.0, 6.0
+FRAMES, HEIGHT, WIDTH = 9, 48, 32
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint as each side reads it."""
+
+    stock: HunyuanVideo15Pipeline
+    ours: Components
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    save_diffusers_layout(folder, shift=SHIFT, guidance_scale=GUIDANCE)
+    stock = HunyuanVideo15Pipeline.from_pretrained(folder)
+    stock.set_progress_bar_config(disable=True)
+    return Model(stock, load_components(ModelConfig(family="hunyuan15", path=str(folder))))
+
+
+def sample(model: Model, prompt: str, guidance_scale: float = GUIDANCE) -> Trajectory:
+    """Our ODE rollout of one prompt."""
+    embeds, unconditional = model.ours.prompt_encoder.encode([prompt, ""])
+    return sample_trajectory(
+        GuidedPolicy(model.ours.transformer, unconditional, guidance_scale),
+        [Sample(prompt=Prompt(text=prompt, index=0), embeds=embeds, member=0)],
+        transition_table("ode", sigma_schedule(STEPS, SHIFT), 0.0),
+        model.ours.video_decoder.latent_shape(FRAMES, HEIGHT, WIDTH),
+        seed=0,
+        update=0,
+    )
+
+
+def run_stock(
+    stock: HunyuanVideo15Pipeline, prompt: str, latents: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Guided velocities, latents after every step, and the frames (F, H, W, 3) in [0, 1] of a stock call."""
+    velocities, states = [], []
+    step = stock.scheduler.step
+
+    def recorded(velocity: Tensor, t: Tensor, x: Tensor, **options: bool) -> tuple[Tensor]:
+        result = step(velocity, t, x, **options)
+        velocities.append(velocity.clone())
+        states.append(result[0].clone())
+        return result
+
+    with monkeypatch.context() as context:
+        # The pipeline has no callback: its scheduler sees every velocity and every state.
+        context.setattr(stock.scheduler, "step", recorded)
+        frames = stock(
+            prompt,
+            latents=latents.clone(),
+            num_frames=FRAMES,
+            height=HEIGHT,
+            width=WIDTH,
+            num_inference_steps=STEPS,
+            output_type="pt",
+        ).frames
+    return velocities, states, frames[0]
+
+
+@pytest.mark.parametrize("prompt", ["", *PROMPTS])
+def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, prompt: str) -> None:
+    with torch.no_grad():
+        text, text_mask, glyph, glyph_mask = model.stock.encode_prompt(prompt)
+    ours = model.ours.prompt_encoder.encode([prompt])[0]
+    assert torch.equal(ours.text, text[text_mask.bool()])
+    assert torch.equal(ours.glyph, glyph[glyph_mask.bool()])
+    assert (len(ours.glyph) > 0) == ('"' in prompt or "“" in prompt)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_velocities_and_latents_after_every_step(model: Model, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipeline rounds timesteps and latents to the model's dtype, which in float32 loses nothing."""
+    ours = sample(model, prompt)
+    velocities, states, _ = run_stock(model.stock, prompt, ours.latents[0], monkeypatch)
+    assert len(velocities) == STEPS
+    for step, state in enumerate([*ours.latents[1:], ours.final]):
+        torch.testing.assert_close(ours.velocities[step], velocities[step], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(state, states[step], rtol=1e-4, atol=2e-5)
+    assert (ours.final - ours.latents[0]).abs().mean() > 0.1, "the comparison is of something that moves"
+
+
+def test_without_guidance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with distilled guidance runs at scale 1, where the stock guider makes the conditional forward alone."""
+    ours = sample(model, PROMPTS[1], guidance_scale=1.0)
+    monkeypatch.setattr(model.stock.guider, "guidance_scale", 1.0)
+    _, states, _ = run_stock(model.stock, PROMPTS[1], ours.latents[0], monkeypatch)
+    torch.testing.assert_close(ours.final, states[-1], rtol=1e-4, atol=2e-5)
+
+
+def test_frames(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = sample(model, PROMPTS[0])
+    _, states, frames = run_stock(model.stock, PROMPTS[0], ours.latents[0], monkeypatch)
+    expected = (frames * 255).round().to(torch.uint8)
+    assert expected.float().std() > 20
+    assert torch.equal(model.ours.video_decoder.decode(states[-1])[0], expected)
+    # From our own final latents a pixel near a tie may round the other way.
+    video = model.ours.video_decoder.decode(ours.final)[0]
+    assert (video.int() - expected.int()).abs().max() <= 1
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Each test starts from the same global random state, which nothing here may use."""
+    state = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), state)

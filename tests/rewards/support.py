@@ -1,0 +1,110 @@
+"""Rewards for tests of how rewards are called; importing this takes nothing but torch."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger_name = "tests.rewards"
+
+
+def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A function as a reward; its sum over many pixels would show another order of summation."""
+    return videos.float().mean((1, 2, 3, 4)) / 255 + torch.tensor([0.01 * len(p) for p in prompts])
+
+
+def both(videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0) -> Mapping[str, Any]:
+    """A function that names its scores, one of them a plain list."""
+    return {"first": scale * brightness(videos, prompts), "length": [float(len(p)) for p in prompts]}
+
+
+def make(scale: float = 1.0) -> "Bright":
+    """A function that returns a reward."""
+    return Bright(scale=scale)
+
+
+class Bright:
+    """A class as a reward, with an option."""
+
+    def __init__(self, scale: float = 1.0, device: str = "cpu") -> None:
+        self.scale, self.device = scale, device
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return {"bright": self.scale * brightness(videos, prompts), "threads": torch.full((len(videos),), _threads())}
+
+
+OBJECT = Bright(3.0)
+NEITHER = 5
+
+
+def _threads() -> float:
+    return float(torch.get_num_threads())
+
+
+def fails(fault: str) -> Any:
+    """What can go wrong inside foreign code."""
+    if fault == "raise":
+        raise ValueError("the scoring server is gone")
+    if fault == "exit":
+        print("giving up", file=sys.stderr)
+        os._exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "crash":
+        raise RuntimeError("out of something")
+
+
+class Faulty:
+    """As `brightness`, until a prompt has a bad word in it, or from the start."""
+
+    def __init__(self, fault: str = "raise", when: str = "score", word: str = "bad", folder: str = "") -> None:
+        self.fault, self.word, self.folder = fault, word, folder
+        if when == "build":
+            fails(fault)
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        if any(self.word in p for p in prompts):
+            if self.folder:
+                (Path(self.folder) / "pid").write_text(str(os.getpid()))
+            fails(self.fault)
+        return {"score": brightness(videos, prompts)}
+
+
+class Waiting:
+    """Scores 1, a batch at a time, as soon as there is a file `go-N` for batch number N; leaves a file `came-N`."""
+
+    def __init__(self, folder: str, patience: float = 30.0) -> None:
+        self.folder, self.patience, self.number = Path(folder), patience, 0
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        number, self.number = self.number, self.number + 1
+        (self.folder / f"came-{number}").touch()
+        wait_for(self.folder / f"go-{number}", self.patience)
+        return {"score": torch.ones(len(videos))}
+
+
+def wait_for(path: Path, seconds: float = 30.0) -> None:
+    """TimeoutError unless the file is there in time."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name} did not come")
+        time.sleep(0.005)
+
+
+class Chatty:
+    """Logs a warning per batch."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        import logging
+
+        logging.getLogger(logger_name).warning("%d videos", len(videos))
+        return {"score": brightness(videos, prompts)}

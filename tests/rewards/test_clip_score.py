@@ -1,0 +1,200 @@
+"""CLIPScore and the machinery it shares with PickScore, against an independent computation with PIL and CLIPModel."""
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sage_fast.config import ConfigError, RewardConfig
+from sage_fast.rewards.clip import FramePreprocessing
+from sage_fast.rewards.clip_score import CLIPScore
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.frames import frame_indices
+from tests.tiny_clip import MEAN, STD, build_tiny_clip
+
+# "a red cat" and "dog" in the tiny tokenizer, spelled out: start, words, end.
+VOCABULARY_IDS = {"a red cat": ["a</w>", "red</w>", "cat</w>"], "dog": ["d", "o", "g</w>"]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_clip(tmp_path_factory.mktemp("clip"))
+
+
+def soft_videos(batch: int, frames: int, height: int, width: int, seed: int = 0) -> Tensor:
+    noise = torch.rand(batch * frames, 3, 20, 20, generator=torch.Generator().manual_seed(seed))
+    pixels = torch.nn.functional.interpolate(noise, (height, width), mode="bilinear")
+    return (pixels * 255).to(torch.uint8).view(batch, frames, 3, height, width)
+
+
+def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> float:
+    """Mean cosine of the frames `rows`: PIL resizes, numpy crops, CLIPModel.forward compares."""
+    from transformers import CLIPModel
+
+    vocabulary = json.loads((checkpoint / "vocab.json").read_text(encoding="utf-8"))
+    words = ["<|startoftext|>", *VOCABULARY_IDS[prompt], "<|endoftext|>"]
+    model = CLIPModel.from_pretrained(checkpoint).eval()
+    images = []
+    for row in rows:
+        image = Image.fromarray(video[row].permute(1, 2, 0).numpy())
+        scale = 24 / min(image.size)
+        image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.BICUBIC)
+        left, top = (image.width - 24) // 2, (image.height - 24) // 2
+        pixels = np.asarray(image.crop((left, top, left + 24, top + 24)), dtype=np.float64) / 255
+        images.append(((pixels - MEAN) / STD).transpose(2, 0, 1))
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor([[vocabulary[word] for word in words]]),
+            pixel_values=torch.tensor(np.stack(images), dtype=torch.float32),
+        )
+        return float((output.logits_per_image / model.logit_scale.exp()).mean())
+
+
+@pytest.mark.parametrize("size", [(40, 56), (56, 40), (24, 24), (17, 30)], ids=["wide", "tall", "exact", "small"])
+def test_against_pil_and_clip(checkpoint: Path, size: tuple[int, int]) -> None:
+    videos = soft_videos(3, 5, *size)
+    prompts = ["a red cat", "dog", "a red cat"]
+    scores = CLIPScore(str(checkpoint), num_frames=2, device="cpu", batch_size=4).score(videos, prompts)
+    assert list(scores) == ["CLIPScore"] and scores["CLIPScore"].dtype == torch.float32
+    expected = [100 * by_hand(checkpoint, v, p, [1, 3]) for v, p in zip(videos, prompts, strict=True)]
+    assert max(expected) - min(expected) > 1  # a wrong filter or a missing crop costs 0.1 and more
+    assert scores["CLIPScore"].tolist() == pytest.approx(expected, abs=0.02)
+
+
+def test_resizing_is_pils() -> None:
+    frames = soft_videos(1, 4, 45, 64)[0]
+    frames[2:] = torch.randint(0, 256, frames[2:].shape, generator=torch.Generator().manual_seed(1))
+    prepare = FramePreprocessing(
+        resize=20, crop=None, filter="bicubic", mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255)
+    )
+    for frame, result in zip(frames, prepare(frames), strict=True):
+        image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize((28, 20), Image.Resampling.BICUBIC)
+        expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+        assert result.shape == (3, 20, 28)
+        assert (result - expected).abs().max() <= 1.001  # PIL's weights are fixed-point
+        assert ((result - expected).abs() > 0.5).float().mean() < 0.02
+
+
+def test_both_forms_of_the_preprocessing_file() -> None:
+    common = {"image_mean": MEAN, "image_std": STD, "resample": 3}
+    old = FramePreprocessing.from_config(common | {"size": 224, "crop_size": 224})
+    new = FramePreprocessing.from_config(
+        common | {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_rescale": True}
+    )
+    assert old == new == FramePreprocessing(resize=224, crop=(224, 224), filter="bicubic", mean=MEAN, std=STD)
+    square = FramePreprocessing.from_config(common | {"size": {"height": 8, "width": 12}, "do_center_crop": False})
+    assert square(torch.zeros(1, 3, 20, 20, dtype=torch.uint8)).shape == (1, 3, 8, 12)
+    for wrong in ({"resample": 0}, {"do_normalize": False}):
+        with pytest.raises(ValueError, match="preprocessor_config.json"):
+            FramePreprocessing.from_config(common | wrong)
+    with pytest.raises(ValueError, match=r"crops \(224, 224\)"):
+        FramePreprocessing.from_config(common | {"do_resize": False})(torch.zeros(1, 3, 200, 300, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("total", "wanted", "rows"),
+    [(81, 4, [10, 30, 50, 70]), (5, 1, [2]), (5, 5, [0, 1, 2, 3, 4]), (3, 8, [0, 1, 2]), (3, None, [0, 1, 2])],
+)
+def test_frames_are_spread_over_the_video(total: int, wanted: int | None, rows: list[int]) -> None:
+    assert frame_indices(total, wanted) == rows
+
+
+def test_only_the_chosen_frames_count(checkpoint: Path) -> None:
+    videos = soft_videos(1, 9, 24, 24)
+    reward = CLIPScore(str(checkpoint), num_frames=3, device="cpu")
+    before = reward.score(videos, ["dog"])["CLIPScore"]
+    for row, chosen in [(0, False), (1, True), (4, True), (5, False), (7, True)]:
+        changed = videos.clone()
+        changed[:, row] = 255 - changed[:, row]
+        assert torch.equal(reward.score(changed, ["dog"])["CLIPScore"], before) != chosen
+
+
+def test_a_prompt_is_scored_alike_alone_and_in_company(checkpoint: Path) -> None:
+    videos = soft_videos(3, 2, 30, 30)
+    reward = CLIPScore(str(checkpoint), device="cpu")
+    together = reward.score(videos, ["dog", "a red cat and much more text", "dog"])["CLIPScore"]
+    alone = torch.cat([reward.score(videos[i : i + 1], ["dog"])["CLIPScore"] for i in (0, 2)])
+    assert together[[0, 2]].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
+    assert CLIPScore(str(checkpoint), device="cpu", batch_size=1).score(videos, ["dog"] * 3)[
+        "CLIPScore"
+    ].tolist() == pytest.approx(reward.score(videos, ["dog"] * 3)["CLIPScore"].tolist(), abs=1e-4)
+
+
+def test_a_long_prompt_is_truncated_and_that_is_said_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    videos = soft_videos(1, 2, 24, 24)
+    reward = CLIPScore(str(checkpoint), device="cpu")
+    exact = "x " * 75  # with start and end, 77 tokens
+    with caplog.at_level(logging.WARNING, logger="sage_fast"):
+        short = reward.score(videos, [exact])["CLIPScore"]
+        assert not caplog.records
+        long = reward.score(videos, [exact + "y y"])["CLIPScore"]
+        reward.score(videos, [exact + "z"])
+    assert torch.equal(short, long)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and "77" in messages[0] and "79" in messages[0]
+
+
+def test_lower_precision_is_close(checkpoint: Path) -> None:
+    videos = soft_videos(2, 2, 24, 24)
+    full = CLIPScore(str(checkpoint), device="cpu").score(videos, ["dog", "a red cat"])["CLIPScore"]
+    half = CLIPScore(str(checkpoint), device="cpu", dtype="bfloat16").score(videos, ["dog", "a red cat"])["CLIPScore"]
+    assert half.dtype == torch.float32
+    assert not torch.equal(half, full) and torch.allclose(half, full, atol=3)
+
+
+def test_a_missing_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = RewardConfig(rewards=["clip_score"], weights={"CLIPScore": 1.0})
+    with pytest.raises(ConfigError) as error:
+        CompositeReward.from_config(config)
+    for words in ("`hf download openai/clip-vit-large-patch14`", "reward.options.clip_score.path", "'clip_score'"):
+        assert words in str(error.value)
+    with pytest.raises(OSError, match="'/no/such/folder' does not exist"):
+        CLIPScore("/no/such/folder")
+
+
+def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
+    weights = load_file(folder / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing.*visual_projection"):
+        CLIPScore(str(folder), device="cpu")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(OSError, match="has no preprocessor_config.json"):
+        CLIPScore(str(folder), device="cpu")
+
+
+def test_refusals(checkpoint: Path) -> None:
+    for option, value in (("num_frames", 0), ("batch_size", 0), ("dtype", "int8")):
+        with pytest.raises(ValueError, match=f"{option} is {value!r}"):
+            CLIPScore(str(checkpoint), **{option: value})
+    with pytest.raises(ValueError, match=r"device is 'nowhere', which torch cannot use here"):
+        CLIPScore(str(checkpoint), device="nowhere")
+    reward = CLIPScore(str(checkpoint), device="cpu")
+    videos = soft_videos(2, 2, 24, 24)
+    for bad in (videos.float(), videos[0], videos[:, :0], videos[:, :, :1]):
+        with pytest.raises(ValueError, match="Expected uint8 videos"):
+            reward.score(bad, ["dog", "dog"])
+    with pytest.raises(ValueError, match="2 videos and 1 prompts"):
+        reward.score(videos, ["dog"])
+
+
+def test_as_a_reward_of_a_run(checkpoint: Path) -> None:
+    config = RewardConfig(
+        rewards=["clip_score"],
+        options={"clip_score": {"path": str(checkpoint), "device": "cpu"}},
+        weights={"CLIPScore": 0.5},
+    )
+    reward = CompositeReward.from_config(config).rewards["clip_score"]
+    scores = reward.score(soft_videos(2, 2, 24, 24), ["dog", "a red cat"])
+    assert all(math.isfinite(value) for value in scores["CLIPScore"].tolist())

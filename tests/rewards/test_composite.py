@@ -1,0 +1,148 @@
+"""Everything that may be named as a reward, and what is said when it is none."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.config import ConfigError, RewardConfig
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rewards.base import RewardError, describe_batch
+from sage_fast.rewards.composite import CompositeReward
+from tests.rewards import support
+
+EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+SAMPLES = [
+    Sample(prompt=Prompt(text=text, index=7), embeds=EMBEDS, member=m) for m, text in enumerate(["a", "bb", "c"])
+]
+EXPECTED = support.brightness(VIDEOS, ["a", "bb", "c"]).double()
+
+
+def here(name: str) -> str:
+    return f"{support.__name__}:{name}"
+
+
+def composite(name: str, weights: dict[str, float], **options: Any) -> CompositeReward:
+    return CompositeReward.from_config(
+        RewardConfig(rewards=[here(name)], options={here(name): options} if options else {}, weights=weights)
+    )
+
+
+def test_a_function_is_a_reward_and_a_tensor_has_its_name() -> None:
+    scores = composite("brightness", {"brightness": 2.0}).score(VIDEOS, SAMPLES)
+    assert list(scores) == ["brightness"] and torch.equal(scores["brightness"], EXPECTED)
+
+
+def test_a_function_may_name_its_scores_and_take_options() -> None:
+    reward = composite("both", {"first": 1.0, "length": 10.0}, scale=3.0)
+    scores = reward.score(VIDEOS, SAMPLES)
+    torch.testing.assert_close(scores["first"], 3 * EXPECTED)
+    assert scores["length"].tolist() == [1.0, 2.0, 1.0]
+    torch.testing.assert_close(reward.overall(scores), scores["first"] + 10 * scores["length"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scale"),
+    [("Bright", {"scale": 2.0}, 2.0), ("make", {"scale": 2.0}, 2.0), ("make", {}, 1.0), ("OBJECT", {}, 3.0)],
+)
+def test_classes_functions_that_return_a_reward_and_objects(name: str, options: dict[str, float], scale: float) -> None:
+    scores = composite(name, {"bright": 1.0}, **options).score(VIDEOS, SAMPLES)
+    torch.testing.assert_close(scores["bright"], scale * EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("NEITHER", {}, r"'tests.rewards.support:NEITHER' is of type int. Name a class with score\(videos"),
+        ("time", {}, "is of type module"),
+        ("_threads", {}, "gives a float, which has no method score"),
+        ("both", {"size": 3}, r"reward.options.tests.rewards.support:both = \{'size': 3\} does not fit"),
+        ("Bright", {"size": 3}, r"= \{'size': 3\} does not fit"),
+        ("OBJECT", {"scale": 3}, "is an object and takes no options"),
+    ],
+)
+def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composite(name, {"score": 1.0}, **options)
+
+
+class Returns:
+    """A reward that returns what it is told to."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def score(self, videos: torch.Tensor, prompts: object) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.ones(3), r"Reward 'r' returned a Tensor, but it must be {name: scores} with 3 numbers a name"),
+        ({"s": torch.ones(2)}, r"returned 's' of shape \(2,\) for 3 videos"),
+        ({"s": torch.ones(3, 1)}, r"returned 's' of shape \(3, 1\)"),
+        ({"s": ["a", "b", "c"]}, "returned 's' as something that is no tensor of numbers"),
+        ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
+    ],
+)
+def test_what_a_reward_may_not_return(result: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        CompositeReward({"r": Returns(result)}, {"s": 1.0}).score(VIDEOS, SAMPLES)
+
+
+def test_two_rewards_may_not_share_a_score() -> None:
+    rewards = {"one": Returns({"s": [1.0, 2.0, 3.0]}), "two": Returns({"s": [1.0, 2.0, 3.0]})}
+    with pytest.raises(RewardError, match="Two rewards return a score named 's'; the second is 'two'"):
+        CompositeReward(rewards, {"s": 1.0}).score(VIDEOS, SAMPLES)
+
+
+def test_submitting_scores_at_once() -> None:
+    batch = composite("brightness", {"brightness": 1.0}).submit(VIDEOS, SAMPLES).result()
+    assert torch.equal(batch.scores["brightness"], EXPECTED) and not batch.failed.any() and batch.seconds > 0
+
+
+def test_a_failure_stops_or_marks() -> None:
+    samples = [*SAMPLES[:1], Sample(prompt=Prompt(text="bad", index=8), embeds=EMBEDS, member=1), *SAMPLES[2:]]
+    reward = composite("Faulty", {"score": 1.0})
+    with pytest.raises(RewardError, match=r"raised ValueError: the scoring server is gone on prompt 7 .* 2 videos"):
+        reward.submit(VIDEOS, samples)
+    batch = reward.submit(VIDEOS, samples, "drop_group").result()
+    assert batch.failed.tolist() == [False, True, False]
+    torch.testing.assert_close(batch.scores["score"][[0, 2]], EXPECTED[[0, 2]])
+
+
+def test_the_device_goes_to_rewards_that_take_one() -> None:
+    names = [here("Bright"), here("brightness")]
+    config = RewardConfig(rewards=names, weights={"bright": 1.0}, device="cuda:7")
+    bright = CompositeReward.from_config(config).rewards[here("Bright")]
+    assert isinstance(bright, support.Bright) and bright.device == "cuda:7"
+    own = RewardConfig(
+        rewards=names, weights={"bright": 1.0}, device="cuda:7", options={here("Bright"): {"device": "cpu"}}
+    )
+    alone = RewardConfig(rewards=[here("brightness")], weights={"brightness": 1.0}, device="cuda:7")
+    for config in (own, alone):
+        with pytest.raises(ConfigError, match=r"reward.device is 'cuda:7'.*Set reward.device to null"):
+            CompositeReward.from_config(config)
+
+
+def test_a_batch_is_described_by_its_first_prompt() -> None:
+    assert describe_batch(SAMPLES[:1]) == "prompt 7 ('a'), sample 0"
+    assert describe_batch(SAMPLES[:2]) == "prompt 7 ('a'), sample 0 or the video scored with it"
+    assert re.search("one of the 2 videos scored with it$", describe_batch(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placement": "process", "queue_size": 0}, "reward.queue_size is 0"),
+        ({"placement": "process", "timeout_seconds": 0.0}, "reward.timeout_seconds is 0.0"),
+        ({"queue_size": 4}, "Set reward.placement to process"),
+        ({"timeout_seconds": 60.0}, "Set reward.placement to process"),
+    ],
+)
+def test_keys_of_the_placement(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardConfig(**changes)

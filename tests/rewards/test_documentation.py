@@ -1,0 +1,114 @@
+"""docs/rewards.md does what it says: its example runs, its tables are those of the code."""
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from sage_fast.config import RewardConfig, RunConfig
+from sage_fast.config_file import dump_config, load_config
+from sage_fast.objective import weighted_advantages
+from sage_fast.registry import REWARDS, resolve
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.qwen2_vl_video import frame_indices
+from sage_fast.run import build_trainer
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+MakeRun = Callable[..., RunConfig]
+
+
+def block(language: str) -> str:
+    found = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def table_below(heading: str) -> list[list[str]]:
+    """The cells of the first table after a line, without its head."""
+    lines = TEXT[TEXT.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_example_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(block("python"))
+    monkeypatch.syspath_prepend(tmp_path)
+    tree = yaml.safe_load(dump_config(tiny_run())) | yaml.safe_load(block("yaml"))
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tree))
+    trainer = build_trainer(load_config(tmp_path / "my.yaml"))
+    record = trainer.iterate()
+    weights = yaml.safe_load(block("yaml"))["reward"]["weights"]
+    parts = [weight * record[f"reward/{name}_mean"] for name, weight in weights.items()]
+    assert {"steadiness", "named_colours"} <= set(weights)
+    assert record["reward/mean"] == pytest.approx(sum(parts), abs=1e-9)
+    assert 0 < record["reward/steadiness_mean"] < 1
+
+    assert isinstance(trainer.reward, CompositeReward)
+    steadiness, colours = (trainer.reward.rewards[f"my_rewards:{name}"] for name in ("steadiness", "NamedColours"))
+    still = torch.zeros(2, 4, 3, 8, 8, dtype=torch.uint8)
+    flicker = still.clone()
+    flicker[1, ::2] = 255
+    assert steadiness.score(flicker, ["", ""])["steadiness"].tolist() == [1.0, 0.0]
+    red = still.clone()
+    red[:, :, 0, :4] = 255
+    assert colours.score(red, ["a red circle", "a blue circle"])["named_colours"].tolist() == [0.5, 0.0]
+
+
+def test_the_opening_configuration_is_one() -> None:
+    lines = TEXT[TEXT.index("    reward:\n") :].split("\n\n")[0]
+    config = RewardConfig(**yaml.safe_load(lines)["reward"])
+    for name, options in config.options.items():
+        inspect.signature(resolve(name, REWARDS, "")).bind(**options)
+
+
+@pytest.mark.parametrize("name", ["videoalign", "clip_score", "pick_score"])
+def test_every_option_is_documented(name: str) -> None:
+    documented = {row[0].strip("`"): row[1].strip("`") for row in table_below(f"### {name}\n")}
+    parameters: dict[str, Any] = dict(inspect.signature(resolve(name, REWARDS, "")).parameters)
+    assert list(documented) == list(parameters)
+    for option, default in documented.items():
+        expected = parameters[option].default
+        if default == "required":  # fps has a default that is refused, with the reason
+            assert expected in (inspect.Parameter.empty, None)
+        else:
+            assert default == {None: "null", False: "false", True: "true"}.get(expected, str(expected))
+
+
+def test_every_reward_is_listed() -> None:
+    assert {row[0].strip("`") for row in table_below("## What ships")} == set(REWARDS)
+
+
+def test_the_keys_of_the_placement_have_these_defaults() -> None:
+    defaults = RewardConfig()
+    for key, default, _ in table_below("## Where rewards run"):
+        value = getattr(defaults, key.strip("`"))
+        assert default.strip("`") == (
+            "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        )
+
+
+def test_the_worked_example_of_advantages() -> None:
+    rows = torch.tensor(
+        [[float(cell) for cell in row] for row in table_below("One group of four")], dtype=torch.float64
+    )
+    components = {name: rows[None, :, i] for i, name in enumerate(("VQ", "MQ", "TA"))}
+    weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    reward = sum(weight * components[name][0] for name, weight in weights.items())
+    torch.testing.assert_close(torch.as_tensor(reward), rows[:, 3])
+    advantages = weighted_advantages(components, weights, normalization="sum").advantages[0]
+    torch.testing.assert_close(advantages, rows[:, 4].float(), atol=5e-4, rtol=0)
+
+
+def test_the_frames_that_videoalign_sees() -> None:
+    assert "sees 6 (0, 16, 32, 48, 64, 80)" in TEXT and frame_indices(81, 24, 2) == [0, 16, 32, 48, 64, 80]
+    assert "16 fps it sees 10." in TEXT and len(frame_indices(81, 16, 2)) == 10

@@ -1,0 +1,335 @@
+"""Rewards in a process of their own: the same numbers, at the same time as the rollout, and no way to hang.
+
+Where two processes must be at work at once, they wait for each other's files; no test measures a duration.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import ConfigError, RewardConfig, RunConfig
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rewards.base import RewardError
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
+from sage_fast.run import build_trainer
+from tests.rewards import support
+
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+
+
+def config(*names: str, weights: dict[str, float] | None = None, **changes: Any) -> RewardConfig:
+    rewards = [f"{support.__name__}:{name}" for name in names]
+    options = {f"{support.__name__}:{name}": value for name, value in changes.pop("options", {}).items()}
+    changes = {"placement": "process", "timeout_seconds": 60.0} | changes
+    return RewardConfig(rewards=rewards, options=options, weights=weights or {"score": 1.0}, **changes)
+
+
+def videos(batch: int, seed: int = 0) -> Tensor:
+    size = (batch, 5, 3, 24, 32)
+    return torch.randint(0, 256, size, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def samples(*texts: str) -> list[Sample]:
+    return [Sample(prompt=Prompt(text=text, index=40 + i), embeds=EMBEDS, member=i) for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[RewardConfig], RewardProcess]]:
+    """Start a worker that is ended after the test, and must then be gone."""
+    workers: list[RewardProcess] = []
+
+    def start(settings: RewardConfig) -> RewardProcess:
+        workers.append(RewardProcess(settings))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+        assert worker._process.exitcode is not None
+
+
+def test_numbers_and_messages_are_those_of_this_process(
+    started: Callable[..., RewardProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config("brightness", "Bright", "Chatty", weights={"brightness": 0.3, "bright": 2.0}, queue_size=3)
+    inline, worker = CompositeReward.from_config(settings), started(settings)
+    texts = ["a red circle", 'with "quotes" and ünïcode 🙂', "x" * 100_000]
+    batches = [(videos(3, seed), samples(*texts)) for seed in range(5)]
+    # As a slice on its way: neither contiguous nor of a storage of its own.
+    batches.append((videos(4)[1:, :, :, ::2], samples(*texts)))
+    pending = [worker.submit(*batch) for batch in batches]
+    for batch, answer in zip(batches, pending, strict=True):
+        expected, found = inline.submit(*batch).result(), answer.result()
+        assert list(expected.scores) == list(found.scores) == ["brightness", "bright", "threads", "score"]
+        assert all(torch.equal(expected.scores[k], v) and v.dtype == torch.float64 for k, v in found.scores.items())
+        assert torch.equal(expected.failed, found.failed) and found.seconds > 0
+        assert torch.equal(inline.overall(expected.scores), worker.overall(found.scores))
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        (support.logger_name, "WARNING", "3 videos")
+    ] * (2 * len(batches))
+
+
+def test_a_reward_that_raises_stops_or_marks_as_inline(started: Callable[..., RewardProcess]) -> None:
+    settings = config("Faulty")
+    inline, worker = CompositeReward.from_config(settings), started(settings)
+    batch = (videos(3), samples("good", "bad", "good"))
+    with pytest.raises(RewardError) as expected:
+        inline.submit(*batch)
+    failing, fine = worker.submit(*batch), worker.submit(videos(1), samples("good"))
+    for _ in range(2):
+        with pytest.raises(RewardError) as found:
+            failing.result()
+        assert str(found.value) == str(expected.value)
+        assert "ValueError: the scoring server is gone on prompt 40 ('good'), sample 0" in str(found.value)
+    assert isinstance(found.value.__cause__, RemoteTraceback)
+    assert "support.py" in str(found.value.__cause__) and "in fails" in str(found.value.__cause__)
+    assert not fine.result().failed.any()  # it goes on
+    marked, same = worker.submit(*batch, "drop_group").result(), inline.submit(*batch, "drop_group").result()
+    assert marked.failed.tolist() == same.failed.tolist() == [False, True, False]
+    assert torch.equal(marked.scores["score"], same.scores["score"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "on_failure", "how"),
+    [
+        ("exit", "stop", "ended with exit code 3"),
+        ("kill", "drop_group", "was killed by SIGKILL, as the kernel does when memory runs out,"),
+    ],
+)
+def test_a_worker_that_dies_is_an_error(
+    started: Callable[..., RewardProcess], fault: str, on_failure: Any, how: str
+) -> None:
+    worker = started(config("brightness", "Faulty", options={"Faulty": {"fault": fault}}))
+    before = worker.submit(videos(1), samples("good"), on_failure)
+    dying = worker.submit(videos(2), samples("good", "bad"), on_failure)
+    assert not before.result().failed.any()
+    for _ in range(2):
+        with pytest.raises(RewardError, match=rf"reward 'tests.rewards.support:Faulty' {how}.*prompt 40 \('good'\)"):
+            dying.result()
+    with pytest.raises(RewardError, match="Faulty"):
+        worker.submit(videos(1), samples("good"))
+
+
+def test_a_reward_that_hangs_is_stopped(started: Callable[..., RewardProcess]) -> None:
+    worker = started(config("brightness", "Faulty", options={"Faulty": {"fault": "hang"}}, timeout_seconds=8.0))
+    worker._timeout = 0.3  # the start took the seconds above
+    hanging = worker.submit(videos(1), samples("bad"))
+    message = r"^Reward 'tests.rewards.support:Faulty' took longer than 0.3 s on prompt 40 .*reward.timeout_seconds"
+    with pytest.raises(RewardError, match=message):
+        hanging.result()
+    assert worker._process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"when": "build"}, "'tests.rewards.support:Faulty' cannot be set up: the scoring server is gone"),
+        ({"when": "build", "fault": "crash"}, "could not build them: RuntimeError: out of something"),
+        ({"when": "build", "fault": "exit"}, "exit code 3 .* while it was set up"),
+        ({"when": "build", "fault": "hang"}, "took longer than 3 s while it was set up"),
+    ],
+    ids=["refuses", "crashes", "exits", "hangs"],
+)
+def test_rewards_that_cannot_be_built_are_configuration_errors(options: dict[str, str], message: str) -> None:
+    seconds = 3.0 if options.get("fault") == "hang" else 60.0
+    with pytest.raises(ConfigError, match=message):
+        load_scorer(config("Faulty", options={"Faulty": options}, timeout_seconds=seconds))
+
+
+def test_a_weight_without_a_score_is_a_configuration_error(started: Callable[..., RewardProcess]) -> None:
+    worker = started(config("brightness", weights={"beauty": 1.0}))
+    with pytest.raises(ConfigError, match=r"reward.weights names \['beauty'\]"):
+        worker.submit(videos(1), samples("good")).result()
+
+
+def test_submitting_waits_while_the_queue_is_full(started: Callable[..., RewardProcess], tmp_path: Path) -> None:
+    worker = started(config("Waiting", options={"Waiting": {"folder": str(tmp_path)}}, queue_size=2))
+    first, second = worker.submit(videos(1), samples("a")), worker.submit(videos(1), samples("b"))
+    support.wait_for(tmp_path / "came-0")
+    (tmp_path / "go-1").touch()
+    third: list[Any] = []
+    thread = threading.Thread(target=lambda: third.append(worker.submit(videos(1), samples("c"))))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and len(worker._outstanding) == 2
+    (tmp_path / "go-0").touch()
+    thread.join(30)
+    assert not thread.is_alive() and first.answer is not None
+    (tmp_path / "go-2").touch()
+    assert all(p.result().scores["score"].tolist() == [1.0] for p in [third[0], first, second])  # in any order
+
+
+def test_it_goes_with_its_last_reference() -> None:
+    worker = RewardProcess(config("brightness"))
+    process = worker._process
+    del worker
+    assert process.exitcode == 0
+
+
+# ------------------------------------------------------------------------------------------ the trainer with it
+
+REWARDS = "--reward.rewards=['tests.rewards.support:{}']"
+PROCESS = "--reward.placement=process"
+MakeRun = Callable[..., RunConfig]
+
+
+def timeless(record: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
+def test_a_run_gives_the_same_numbers(tiny_run: MakeRun, tmp_path: Path, on_failure: str) -> None:
+    """Bit by bit: metrics, evaluation and weights after an update, with a group that is dropped or without."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle moving left\na blue square moving up\n")
+    evaluated = tmp_path / "evaluated.txt"
+    evaluated.write_text("a red cross moving left\na red square moving up\n")
+    bad = "blue" if on_failure == "drop_group" else "nothing"
+    arguments = [
+        REWARDS.format("Faulty"),
+        f"--reward.options={{'tests.rewards.support:Faulty': {{word: {bad}}}}}",
+        "--reward.weights={score: 1}",
+        f"--reward.on_failure={on_failure}",
+        f"--data.prompts={prompts}",
+        "--evaluation.num_prompts=2",
+        f"--evaluation.prompts={evaluated}",
+        "--evaluation.batch_size=1",
+        "--rollout.micro_batch_size=2",
+    ]
+    results = []
+    for placement in ([], [PROCESS]):
+        trainer = build_trainer(tiny_run(*arguments, *placement))
+        record = trainer.iterate()
+        assert ("time/reward_worker" in record) == bool(placement)
+        assert record["reward/dropped_groups"] == (on_failure == "drop_group")
+        results.append((timeless(record), trainer.evaluate()[0], trainer.tensors()["weights"]))
+        trainer.reward.close()
+    (inline, inline_scores, inline_weights), (process, process_scores, process_weights) = results
+    assert inline == process
+    assert inline_scores == process_scores
+    assert all(torch.equal(w, process_weights[n]) for n, w in inline_weights.items())
+
+
+def test_scoring_overlaps_the_rollout(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """Batch 0 is in the reward, and stays there until the sampling of batch 1 has begun; so on to the end."""
+    trainer = build_trainer(
+        tiny_run(
+            REWARDS.format("Waiting"),
+            f"--reward.options={{'tests.rewards.support:Waiting': {{folder: '{tmp_path}'}}}}",
+            "--reward.weights={score: 1}",
+            "--rollout.micro_batch_size=1",
+            PROCESS,
+        )
+    )
+
+    def rendezvous(phase: str, done: int, total: int) -> None:
+        if phase == "rollout" and done:
+            support.wait_for(tmp_path / f"came-{done - 1}")
+            (tmp_path / f"go-{done - 1}").touch()
+        elif phase == "reward" and done == 0:
+            (tmp_path / f"go-{total - 1}").touch()
+
+    trainer.progress = rendezvous
+    record = trainer.iterate()
+    assert (tmp_path / "came-3").exists() and record["reward/mean"] == 1.0
+    assert record["time/reward_worker"] > 0
+    phases = ("rollout", "decode", "reward", "anchor", "update")
+    assert record["time/iteration"] == pytest.approx(sum(record[f"time/{phase}"] for phase in phases))
+    trainer.reward.close()
+
+
+# ------------------------------------------------------------------------------------------ no orphans
+
+PARENT = """
+import sys, torch
+from pathlib import Path
+from sage_fast.config import RewardConfig
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rewards.worker import RewardProcess
+
+if __name__ == "__main__":
+    name, folder = "tests.rewards.support:Faulty", sys.argv[1]
+    options = {name: {"fault": "hang", "folder": folder}}
+    worker = RewardProcess(RewardConfig(rewards=[name], options=options, weights={"score": 1}, placement="process"))
+    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    bad = [Sample(prompt=Prompt(text="bad", index=0), embeds=embeds, member=0)]
+    pending = worker.submit(torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), bad)
+    if sys.argv[2] == "finish":
+        while not (Path(folder) / "pid").exists():
+            pass
+    else:
+        pending.result()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is still running; one that has ended and waits to be collected is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("end", ["finish", "ctrl-c", "killed"])
+def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
+    """A trainer that ends in the middle of a batch, is interrupted or is killed takes its worker along."""
+    script = tmp_path / "train.py"
+    script.write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])}
+    parent = subprocess.Popen(
+        [sys.executable, script, tmp_path, end],
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        support.wait_for(tmp_path / "pid", 60)
+        time.sleep(0.05)  # the file is there before its text
+        worker = int((tmp_path / "pid").read_text())
+        if end == "ctrl-c":
+            os.killpg(parent.pid, signal.SIGINT)
+        elif end == "killed":
+            parent.kill()
+        _, errors = parent.communicate(timeout=30)
+        assert parent.returncode == {"finish": 0, "ctrl-c": -signal.SIGINT, "killed": -signal.SIGKILL}[end], errors
+        assert (b"KeyboardInterrupt" in errors) == (end == "ctrl-c")
+        deadline = time.monotonic() + 10
+        while alive(worker) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not alive(worker)
+    finally:
+        if parent.poll() is None:
+            parent.kill()
+
+
+def test_ctrl_c_and_sigterm_leave_the_worker_to_the_trainer(
+    started: Callable[..., RewardProcess], tmp_path: Path
+) -> None:
+    """The update in progress gets its scores; closing then ends the worker, and does nothing a second time."""
+    worker = started(config("Waiting", options={"Waiting": {"folder": str(tmp_path)}}))
+    pending = worker.submit(videos(1), samples("a"))
+    support.wait_for(tmp_path / "came-0")
+    assert worker._process.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker._process.pid, number)
+    (tmp_path / "go-0").touch()
+    assert pending.result().scores["score"].tolist() == [1.0]
+    worker.close()
+    assert worker._process.exitcode == 0
+    worker.close()
+    with pytest.raises(RewardError, match="has been closed"):
+        worker.submit(videos(1), samples("a"))

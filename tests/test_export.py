@@ -1,0 +1,186 @@
+"""Exports: what diffusers loads computes exactly what was trained."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sage_fast.cli import main
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.export import export
+from sage_fast.policy.hunyuan15 import velocity
+from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
+from sage_fast.run import Run
+from sage_fast.toy.components import load_components
+
+MakeRun = Callable[..., RunConfig]
+
+
+def probe(run: Run, transformer: Any) -> Tensor:
+    """Velocity of a transformer at a fixed state."""
+    x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return velocity(transformer, x, torch.tensor([0.7]), [run.trainer.eval_samples[0].embeds])
+
+
+def trained(run: Run) -> Tensor:
+    with run.trainer.evaluated_weights():
+        return probe(run, run.trainer.policy.transformer)
+
+
+def trained_run(make: MakeRun, *overrides: str) -> Run:
+    run = Run(make("--optimizer.learning_rate=0.05", "--evaluation.every=0", *overrides))
+    run.train()
+    return run
+
+
+def code_of(folder: Path) -> str:
+    match = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert match
+    return match[1]
+
+
+def run_readme(folder: Path) -> Any:
+    """Executes what the README tells the user to do."""
+    names: dict[str, Any] = {}
+    exec(code_of(folder), names)
+    return names["transformer"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("--training.ema_decay=0.5",), ("--lora.alpha=8",)],
+    ids=["plain", "averaged", "alpha"],
+)
+def test_the_readme_of_an_adapter_loads_what_was_trained(
+    tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    run = trained_run(tiny_run, *overrides)
+    folder = tmp_path / "exported"
+    assert main(["export", str(run.directory), "--output", str(folder)]) == 0
+    loaded = probe(run, run_readme(folder))
+    base = probe(run, load_components(run.config.model).transformer)
+    assert (base - loaded).abs().max() > 1e-2, "the adapter does nothing"
+    torch.testing.assert_close(loaded, trained(run), rtol=0, atol=0)
+    record = json.loads((folder / "export.json").read_text())
+    assert record["averaged"] == ("--training.ema_decay=0.5" in overrides) and record["update"] == 2
+    assert record["lora"]["alpha"] == (8 if "--lora.alpha=8" in overrides else 2)
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "export.json", ADAPTER_FILE]
+
+
+def test_a_merged_export_is_one_plain_transformer(tiny_run: MakeRun, tmp_path: Path) -> None:
+    run = trained_run(tiny_run, "--training.ema_decay=0.5")
+    folder = tmp_path / "merged"
+    assert main(["export", str(run.directory), "--output", str(folder), "--format", "full"]) == 0
+    loaded = run_readme(folder)
+    assert isinstance(loaded, HunyuanVideo15Transformer3DModel)
+    assert not any("lora" in name for name in loaded.state_dict())
+    # W x + B A x in one product instead of two: equal up to rounding.
+    torch.testing.assert_close(probe(run, loaded), trained(run), rtol=1e-4, atol=1e-4)
+    base = probe(run, load_components(run.config.model).transformer)
+    assert (base - probe(run, loaded)).abs().max() > 1e-2
+    assert "merged" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("overrides", [(), ("--training.ema_decay=0.5",)], ids=["plain", "averaged"])
+def test_a_full_run_exports_its_transformer_bit_for_bit(
+    tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    run = trained_run(tiny_run, "--training.mode=full", "--optimizer.learning_rate=1e-3", *overrides)
+    folder = tmp_path / "full"
+    checkpoint = run.checkpoints / "update-000002"
+    assert main(["export", str(checkpoint), "--output", str(folder)]) == 0
+    assert torch.equal(probe(run, run_readme(folder)), trained(run))
+    assert json.loads((folder / "export.json").read_text())["format"] == "full"
+
+
+def test_a_full_export_in_another_dtype_rounds_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+    run = trained_run(tiny_run, "--model.dtype=bfloat16")
+    coarse, fine = tmp_path / "coarse", tmp_path / "fine"
+    export(run.directory, coarse, format="full")
+    export(run.directory, fine, format="full", dtype=torch.float32)
+    names = ("diffusion_pytorch_model.safetensors",)
+    rounded, exact = (load_file(folder / names[0]) for folder in (coarse, fine))
+    assert {t.dtype for t in rounded.values()} == {torch.bfloat16}
+    assert {t.dtype for t in exact.values()} == {torch.float32}
+    for name, value in exact.items():
+        torch.testing.assert_close(rounded[name], value.bfloat16(), rtol=2**-7, atol=1e-3)
+    stock = HunyuanVideo15Transformer3DModel.from_pretrained(coarse, torch_dtype=torch.bfloat16)
+    cast_weights(stock, torch.bfloat16)
+    torch.testing.assert_close(probe(run, stock), trained(run), rtol=0.05, atol=0.05)
+
+
+def test_generate_takes_the_export(tiny_run: MakeRun, tmp_path: Path) -> None:
+    run = trained_run(tiny_run)
+    folder = tmp_path / "exported"
+    export(run.directory, folder)
+    words = ["--lora", str(folder), "--output", str(tmp_path / "videos"), "--evaluation.num_prompts=2"]
+    assert main(["generate", str(run.directory), *words]) == 0
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+
+
+def test_the_newest_complete_checkpoint_of_a_run_is_taken(finished_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    assert export(run, tmp_path / "newest").update == 2
+    (run / "checkpoints/update-000002/manifest.json").unlink()
+    assert export(run, tmp_path / "older").update == 1
+    assert export(run / "checkpoints/update-000001", tmp_path / "named").update == 1
+
+
+def test_an_export_may_be_repeated_but_nothing_else_is_overwritten(finished_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    export(finished_run, folder)
+    export(finished_run, folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds other files"):
+        export(finished_run, other)
+    with pytest.raises(ConfigError, match="is a file"):
+        export(finished_run, other / "thesis.tex")
+    assert [p.name for p in other.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "status", "expected"),
+    [
+        ("", ["--dtype", "bfloat16"], 2, "--dtype is for --format full"),
+        ("", ["--format", "full", "--model.path=/moved"], 2, "--model.path=FOLDER"),
+        ("checkpoints", [], 2, "such as"),
+        ("samples", [], 2, "no checkpoint and no run"),
+        ("nowhere", [], 2, "no checkpoint and no run"),
+    ],
+    ids=["dtype-of-an-adapter", "model-moved", "one-level-too-high", "no-checkpoint", "missing"],
+)
+def test_a_wrong_request_is_told(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], status: int,
+    expected: str,
+) -> None:  # fmt: skip
+    assert main(["export", str(finished_run / source), "--output", str(tmp_path / "o"), *more]) == status
+    errors = capsys.readouterr().err
+    assert expected in errors and "Traceback" not in errors
+    assert not (tmp_path / "o/export.json").exists()
+
+
+def test_a_run_that_trained_every_weight_has_no_adapter(tiny_run: MakeRun, tmp_path: Path) -> None:
+    run = trained_run(tiny_run, "--training.mode=full")
+    with pytest.raises(ConfigError, match="--format full"):
+        export(run.directory, tmp_path / "o", format="lora")
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    adapter = run / "checkpoints/update-000002/lora" / ADAPTER_FILE
+    adapter.write_bytes(adapter.read_bytes()[:-1])
+    assert main(["export", str(run / "checkpoints/update-000002"), "--output", str(tmp_path / "o")]) == 1
+    assert "missing, truncated or altered" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The recipes that ship: each one loads, alone and with every ablation, and says what the reference does."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from sage_fast.cli import main
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config_file import dump_config, load_config
+from sage_fast.footprint import ModelShape, estimate
+from sage_fast.prompts import read_prompts
+from sage_fast.rollout import rollout_table
+from sage_fast.run import load_prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
+ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
+
+ABLATED = {
+    "setting_a": lambda c: c.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
+    "setting_b": lambda c: c.reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0},
+    "kl_none": lambda c: c.objective.kl_mode == "none",
+    "kl_fixed": lambda c: c.objective.kl_mode == "fixed",
+    "kl_stepwise": lambda c: c.objective.kl_mode == "stepwise",
+    "kl_moving": lambda c: c.objective.kl_mode == "moving",
+    "kl_dual": lambda c: c.objective.kl_mode == "dual",
+    "dance_grpo": lambda c: c.rollout.sde_type == "dance_grpo" and not c.objective.equalizer,
+    "flow_grpo": lambda c: c.rollout.sde_type == "flow_grpo" and c.objective.kl_mode == "fixed",
+    "cps": lambda c: c.rollout.sde_type == "cps" and c.objective.logprob == "unnormalized",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets name prompt files relative to the root of the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:
+    assert [p.stem for p in PRESETS] == [
+        "hv15_352x624_lora_1gpu",
+        "hv15_480p_full_64gpu",
+        "hv15_480p_full_8gpu",
+        "hv15_480p_lora_1gpu",
+    ]
+    assert {p.stem for p in ABLATIONS} == set(ABLATED)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
+    config = load_config(preset)
+    assert config.model.family == "hunyuan15" and config.output_dir == f"runs/{preset.stem}"
+    rollout, objective, video = config.rollout, config.objective, config.video
+    assert (rollout.sde_type, rollout.num_steps, rollout.shift, rollout.eta) == ("sage_grpo", 20, 5.0, 0.5)
+    assert (rollout.guidance_scale, rollout.num_generations) == (6.0, 4)
+    assert (video.num_frames, video.fps) == (81, 24.0)
+    assert (video.height, video.width) == ((352, 624) if "352x624" in preset.stem else (480, 832))
+    assert (objective.clip_range, objective.kl_mode, objective.equalizer) == (1e-4, "dual", True)
+    assert (objective.kl_position_weight, objective.kl_velocity_weight) == (1.0, 0.1)
+    assert (config.kl_weight.minimum, config.kl_weight.maximum, config.kl_weight.warmup_updates) == (1e-7, 1e-5, 100)
+    assert (config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay) == (
+        "muon",
+        1e-5,
+        0.01,
+    )
+    assert (config.optimizer.max_grad_norm, config.advantage.clip) == (1.0, 5.0)
+    assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
+    assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
+    assert config.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
+    assert config.reward.options["videoalign"]["fps"] == video.fps
+    # What the video autoencoder can encode, and what the window of every step leaves to train.
+    assert video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0
+    assert int(rollout_table(rollout, 0).trainable.sum()) == 20
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_the_prompts_of_a_preset_are_there_and_held_out(preset: Path) -> None:
+    prompts, evaluated = load_prompts(load_config(preset))
+    assert len(prompts) >= 64 and len(evaluated) >= 24
+    assert {p.text for p in prompts}.isdisjoint(p.text for p in evaluated)
+    assert {p.index for p in prompts}.isdisjoint(p.index for p in evaluated)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_every_ablation_changes_a_few_lines_of_every_preset(preset: Path) -> None:
+    plain = dump_config(load_config(preset)).splitlines()
+    for ablation in ABLATIONS:
+        config = load_config([preset, ablation])
+        assert ABLATED[ablation.stem](config), ablation
+        assert len(set(plain) ^ set(dump_config(config).splitlines())) <= 8, ablation
+
+
+def test_files_are_merged_left_to_right_and_the_command_line_goes_last(tmp_path: Path) -> None:
+    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
+    late = tmp_path / "late.yaml"
+    late.write_text("rollout: {eta: 0.9}\nreward: {weights: {TA: 1.0}}\n")
+    first = ROOT / "configs/ablations/setting_b.yaml"
+    assert load_config([preset, first, late]).reward.weights == {"TA": 1.0}, "a mapping of names is replaced whole"
+    assert load_config([preset, late, first]).reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    config = load_config([preset, late], ["--rollout.eta=0.3"])
+    assert config.rollout.eta == 0.3 and config.rollout.shift == 5.0
+
+
+def test_options_of_a_reward_can_be_set_one_by_one() -> None:
+    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
+    config = load_config(
+        preset,
+        [
+            "--reward.rewards+=clip_score",
+            "--reward.options.clip_score.path=/clip",
+            "--reward.options.videoalign.path",
+            "/v",
+        ],
+    )
+    assert config.reward.rewards == ["videoalign", "clip_score"]
+    assert config.reward.options == {"videoalign": {"path": "/v", "fps": 24}, "clip_score": {"path": "/clip"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("objective: {kl_moed: none}\n", "late.yaml: unknown key 'objective.kl_moed'. Did you mean objective.kl_mode"),
+        ("distributed: {sp_size: 2}\n", "late.yaml: unknown key 'distributed'"),
+        ("[]\n", "late.yaml must hold sections"),
+    ],
+    ids=["key", "section", "no-mapping"],
+)
+def test_a_mistake_in_a_later_file_names_that_file(tmp_path: Path, content: str, expected: str) -> None:
+    late = tmp_path / "late.yaml"
+    late.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config([PRESETS[0], late])
+    assert expected in str(error.value)
+
+
+def test_an_ablation_alone_is_no_run() -> None:
+    with pytest.raises(ConfigError, match="output_dir"):
+        load_config(ABLATIONS[0])
+
+
+def test_the_command_line_takes_several_files_wherever_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    preset, ablation = "configs/hv15_480p_lora_1gpu.yaml", "configs/ablations/kl_none.yaml"
+    printed = []
+    for words in (
+        [preset, ablation, "--print_config", "--rollout.eta=0.4"],
+        ["--print_config", preset, "--rollout.eta=0.4", ablation],
+        [preset, "--rollout.eta", "0.4", ablation, "--print_config"],
+    ):
+        assert main(["train", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    assert "kl_mode: none" in printed[0] and "eta: 0.4" in printed[0]
+
+
+def memory(preset: str, *overrides: str) -> float:
+    return estimate(load_config(ROOT / f"configs/{preset}.yaml", overrides), ModelShape()).total
+
+
+def test_the_presets_for_one_gpu_fit_80_gigabytes_and_the_full_ones_do_not() -> None:
+    assert memory("hv15_352x624_lora_1gpu") < 0.9 * 80
+    assert memory("hv15_480p_lora_1gpu") < 0.9 * 80
+    assert memory("hv15_480p_full_8gpu") > 80, "the head of the file says so"
+
+
+@pytest.mark.parametrize(("guidance", "expected"), [("paired", 53.0), ("split", 36.0)])
+def test_the_estimate_is_the_counted_one_of_the_transformer(guidance: str, expected: float) -> None:
+    """LoRA at 480x832x81 with selective checkpointing: 53 and 36 GB without decoder, rewards and runtime."""
+    config: RunConfig = load_config(
+        ROOT / "configs/hv15_480p_lora_1gpu.yaml", [f"--training.guidance={guidance}", "--model.decode_memory_gib=1"]
+    )
+    parts = estimate(config, ModelShape()).parts
+    assert sum(parts[k] for k in ("weights", "activations", "working set")) == pytest.approx(expected, abs=1.0)
+
+
+def test_the_prompt_files_are_csv_that_others_read_too() -> None:
+    for name in ("general_train", "general_eval"):
+        path = ROOT / f"configs/prompts/{name}.csv"
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [r["prompt"] for r in rows] == [p.text for p in read_prompts(path)]
+        assert all(len(r["prompt"].split()) >= 6 for r in rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.config import ModelConfig
 from sage_fast.policy.base import Components
-from sage_fast.policy.hunyuan15 import GuidedPolicy
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.loading import load_components
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rollout import sample_trajectory

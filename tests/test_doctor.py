@@ -54,7 +54,7 @@ def test_a_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     version = machine.version_of
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in ("peft", "xformers") else version(name))
-    checks = by_name(examine(None))
+    checks = by_name(list(machine.software()))
     assert (checks["peft"].status, checks["peft"].fix) == ("missing", "pip install peft")
     assert checks["xformers"].status == "info" and "attention" in checks["xformers"].detail
     assert not can_run(list(checks.values()))

@@ -37,7 +37,8 @@ def trained(run: Run) -> Tensor:
 
 
 def trained_run(make: MakeRun, *overrides: str) -> Run:
-    run = Run(make("--optimizer.learning_rate=0.05", "--evaluation.every=0", *overrides))
+    # The forward that the exports are run by, so that nothing but the weights can differ.
+    run = Run(make("--model.forward=stock", "--optimizer.learning_rate=0.05", "--evaluation.every=0", *overrides))
     run.train()
     return run
 

@@ -206,7 +206,8 @@ def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world:
     from sage_fast.records import Prompt
 
     export(world.run, tmp_path / "lora")
-    config = load_config(world.run / "config.yaml", ["--model.dtype=float32"])
+    words = ["--model.dtype=float32", "--model.forward=stock", "--model.checkpointing=none"]
+    config = load_config(world.run / "config.yaml", words)
     generator = load_generator(config, [Prompt(text='a sign that says "OPEN"', index=0)])
     checkpoint = load_checkpoint(world.run / "checkpoints/update-000002")
     generator.use_weights(checkpoint.tensors["ema"])

@@ -133,7 +133,7 @@ class PairedEvaluation:
 
     def _evaluate(self, model: str) -> Evaluation:
         if self._reward is None:
-            self._reward = load_scorer(self.config.reward)
+            self._reward = load_scorer(self.config.reward, [p.text for p in self.prompts])
         if self._generator is None:
             self._generator = load_generator(self.config, self.prompts)
         generator, evaluation = self._generator, self.config.evaluation

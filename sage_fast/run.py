@@ -112,7 +112,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     prompts, eval_prompts = load_prompts(config)
-    reward = load_scorer(config.reward)
+    reward = load_scorer(config.reward, [p.text for p in (*prompts, *eval_prompts)])
     try:
         load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
         components = load(config.model)

@@ -14,7 +14,11 @@ OnFailure = Literal["stop", "drop_group"]
 
 
 class Reward(Protocol):
-    """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls."""
+    """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls.
+
+    A reward that cannot score every text may have a method `check_prompts(prompts)` that raises a RewardError; it is
+    shown all prompts of a run before anything is generated.
+    """
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Score a batch.

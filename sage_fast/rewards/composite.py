@@ -26,8 +26,11 @@ class CompositeReward(Scorer):
         self.rewards = dict(rewards)
 
     @classmethod
-    def from_config(cls, config: RewardConfig) -> "CompositeReward":
-        """Build every reward of a config. ConfigError names the one that cannot be, and why."""
+    def from_config(cls, config: RewardConfig, prompts: Sequence[str] = ()) -> "CompositeReward":
+        """Build every reward of a config, and show it the prompts if it has a method `check_prompts`.
+
+        ConfigError names the reward that cannot be built, or the prompt that it refuses, and why.
+        """
         rewards = {}
         takes_device = False
         for name in config.rewards:
@@ -37,6 +40,12 @@ class CompositeReward(Scorer):
                 options["device"] = config.device
                 takes_device = True
             rewards[name] = build_reward(name, found, options)
+            check_prompts = getattr(rewards[name], "check_prompts", None)
+            if check_prompts is not None:
+                try:
+                    check_prompts(prompts)
+                except RewardError as error:
+                    raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
         if config.device is not None and not takes_device:
             raise ConfigError(
                 f"reward.device is {config.device!r}, but each of {config.rewards} has no option device or has its own "

@@ -43,9 +43,19 @@ SECONDS_TO_LEAVE = 5.0
 SETTING_UP, IDLE = -2, -1
 
 
-def load_scorer(config: RewardConfig) -> Scorer:
-    """The rewards of a run, set up and ready, where `reward.placement` wants them. ConfigError when they cannot be."""
-    return RewardProcess(config) if config.placement == "process" else CompositeReward.from_config(config)
+def load_scorer(config: RewardConfig, prompts: Sequence[str] = ()) -> Scorer:
+    """The rewards of a run, set up and ready, where `reward.placement` wants them.
+
+    Args:
+        config: which rewards.
+        prompts: what they will score videos of; a reward with a method `check_prompts` sees them now.
+
+    Raises:
+        ConfigError: a reward cannot be built, or refuses a prompt.
+    """
+    if config.placement == "process":
+        return RewardProcess(config, prompts)
+    return CompositeReward.from_config(config, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,7 @@ class _Answer:
 class _Settings:
     """What the worker takes over from the trainer's process, so that both compute the same numbers."""
 
+    prompts: Sequence[str]
     num_threads: int
     cuda_device: int | None
     log_level: int
@@ -93,7 +104,7 @@ class RewardProcess(Scorer):
             took longer than `reward.timeout_seconds`.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, prompts: Sequence[str] = ()) -> None:
         super().__init__(config.weights)
         self._names = list(config.rewards)
         self._queue_size, self._timeout = config.queue_size, config.timeout_seconds
@@ -103,6 +114,7 @@ class RewardProcess(Scorer):
         self._running = torch.full((1,), SETTING_UP).share_memory_()
         """Number of the reward that the worker is in, for naming one that does not return."""
         settings = _Settings(
+            prompts=list(prompts),
             num_threads=torch.get_num_threads(),
             cuda_device=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -285,7 +297,7 @@ def _serve(connection: Connection, config: RewardConfig, running: Tensor, settin
     logging.basicConfig(level=settings.log_level, handlers=[collector])
 
     try:
-        rewards = CompositeReward.from_config(config)
+        rewards = CompositeReward.from_config(config, settings.prompts)
     except ConfigError as error:
         connection.send(_Answer(error=error, messages=collector.take()))
         return

@@ -1,4 +1,4 @@
-"""Rewards for tests of how rewards are called; importing this takes nothing but torch."""
+"""Rewards for tests of how rewards are called."""
 
 import os
 import signal
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sage_fast.rewards.base import RewardError
 
 logger_name = "tests.rewards"
 
@@ -108,3 +110,15 @@ class Chatty:
 
         logging.getLogger(logger_name).warning("%d videos", len(videos))
         return {"score": brightness(videos, prompts)}
+
+
+class Choosy:
+    """Refuses prompts about dogs."""
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        for prompt in prompts:
+            if "dog" in prompt:
+                raise RewardError(f"no score for {prompt!r}")
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return {"cats": torch.ones(len(videos))}

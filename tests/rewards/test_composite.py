@@ -10,6 +10,7 @@ from sage_fast.config import ConfigError, RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import RewardError, describe_batch
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.worker import load_scorer
 from tests.rewards import support
 
 EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
@@ -146,3 +147,11 @@ def test_a_batch_is_described_by_its_first_prompt() -> None:
 def test_keys_of_the_placement(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RewardConfig(**changes)
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+def test_prompts_are_checked_before_anything_is_generated(placement: Any) -> None:
+    config = RewardConfig(rewards=[here("Choosy")], weights={"cats": 1.0}, placement=placement)
+    load_scorer(config, ["a cat"]).close()
+    with pytest.raises(ConfigError, match=r"data\.prompts.*no score for 'a dog'"):
+        load_scorer(config, ["a cat", "a dog"])

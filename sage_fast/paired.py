@@ -6,7 +6,6 @@ FOLDER/
     evaluation.{json,md,html}  contact_sheet.png     see `report.py`
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from sage_fast.config import RunConfig
 from sage_fast.evaluation import Evaluation, compare, evaluate
 from sage_fast.files import replacing
 from sage_fast.generate import Generator, load_generator, video_file_name
+from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.report import Report, ShownVideo, spread_over_ranks
 from sage_fast.rewards.base import Scorer
@@ -164,7 +164,7 @@ class PairedEvaluation:
         """What decides the scores of a model, as JSON values."""
         config = self.config
         settings = {
-            "weights": "base" if model == "base" else _weights_digest(self.trained),
+            "weights": "base" if model == "base" else weights_digest(self.trained),
             "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype")},
             "video": asdict(config.video),
             "num_steps": config.evaluation.num_steps or config.rollout.num_steps,
@@ -175,12 +175,3 @@ class PairedEvaluation:
             "prompts": prompts_digest([], self.prompts),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all
-
-
-def _weights_digest(path: Path) -> str:
-    """SHA-256 over the weights of a checkpoint folder, an adapter folder or an adapter file."""
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()

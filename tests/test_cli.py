@@ -237,7 +237,35 @@ def test_an_adapter_generates_the_videos_of_its_checkpoint(
     videos = [media.read_video(tmp_path / name / one).int() for name in ("by_run", "by_lora", "base")]
     assert torch.equal(videos[0], videos[1])
     record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]
-    assert record["weights"].endswith("lora/pytorch_lora_weights.safetensors")
+    assert "lora/pytorch_lora_weights.safetensors (" in record["weights"]
+
+
+def test_other_weights_at_the_same_place_are_other_videos(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
+    file = adapter / "pytorch_lora_weights.safetensors"
+    save_file({name: 2 * value for name, value in load_file(file).items()}, file)
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 2
+    assert "weights: " in capsys.readouterr().err
+
+
+def test_out_of_memory_says_how_this_command_goes_on(
+    config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice")
+
+    monkeypatch.setattr("sage_fast.generate.sample_trajectory", exhausted)
+    assert generate(config_file, prompts, tmp_path / "v", "--checkpoint", "none") == 1
+    errors = capsys.readouterr().err
+    assert "Tried to allocate 20.00 GiB." in errors and "evaluation.batch_size" in errors
+    assert "The same command goes on" in errors and "--resume" not in errors
 
 
 @pytest.mark.parametrize(

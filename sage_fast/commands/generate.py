@@ -59,6 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
     from sage_fast.generate import check_request, generate, load_generator
+    from sage_fast.policy.trained import weights_digest
     from sage_fast.run import load_eval_prompts
 
     config = with_prompt_options(options, load_run_config(options.config, overrides))
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     prompts = load_eval_prompts(config)
     lora = adapter(options.lora) if options.lora else None
     trained = None if lora else trained_weights(options.checkpoint, config)
+    source = lora or (trained[0] if trained else None)
     generator = load_generator(config, prompts)
     if lora:
         generator.use_adapter(lora)
@@ -75,7 +77,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     paths, kept = generate(
         generator,
         options.output,
-        weights=str(lora or (trained[0] if trained else "base")),
+        # With their digest: other weights at the same place make other videos.
+        weights=f"{source} ({weights_digest(source)[:12]})" if source else "base",
         sampler=options.sampler,
         num_videos=options.num_videos,
         overwrite=options.overwrite,

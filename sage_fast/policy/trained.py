@@ -1,5 +1,6 @@
 """Trained weights into a freshly loaded transformer, for sampling and export: no optimizer, nothing trainable."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.checkpoint import MANIFEST
 from sage_fast.config import RunConfig
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
@@ -74,3 +76,16 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
             key = re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name)
             parameter.data = values[key].to(parameter.device, torch.float32)
     transformer.requires_grad_(False)
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 over the weights of a checkpoint folder, an adapter folder or an adapter file."""
+    digest = hashlib.sha256()
+    if (path / MANIFEST).is_file():
+        files = [path / MANIFEST]  # it holds the digests of all the others, which are gigabytes
+    else:
+        files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

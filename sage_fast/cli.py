@@ -94,7 +94,10 @@ def _describe(error: Exception, command: str) -> str:
     if _is_out_of_memory(error):
         advice = "Lower evaluation.batch_size, or the size of the video (video.num_frames, height, width)."
         if command == "train":
-            advice = "Lower rollout.micro_batch_size or evaluation.batch_size, or set model.checkpointing to selective."
+            advice = (
+                "Set model.checkpointing to selective or training.guidance to split, or lower rollout.micro_batch_size "
+                "or evaluation.batch_size."
+            )
         return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
     if isinstance(error, OSError | RewardError) and go_on:
         return f"{error}\nWhat was written before is intact; when the cause is mended: {go_on}"

@@ -4,12 +4,13 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,6 +18,8 @@ from sage_fast import media
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
+from sage_fast.policy.forward import choose_forward
+from sage_fast.policy.fused import Acceleration
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
@@ -53,22 +56,27 @@ class Generator:
     samples: list[Sample]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
+    acceleration: Acceleration | None
 
     def use_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
-        try:
-            use_weights(self.policy.transformer, self.config, weights)
-        except ValueError as error:
-            raise ConfigError(f"The checkpoint does not fit this model: {error}") from error
-        self.policy.transformer.to(self.device)
+        self._replace(lambda transformer: use_weights(transformer, self.config, weights), "The checkpoint")
 
     def use_adapter(self, path: Path) -> None:
         """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
+        self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
+
+    def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:
+        """Change the transformer's modules under the stock forward, then choose the forward anew."""
+        transformer = self.policy.transformer
+        if self.acceleration is not None:
+            self.acceleration.undo()
         try:
-            use_adapter(self.policy.transformer, path)
+            change(transformer)
         except ValueError as error:
-            raise ConfigError(f"--lora: {error}") from error
-        self.policy.transformer.to(self.device)
+            raise ConfigError(f"{what}: {error}") from error
+        transformer.to(self.device)
+        self.acceleration = choose_forward(transformer, self.config.model)
 
     def table(self, sampler: str) -> TransitionTable:
         """The steps of a sampler with the evaluation's number of steps."""
@@ -96,6 +104,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         texts = ["", *(p.text for p in prompts)]
         unconditional, *embeds = [e.to(device) for e in components.prompt_encoder.encode(texts)]
         transformer = components.transformer.to(device).requires_grad_(False)
+        acceleration = choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return Generator(
@@ -105,6 +114,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         samples=[Sample(prompt=p, embeds=e, member=0) for p, e in zip(prompts, embeds, strict=True)],
         latent_shape=latent_shape,
         device=device,
+        acceleration=acceleration,
     )
 
 

@@ -53,11 +53,14 @@ from sage_fast.trainer import Trainer, resolve_device
 logger = logging.getLogger(__name__)
 
 # What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
-# how much of what machine. (Another device, number of threads or batch through the model changes the rounding, and
-# nothing else.) What an out-of-memory message tells the user to lower is among them, so that the run can go on.
+# how much of what machine. (Another device, number of threads, batch through the model, or way to compute the same
+# velocity and gradient changes the rounding, and nothing else.) What an out-of-memory message tells the user to change
+# is among them, so that the run can go on.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|model\.(device|checkpointing|cache_dir)|rollout\.micro_batch_size"
-    r"|training\.num_updates|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
+    r"output_dir|resume|num_threads|rollout\.micro_batch_size|training\.(num_updates|guidance|update)"
+    r"|model\.(device|cache_dir|decode_memory_gib|forward|kernels|attention|deterministic|checkpointing"
+    r"|offload_activations|adaln|compile)"
+    r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
     r"|reward\.(placement|device|queue_size|timeout_seconds)"
 )
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.config import ConfigError, RunConfig
@@ -31,7 +30,7 @@ from sage_fast.objective import (
 )
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.base import Components
-from sage_fast.policy.fused import accelerate
+from sage_fast.policy.forward import choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
@@ -100,7 +99,7 @@ class Trainer:
             )
         else:
             train_all(transformer)
-        self._choose_forward(transformer)
+        choose_forward(transformer, config.model)
         self.policy = GuidedPolicy(transformer, self.embeds[""].to(self.device), config.rollout.guidance_scale)
         self.parameters = trainable_parameters(transformer)
         self.optimizer = OptimizerSet(self.parameters, config.optimizer)
@@ -361,24 +360,6 @@ class Trainer:
             self.ema.refresh()
 
     # ------------------------------------------------------------------------------------------ helpers
-
-    def _choose_forward(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
-        """The forward that `model.forward` names, over weights whose adapters and requires_grad are settled."""
-        model = self.config.model
-        if model.forward == "stock":
-            if model.checkpointing == "full":
-                transformer.enable_gradient_checkpointing()
-            return
-        accelerate(
-            transformer,
-            attention=model.attention,
-            kernels=model.kernels,
-            checkpointing=model.checkpointing,
-            deterministic=model.deterministic,
-            offload_activations=model.offload_activations,
-            adaln=model.adaln,
-            compile=model.compile,
-        )
 
     def _make_gradient(self) -> PolicyGradient:
         """The way of `training.update` to get the gradient."""

@@ -93,7 +93,8 @@ class Acceleration:
         self._glyphs = WeakTensorKeyDictionary()
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
-        self._refine = torch.compile(transformer.context_embedder, dynamic=False) if compile else None
+        # One graph for prompts of every length: with another one for each, rollout and update could differ in rounding.
+        self._refine = torch.compile(transformer.context_embedder, dynamic=True) if compile else None
         if adaln in ("table", "offload") and not can_tabulate(self.blocks):
             raise ValueError(
                 f"adaln is {adaln!r}, but the AdaLN weights (norm1.linear, norm1_context.linear) are trained or carry "

@@ -369,15 +369,28 @@ def test_glyph_projections_are_kept_while_their_weights_stay(monkeypatch: pytest
     assert len(calls) == 2
 
 
-def test_compiled_refiner_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+def test_compiled_refiner_computes_the_same_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     model = with_lora(tiny_transformer())
-    x, timestep, prompts = latents(3), torch.full((3,), 500.0), prompts_of("ragged", torch.float32)
+    lengths = [prompt(length, seed=length) for length in (5, 7, 12)]
+    x, timestep = latents(3), torch.full((3,), 500.0)
     acceleration = accelerate(model)
-    expected = packed(model, x, timestep, prompts)
+    expected = packed(model, x, timestep, lengths)
     acceleration.undo()
     accelerate(model, compile=True)
-    torch.testing.assert_close(packed(model, x, timestep, prompts), expected, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        rollout = packed(model, x, timestep, lengths)
+    update = packed(model, x, timestep, lengths)
+    torch.testing.assert_close(update, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(update, rollout)
+    # One without and one with gradients enabled.
+    assert len(graphs) <= 2
 
 
 def test_diffusers_own_switch_for_checkpointing_works() -> None:

@@ -66,10 +66,12 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _is_expected(error: Exception) -> bool:
     """Whether the message alone tells the user what happened; anything else keeps its traceback."""
     from sage_fast.checkpoint import CheckpointError
+    from sage_fast.policy.base import DecodeError
     from sage_fast.rewards.base import RewardError
     from sage_fast.trainer import TrainingError
 
-    return isinstance(error, TrainingError | RewardError | CheckpointError | OSError) or _is_out_of_memory(error)
+    expected = TrainingError | RewardError | CheckpointError | DecodeError | OSError
+    return isinstance(error, expected) or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast import media
 from sage_fast.checkpoint import (
@@ -46,7 +46,6 @@ from sage_fast.prompts import read_prompts
 from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
-from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.trainer import Trainer, resolve_device
 
@@ -54,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 # What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
 # how much of what machine. (Another device, number of threads, batch through the model, or way to compute the same
-# velocity and gradient changes the rounding, and nothing else.) What an out-of-memory message tells the user to change
-# is among them, so that the run can go on.
+# velocity and gradient changes the rounding, and nothing else.) What a message tells the user to change is among them,
+# so that the run can go on. The model's folder may have moved: its weights are compared instead.
 FREE_ON_RESUME = re.compile(
     r"output_dir|resume|num_threads|rollout\.micro_batch_size|training\.(num_updates|guidance|update)"
-    r"|model\.(device|cache_dir|decode_memory_gib|forward|kernels|attention|deterministic|checkpointing"
+    r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|offload_activations|adaln|compile)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
     r"|reward\.(placement|device|queue_size|timeout_seconds)"
@@ -115,11 +114,16 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     prompts, eval_prompts = load_prompts(config)
-    reward = load_scorer(config.reward, [p.text for p in (*prompts, *eval_prompts)])
     try:
         load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
         components = load(config.model)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
+        reward = load_scorer(
+            config.reward,
+            [p.text for p in (*prompts, *eval_prompts)],
+            device=resolve_device(config.model.device),
+            fps=config.video.fps,
+        )
         return Trainer(config, components, reward, prompts, eval_prompts)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
@@ -147,7 +151,9 @@ class Run:
             ConfigError, CheckpointError, TrainingError, RewardError, OSError: each says what to do; what was saved
             before stays as it was.
         """
-        config, trainer, checkpoint = self.config, self.trainer, self.checkpoint
+        config, trainer = self.config, self.trainer
+        # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
+        checkpoint, self.checkpoint = self.checkpoint, None
         total = config.training.num_updates
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         self._prepare_directory(resumed)
@@ -164,6 +170,8 @@ class Run:
                     progress.finished(record)
                 if checkpoint is not None:
                     trainer.load(checkpoint.tensors, checkpoint.state["trainer"], checkpoint.binary)
+                    self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
+                del checkpoint
                 seconds_saving = 0.0
                 while trainer.update < total and not stop.requested:
                     record = trainer.iterate() | {
@@ -171,21 +179,19 @@ class Run:
                         "time/checkpoint": seconds_saving,
                     }
                     done = trainer.update >= total
-                    failure: RewardError | None = None
-                    if config.evaluation.every and (done or self._due(config.evaluation.every)):
-                        try:
-                            record |= self._evaluate()
-                        except RewardError as error:
-                            failure = error  # the update itself is done and must not be lost
-                    metrics.log(record)
-                    progress.finished(record)
+                    evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
                     seconds_saving = 0.0
-                    if done or failure or stop.requested or self._due(config.checkpoint.every):
+                    # Before the evaluation, which can take as long as many updates and fail in its own ways. Who asks
+                    # to stop does not wait for one either: the checkpoint knows that it is due.
+                    if done or evaluates or stop.requested or self._due(config.checkpoint.every):
                         start = time.perf_counter()
-                        self._save()
+                        self._save(pending=record if evaluates else None)
                         seconds_saving = time.perf_counter() - start
-                    if failure:
-                        raise failure
+                    if evaluates and not stop.requested:
+                        record |= self._evaluate()
+                    if not evaluates or not stop.requested:
+                        metrics.log(record)
+                        progress.finished(record)
             finally:
                 metrics.close()
                 trainer.reward.close()
@@ -207,7 +213,7 @@ class Run:
             if self.config.resume == "auto" and has_run:
                 logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
             return None
-        data = load_checkpoint(folder, resolve_device(self.config.model.device))
+        data = load_checkpoint(folder)
         check_same_run(data.state["config"], to_dict(self.config), folder)
         logger.info("Going on from %s.", folder)
         return data
@@ -224,8 +230,14 @@ class Run:
                 config.objective.kl_mode,
             )
         self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
+        self.model_digest = weights_digest(trainer.policy.transformer)
         if self.checkpoint is None:
             return
+        if self.checkpoint.state.get("model", self.model_digest) != self.model_digest:
+            raise ConfigError(
+                f"model.path: the weights at {config.model.path} are not those that the run was started with. Restore "
+                "them (another folder will do), or start a new run."
+            )
         if self.checkpoint.state["prompts"] != self.prompts_digest:
             raise ConfigError(
                 "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
@@ -255,7 +267,19 @@ class Run:
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
 
-    def _save(self) -> None:
+    def _evaluate_pending(self, record: dict[str, float] | None, metrics: MetricsLogger, progress: RunProgress) -> None:
+        """Make up for the evaluation that was due at a checkpoint, unless it was made after it was saved."""
+        if record is None:
+            return
+        rows = read_metrics(self.directory / "metrics.jsonl")
+        if not any(row["update"] == self.trainer.update and "eval/reward_mean" in row for row in rows):
+            metrics.truncate_after(self.trainer.update - 1)
+            record = record | self._evaluate()
+            metrics.log(record)
+            progress.finished(record)
+
+    def _save(self, pending: dict[str, float] | None = None) -> None:
+        """Save a checkpoint; `pending` are the metrics of an update whose evaluation is still to be made."""
         trainer, mode = self.trainer, self.config.training.mode
 
         def add_adapter(folder: Path) -> None:
@@ -271,6 +295,8 @@ class Run:
                 state={
                     "trainer": trainer.counters(),
                     "prompts": self.prompts_digest,
+                    "model": self.model_digest,
+                    "pending": pending,
                     "config": to_dict(self.config),
                 },
                 binary=trainer.binary_state(),
@@ -378,6 +404,21 @@ class Run:
             ]
         title = f"same prompt, same noise: before training and after update {update}"
         media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
+
+
+@torch.no_grad()
+def weights_digest(transformer: nn.Module) -> str:
+    """SHA-256 of names, shapes and the first and last numbers of the base weights: cheap for 8.3 B parameters, and
+    different for any two sets of weights that were trained. Adapters do not count.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:
+            continue
+        flat = parameter.detach().flatten()
+        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu()
+        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
+    return digest.hexdigest()
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:

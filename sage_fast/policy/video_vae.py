@@ -14,6 +14,8 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
+from sage_fast.policy.base import DecodeError
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,11 +89,11 @@ class VAEDecoder:
         pipeline's images are. Each sample is decoded for itself.
 
         Raises:
-            RuntimeError: a latent or a decoded pixel is not finite.
+            DecodeError: a latent or a decoded pixel is not finite.
         """
         vae = self.vae.to(latents.device)
         if not latents.isfinite().all():
-            raise RuntimeError(
+            raise DecodeError(
                 "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
                 "bfloat16, and check the weights."
             )
@@ -139,7 +141,7 @@ def decode_bytes(vae: AutoencoderKLHunyuanVideo15, latent_size: tuple[int, int, 
 def _to_uint8(pixels: Tensor) -> Tensor:
     """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
     if not pixels.isfinite().all():
-        raise RuntimeError(
+        raise DecodeError(
             f"The VAE decoded to values that are not finite in {pixels.dtype}. Set model.vae_dtype to bfloat16 or "
             "float32."
         )

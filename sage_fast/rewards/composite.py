@@ -26,11 +26,21 @@ class CompositeReward(Scorer):
         self.rewards = dict(rewards)
 
     @classmethod
-    def from_config(cls, config: RewardConfig, prompts: Sequence[str] = ()) -> "CompositeReward":
+    def from_config(
+        cls, config: RewardConfig, prompts: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+    ) -> "CompositeReward":
         """Build every reward of a config, and show it the prompts if it has a method `check_prompts`.
 
-        ConfigError names the reward that cannot be built, or the prompt that it refuses, and why.
+        Args:
+            config: which rewards.
+            prompts: texts that they will be asked about.
+            defaults: values for options `device` and `fps` that neither `reward.device` nor `reward.options` give, for
+                rewards that have them.
+
+        Raises:
+            ConfigError: names the reward that cannot be built, or the prompt that it refuses, and why.
         """
+        defaults = defaults or {}
         rewards = {}
         takes_device = False
         for name in config.rewards:
@@ -39,6 +49,13 @@ class CompositeReward(Scorer):
             if config.device is not None and "device" not in options and "device" in _parameters(found):
                 options["device"] = config.device
                 takes_device = True
+            for option in defaults.keys() & _parameters(found).keys():
+                if options.setdefault(option, defaults[option]) != defaults[option] and option == "fps":
+                    logger.warning(
+                        "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames by "
+                        "its own.",
+                        *(name, options["fps"], defaults["fps"]),
+                    )
             rewards[name] = build_reward(name, found, options)
             check_prompts = getattr(rewards[name], "check_prompts", None)
             if check_prompts is not None:

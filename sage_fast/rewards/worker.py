@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -43,19 +43,24 @@ SECONDS_TO_LEAVE = 5.0
 SETTING_UP, IDLE = -2, -1
 
 
-def load_scorer(config: RewardConfig, prompts: Sequence[str] = ()) -> Scorer:
+def load_scorer(
+    config: RewardConfig, prompts: Sequence[str] = (), *, device: str | None = None, fps: float | None = None
+) -> Scorer:
     """The rewards of a run, set up and ready, where `reward.placement` wants them.
 
     Args:
         config: which rewards.
         prompts: what they will score videos of; a reward with a method `check_prompts` sees them now.
+        device: the policy's. Rewards that take a device use it where `reward.device` is null.
+        fps: frames per second of the videos, for rewards that take it.
 
     Raises:
         ConfigError: a reward cannot be built, or refuses a prompt.
     """
+    defaults = {name: value for name, value in (("device", device), ("fps", fps)) if value is not None}
     if config.placement == "process":
-        return RewardProcess(config, prompts)
-    return CompositeReward.from_config(config, prompts)
+        return RewardProcess(config, prompts, defaults)
+    return CompositeReward.from_config(config, prompts, defaults)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ class _Settings:
     """What the worker takes over from the trainer's process, so that both compute the same numbers."""
 
     prompts: Sequence[str]
+    defaults: Mapping[str, Any]
     num_threads: int
     cuda_device: int | None
     log_level: int
@@ -104,7 +110,9 @@ class RewardProcess(Scorer):
             took longer than `reward.timeout_seconds`.
     """
 
-    def __init__(self, config: RewardConfig, prompts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: RewardConfig, prompts: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(config.weights)
         self._names = list(config.rewards)
         self._queue_size, self._timeout = config.queue_size, config.timeout_seconds
@@ -115,6 +123,7 @@ class RewardProcess(Scorer):
         """Number of the reward that the worker is in, for naming one that does not return."""
         settings = _Settings(
             prompts=list(prompts),
+            defaults=dict(defaults or {}),
             num_threads=torch.get_num_threads(),
             cuda_device=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -297,7 +306,7 @@ def _serve(connection: Connection, config: RewardConfig, running: Tensor, settin
     logging.basicConfig(level=settings.log_level, handlers=[collector])
 
     try:
-        rewards = CompositeReward.from_config(config, settings.prompts)
+        rewards = CompositeReward.from_config(config, settings.prompts, settings.defaults)
     except ConfigError as error:
         connection.send(_Answer(error=error, messages=collector.take()))
         return

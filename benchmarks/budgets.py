@@ -138,7 +138,7 @@ def block_cost(
         prepare: called with the accelerated transformer before it is counted.
     """
     transformer = meta_transformer(3, trained)
-    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing)
+    acceleration = accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing)
     if prepare is not None:
         prepare(transformer)
     block = transformer.transformer_blocks[1]
@@ -163,7 +163,8 @@ def block_cost(
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), Record() as forward:
-        outputs = block(x, text, activation(1, width), *modulation, table, table)
+        acceleration.rotary = table, table
+        outputs = block(x, text, activation(1, width), *modulation)
     cotangents = [torch.empty_like(output) for output in outputs]
     with Record() as backward:
         torch.autograd.backward(outputs, cotangents)

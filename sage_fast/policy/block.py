@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sage_fast.policy.attention import attention, attention_backward
 from sage_fast.policy.kernels import TransformerKernels
@@ -284,6 +285,8 @@ class _Block:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Both streams after the block (the text as it came in where its output is never read)."""
         self.attend(*self.rotate(*self.project_inputs()))
+        if self.settings.checkpointing != "none":
+            self.qkv = None  # memory for the feed-forward
         results = list(self.inputs)
         residuals, normed = self.add_attention()
         keep_hidden = self.settings.checkpointing == "none"
@@ -417,11 +420,11 @@ class _Block:
         """
         grads = [grad.contiguous()] + ([] if text_grad is None else [text_grad.contiguous()])
         modulation_grads: list[dict[str, Tensor]] = [{}, {}]
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.qkv)
-        normed = self.normed_inputs() if self.qkv is None or trains_qkv else None
-        video, text, v = self.project_inputs(normed)
-        q, k, v = self.rotate(video, text, v)
-        out, lse = self.attend(q, k, v)
+        projected = rotated = None
+        if self.out is None:
+            projected = self.project_inputs()
+            rotated = self.rotate(*projected)
+            self.attend(*rotated)
         residuals, normed_residuals = self.add_attention()
 
         joint = _Joint(self.inputs[0], self.num_video, self.num_text if len(self.live) == 2 else 0, grad.shape[2])
@@ -433,7 +436,14 @@ class _Block:
             assert layer is not None
             rows = self.attention_rows(i) if gradients.wants(layer) else None
             joint.put(i, project_backward(branch_grad.flatten(0, 1), rows, layer, gradients, out=joint.rows(i)))
+        # Before the projections are computed again: the feed-forward's backward is where memory peaks.
         self.branches = self.hidden = None
+        del residuals, normed_residuals, branch_grad, rows
+        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.qkv)
+        normed = self.normed_inputs() if self.qkv is None or trains_qkv else None
+        projected = projected or self.project_inputs(normed)
+        q, k, v = rotated or self.rotate(*projected)
+        out, lse = self.attend(q, k, v)
         out_grad = joint.buffer.unflatten(2, (-1, self.head_dim))
         dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, out, lse, self.num_video)
         if len(self.live) == 1:
@@ -441,7 +451,7 @@ class _Block:
             padded[:, : self.num_video] = dq
             dq = padded
         *raw_grads, dq_norm, dk_norm, dq_text_norm, dk_text_norm = self.kernels.qk_norm_rope_backward(
-            dq, dk, *self.raw_heads(video, text), *self.norm_weights(), self.cos, self.sin, EPS
+            dq, dk, *self.raw_heads(*projected[:2]), *self.norm_weights(), self.cos, self.sin, EPS
         )
         gradients.put(self.streams.video.norms, dq_norm)
         gradients.put(self.streams.video.norms + 1, dk_norm)
@@ -562,6 +572,7 @@ class _BlockFunction(torch.autograd.Function):
         return out, text_out if len(block.live) == 2 else None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept_state: Kept = ctx.kept
         kept, (modulation, text_modulation, *flat) = kept_state.take(ctx)

@@ -18,7 +18,8 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 
 import logging
 from collections.abc import Sequence
-from types import MethodType
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -45,6 +46,9 @@ from sage_fast.records import PromptEmbeds
 logger = logging.getLogger(__name__)
 
 AdaLN = Literal["auto", "weights", "table", "offload"]
+
+
+_WEAK_CACHES = ("_glyphs", "_masks", "_images")
 
 
 class SequenceLayout(Protocol):
@@ -88,6 +92,8 @@ class Acceleration:
         """Which video tokens are computed here; None is all of them."""
         self.adaln = adaln
         self.table: ModulationTable | None = None
+        self.rotary: tuple[Tensor, Tensor]
+        """cos and sin of the video tokens of the forward that runs."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._glyphs = WeakTensorKeyDictionary()
@@ -95,29 +101,48 @@ class Acceleration:
         self._images = WeakTensorKeyDictionary()
         # One graph for prompts of every length: with another one for each, rollout and update could differ in rounding.
         self._refine = torch.compile(transformer.context_embedder, dynamic=True) if compile else None
-        if adaln in ("table", "offload") and not can_tabulate(self.blocks):
+        if adaln in ("table", "offload") and not can_tabulate(transformer):
             raise ValueError(
-                f"adaln is {adaln!r}, but the AdaLN weights (norm1.linear, norm1_context.linear) are trained or carry "
-                "an adapter, so their output is no table. Freeze them first, or choose auto."
+                f"adaln is {adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
+                "norm1_context.linear) are trained, sharded, or carry an adapter, so their output is no table. Freeze "
+                "them first, or choose auto."
             )
         if adaln == "offload":
-            self.table = ModulationTable(self.blocks, offload=True)
+            self.table = self._make_table(offload=True)
 
     # ------------------------------------------------------------------------------------------------- switching
 
     def install(self) -> None:
-        """Replace the forward of this instance and of its blocks, and lay query, key and value weights together."""
+        """Replace the forward of this instance and of its blocks, and lay query, key and value weights together.
+
+        ValueError where somebody else has replaced a forward before.
+        """
+        for name, module in self.transformer.named_modules():
+            if "forward" in module.__dict__ and (module is self.transformer or name.startswith("transformer_blocks")):
+                raise ValueError(
+                    f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
+                    "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
+                )
         for block in self.blocks:
             for layers in _stackable(block):
                 stack_weights(layers)
-            block.forward = MethodType(_fused_block, block)
+            block.forward = partial(_fused_block, block)
             block._acceleration = self
         transformer: Any = self.transformer
-        transformer.forward = MethodType(_fused_forward, transformer)
+        transformer.forward = partial(_fused_forward, transformer)
         transformer._acceleration = self
 
     def undo(self) -> None:
-        """Restore diffusers' forward. Weights keep their values, names and devices."""
+        """Restore diffusers' forward. Weights keep their values, names and devices.
+
+        ValueError where a hook was put around the fused forward since; remove it first.
+        """
+        for module in (self.transformer, *self.blocks):
+            if getattr(module.__dict__.get("forward"), "func", None) not in (_fused_forward, _fused_block):
+                raise ValueError(
+                    "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
+                    "hook. Remove the hook, then undo."
+                )
         if self.table is not None:
             self.table.restore(self.transformer.device)
         transformer: Any = self.transformer
@@ -162,6 +187,12 @@ class Acceleration:
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
+        # Products write into given memory, which autocast does not follow; the weights' dtype is what counts.
+        device = self.transformer.device.type
+        with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+            return self._grouped(latents, timestep, prompts)
+
+    def _grouped(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
@@ -180,22 +211,28 @@ class Acceleration:
         device, dtype = weight.device, weight.dtype
         known = timestep.tolist() if timestep.device.type == "cpu" else None
         timestep = timestep.to(device, torch.float32, non_blocking=True)
-        sinusoids = transformer.time_embed.time_proj(timestep)
-        embedded = transformer.time_embed.timestep_embedder(sinusoids.to(dtype))
-        activated = F.silu(embedded)
+        activated = self.embed_time(timestep)
         text = self.embed_text(prompts, timestep, dtype)
         x = self.embed_latents(latents.to(dtype))
         cos, sin = self.rope(latents)
         if self.sequence is not None:
             x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
-        table = self.modulation(known, timestep, activated)
+        table = self.modulation(known, timestep)
+        # Not through the blocks' arguments, which FSDP may cast to bfloat16.
+        self.rotary = cos, sin
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
-            x, text = block(x, text, activated, *modulations, cos, sin)
+            x, text = block(x, text, activated, *modulations)
         tokens = self.project_out(x, activated)
         if self.sequence is not None:
             tokens = self.sequence.join(tokens, 1)
         return self.unpatchify(tokens, latents.shape[2:])
+
+    def embed_time(self, timestep: Tensor) -> Tensor:
+        """silu of the time embedding, (B, D), of timesteps (B,) float32."""
+        embed: Any = self.transformer.time_embed
+        weight = embed.timestep_embedder.linear_1.weight
+        return F.silu(embed.timestep_embedder(embed.time_proj(timestep).to(weight.dtype)))
 
     def embed_latents(self, latents: Tensor) -> Tensor:
         """(B, C', F, H, W) to video tokens (B, N, D). Condition channels that are not given are zero."""
@@ -226,9 +263,9 @@ class Acceleration:
         """ByT5 tokens (Lg, Dg) projected to (Lg, D); kept per prompt while the weights are frozen."""
         transformer: Any = self.transformer
         weights = [*transformer.context_embedder_2.parameters(), transformer.cond_type_embed.weight]
-        version = (device, dtype, glyph._version, sum(p._version for p in weights))
-        frozen = not any(p.requires_grad for p in weights)
-        found = self._glyphs.get(glyph)
+        frozen = not any(p.requires_grad for p in weights) and not torch.is_inference_mode_enabled()
+        version = (device, dtype, _version(glyph), *((id(p), p._version) for p in weights)) if frozen else None
+        found = self._glyphs.get(glyph) if frozen else None
         if frozen and found is not None and found[0] == version:
             return found[1]
         result = transformer.context_embedder_2(glyph.to(device, dtype)) + transformer.cond_type_embed.weight[1]
@@ -240,24 +277,34 @@ class Acceleration:
         """cos and sin, (N, head dim) float32, of a latent size."""
         key = (*latents.shape[2:], self.transformer.device)
         if key not in self._rope:
-            with torch.no_grad():
-                self._rope[key] = self.transformer.rope(
-                    latents.new_empty(latents.shape[:1] + latents.shape[1:], device=self.transformer.device)
-                )
+            with torch.inference_mode(False), torch.no_grad():
+                self._rope[key] = self.transformer.rope(torch.empty(latents.shape, device=self.transformer.device))
         return self._rope[key]
 
-    def modulation(self, known: list[float] | None, timestep: Tensor, activated: Tensor) -> Tensor | None:
+    def _make_table(self, *, offload: bool) -> ModulationTable:
+        transformer: Any = self.transformer
+        return ModulationTable(self.blocks, self.embed_time, transformer.time_embed, offload=offload)
+
+    def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None where blocks compute their own."""
-        if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.blocks))):
+        if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
             return None
-        if not can_tabulate(self.blocks):
+        if not can_tabulate(self.transformer):
             raise ValueError(
                 f"adaln is {self.adaln!r}, but the AdaLN weights are no longer frozen. Freeze them, or accelerate "
                 "with adaln='auto'."
             )
         if self.table is None:
-            self.table = ModulationTable(self.blocks, offload=False)
-        return self.table.lookup(timestep.tolist() if known is None else known, activated)
+            self.table = self._make_table(offload=False)
+        return self.table.lookup(timestep.tolist() if known is None else known, timestep.device)
+
+    def forget(self) -> None:
+        """Drop what was computed from frozen weights. Needed after writing to them through `.data`, which leaves no
+        trace; every other change of weights is seen.
+        """
+        if self.table is not None:
+            self.table.forget()
+        self._glyphs.clear()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
         """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
@@ -300,18 +347,28 @@ class Acceleration:
         return [PromptEmbeds(text=t, glyph=g) for t, g in zip(texts, glyphs, strict=True)]
 
     def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
+        version = _version(mask)
         found = self._masks.get(mask)
-        if found is None or found[0] != mask._version:
-            found = mask._version, [row.nonzero().flatten() for row in mask.bool()]
+        if found is None or version is None or found[0] != version:
+            found = version, [row.nonzero().flatten() for row in mask.bool()]
             self._masks[mask] = found
         return [row.index_select(0, index) for row, index in zip(tokens, found[1], strict=True)]
 
     def _is_zero(self, image: Tensor) -> bool:
+        version = _version(image)
         found = self._images.get(image)
-        if found is None or found[0] != image._version:
-            found = image._version, not bool(image.any())
+        if found is None or version is None or found[0] != version:
+            found = version, not bool(image.any())
             self._images[image] = found
         return found[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: caches hold tensors by identity and are left behind."""
+        own = {name: value for name, value in self.__dict__.items() if name not in _WEAK_CACHES}
+        return own | {"_settings": {}, "_rope": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, **{name: WeakTensorKeyDictionary() for name in _WEAK_CACHES})
 
 
 def accelerate(
@@ -371,6 +428,11 @@ def accelerate(
     return acceleration
 
 
+def _version(tensor: Tensor) -> int | None:
+    """Counts in-place changes; None for tensors made in inference mode, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _stackable(block: nn.Module) -> list[list[nn.Linear]]:
     """Layers of a block that share their input."""
     attn: Any = block.attn
@@ -385,8 +447,6 @@ def _fused_block(
     activated: Tensor,
     modulation: Tensor | None,
     text_modulation: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
     acceleration: Acceleration = self._acceleration
@@ -395,7 +455,7 @@ def _fused_block(
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(settings, streams, flat, x, text, modulation, text_modulation, cos, sin)
+    return block_forward(settings, streams, flat, x, text, modulation, text_modulation, *acceleration.rotary)
 
 
 def _fused_forward(
@@ -417,6 +477,11 @@ def _fused_forward(
     acceleration: Acceleration = self._acceleration
     if timestep_r is not None:
         raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")
+    if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"timestep is {timestep.dtype}, and rounded so it is another noise level. Pass float32; with FSDP2, use "
+            "MixedPrecisionPolicy(cast_forward_inputs=False)."
+        )
     if prompts is None:
         if encoder_hidden_states is None or encoder_attention_mask is None:
             raise ValueError("Give encoder_hidden_states and encoder_attention_mask, or prompts.")

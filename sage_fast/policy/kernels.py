@@ -37,6 +37,12 @@ class TransformerKernels:
     """gelu_tanh(x W^T + b), in the epilogue of the matrix product where that exists."""
 
 
+def _linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    from sage_kernels.reference import gelu_tanh
+
+    return gelu_tanh.gelu_tanh(F.linear(x, weight, bias))
+
+
 def _reference() -> TransformerKernels:
     from sage_kernels.reference import adaln, gated_residual, gated_residual_adaln, gelu_tanh, qk_norm_rope
 
@@ -52,7 +58,7 @@ def _reference() -> TransformerKernels:
         qk_norm_rope_backward=qk_norm_rope.qk_norm_rope_backward,
         gelu_tanh=gelu_tanh.gelu_tanh,
         gelu_tanh_backward=gelu_tanh.gelu_tanh_backward,
-        linear_gelu_tanh=lambda x, weight, bias: gelu_tanh.gelu_tanh(F.linear(x, weight, bias)),
+        linear_gelu_tanh=_linear_gelu_tanh,
     )
 
 

@@ -7,7 +7,7 @@ GPU.
 Shapes: B batch, D width, K blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,35 +21,58 @@ MAX_LEVELS = 512
 class ModulationTable:
     """Modulation of all blocks by timestep.
 
+    A row is computed from its timestep alone, whatever batch asks for it first, so that it has the same bits in every
+    run. Rows are dropped when the weights change in place or are replaced; a change through `.data` cannot be seen,
+    call `forget` after one.
+
     Args:
         blocks: the transformer's blocks, K of them.
+        embed: silu of the time embedding (1, D) of a timestep (1,).
+        time_embed: the module whose weights `embed` uses.
         offload: keep the AdaLN weights in CPU memory and bring them to the device for new timesteps only.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], *, offload: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        embed: Callable[[Tensor], Tensor],
+        time_embed: nn.Module,
+        *,
+        offload: bool,
+    ) -> None:
+        self.embed = embed
         self.layers: list[Any] = [layer for block in blocks for layer in adaln_layers(block)]
         self.offload = offload
         self._rows: dict[float, Tensor] = {}
         self._version: tuple[Any, ...] | None = None
+        self.watched = [time_embed, *self.layers]
         if offload:
             for layer in self.layers:
                 _move(layer, torch.device("cpu"))
 
     @torch.no_grad()
-    def lookup(self, timesteps: Sequence[float], embedded: Tensor) -> Tensor:
+    def lookup(self, timesteps: Sequence[float], device: torch.device) -> Tensor:
         """Modulation of B samples, (2 K, B, 6 D): video and text of block 0, then of block 1, and so on.
 
         Args:
             timesteps: B numbers.
-            embedded: (B, D), silu of their time embedding.
+            device: where the forward runs.
         """
-        version = (embedded.dtype, embedded.device, sum(layer.weight._version for layer in self.layers))
+        watched = (p for module in self.watched for p in module.parameters())
+        version = (device, *((id(p), p.data_ptr(), p._version) for p in watched))
         if version != self._version or len(self._rows) > MAX_LEVELS:
             self._rows, self._version = {}, version
-        for timestep, row in zip(timesteps, embedded, strict=True):
+        for timestep in timesteps:
             if timestep not in self._rows:
-                self._rows[timestep] = torch.stack([_apply(layer, row[None])[0] for layer in self.layers])
+                # Rows made while generating in inference mode must serve a training as well.
+                with torch.inference_mode(False):
+                    embedded = self.embed(torch.tensor([timestep], dtype=torch.float32, device=device))
+                    self._rows[timestep] = torch.stack([_apply(layer, embedded)[0] for layer in self.layers])
         return torch.stack([self._rows[timestep] for timestep in timesteps], dim=1)
+
+    def forget(self) -> None:
+        """Drop all rows."""
+        self._rows = {}
 
     def restore(self, device: torch.device) -> None:
         """Bring offloaded weights back to the device."""
@@ -64,14 +87,17 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     return modules.norm1.linear, modules.norm1_context.linear
 
 
-def can_tabulate(blocks: Sequence[nn.Module]) -> bool:
-    """Whether the AdaLN layers of all blocks are plain and frozen, so that their outputs are a function of the
-    timestep that does not change during a run.
+def can_tabulate(transformer: nn.Module) -> bool:
+    """Whether the modulation is a function of the timestep that does not change during a run.
+
+    So it is where the time embedding and the AdaLN layers of all blocks are plain, whole on this device and frozen.
     """
-    return all(
-        isinstance(layer, nn.Linear) and not any(p.requires_grad for p in layer.parameters())
-        for block in blocks
-        for layer in adaln_layers(block)
+    modules: Any = transformer
+    layers = [layer for block in modules.transformer_blocks for layer in adaln_layers(block)]
+    return all(isinstance(layer, nn.Linear) for layer in layers) and all(
+        type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
+        for module in (modules.time_embed, *layers)
+        for p in module.parameters()
     )
 
 

@@ -1,11 +1,11 @@
 """What a block's forward keeps for its backward: on the device, or in CPU memory until it is needed.
 
-Offloading copies on a stream of its own into pinned memory while the next block computes; the backward waits for its
-own tensors only.
+Offloading copies on a stream of its own into pinned memory while the next block computes. The backward of a block
+copies its tensors back when it starts; nothing is fetched ahead.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +14,24 @@ from torch import Tensor
 
 @dataclass
 class Kept:
-    """Where the tensors of one block are; `count` of them came first in `save_for_backward`."""
+    """How the tensors of one block were kept: `count` of them came first in `save_for_backward`.
+
+    `device` is where they belong if they were moved to CPU memory, which `done` tells to be complete.
+    """
 
     count: int
-    offloaded: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
     done: torch.cuda.Event | None = None
 
     def take(self, ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
         """(kept tensors on their device, the others)."""
         saved = list(ctx.saved_tensors)
-        if self.device is None:
-            return saved[: self.count], saved[self.count :]
+        kept, others = saved[: self.count], saved[self.count :]
         if self.done is not None:
             self.done.synchronize()
-        return [tensor.to(self.device, non_blocking=True) for tensor in self.offloaded], saved
+        if self.device is not None:
+            kept = [tensor.to(self.device, non_blocking=True) for tensor in kept]
+        return kept, others
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -39,10 +42,10 @@ def keep(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Tensor], offload:
     if not offload:
         ctx.save_for_backward(*tensors, *others)
         return Kept(len(tensors))
-    ctx.save_for_backward(*others)
     device = tensors[0].device
     if device.type != "cuda":
-        return Kept(0, [tensor.to("cpu", copy=True) for tensor in tensors], device)
+        ctx.save_for_backward(*(tensor.to("cpu", copy=True) for tensor in tensors), *others)
+        return Kept(len(tensors), device)
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     copies = []
@@ -51,4 +54,6 @@ def keep(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Tensor], offload:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
             tensor.record_stream(stream)
-    return Kept(0, copies, device, stream.record_event())
+    # Through autograd, which lets go of them as soon as the backward pass has.
+    ctx.save_for_backward(*copies, *others)
+    return Kept(len(tensors), device, stream.record_event())

@@ -1,6 +1,7 @@
 """The fused forward against stock diffusers: outputs, gradients, and what an accelerated model keeps."""
 
 import copy
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -421,3 +422,120 @@ def test_what_is_not_text_to_video_is_refused() -> None:
         accelerate(tiny_transformer(use_meanflow=True))
     with pytest.raises(ValueError, match="flash2.*cannot run on cpu"):
         accelerate(tiny_transformer(), attention="flash2")
+
+
+def test_the_table_follows_every_change_of_the_weights_it_depends_on() -> None:
+    def changes(model: Any) -> dict[str, Callable[[], object]]:
+        other = tiny_transformer(seed=3).state_dict()
+        layer = model.transformer_blocks[1].norm1.linear
+        return {
+            "weight": lambda: layer.weight.mul_(1.5),
+            "bias": lambda: layer.bias.add_(torch.linspace(-1, 1, layer.bias.numel())),
+            "time embedding": lambda: model.time_embed.timestep_embedder.linear_2.weight.mul_(1.5),
+            "assigned": lambda: model.load_state_dict(other, assign=True),
+            "copied": lambda: model.load_state_dict(other),
+        }
+
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    for name in changes(tiny_transformer()):
+        model = tiny_transformer().requires_grad_(False)
+        acceleration = accelerate(model)
+        before = packed(model, x, timestep, prompts)
+        assert acceleration.table is not None
+        with torch.no_grad():
+            changes(model)[name]()
+        model.requires_grad_(False)
+        given = packed(model, x, timestep, prompts)
+        acceleration.undo()
+        expected = stock(model, x, timestep, prompts, torch.float32)
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5, msg=name)
+        assert not torch.allclose(given, before), name
+
+
+def test_changes_through_data_need_to_be_told() -> None:
+    model = tiny_transformer().requires_grad_(False)
+    acceleration = accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    before = packed(model, x, timestep, prompts)
+    model.transformer_blocks[1].norm1.linear.weight.data.mul_(1.5)
+    acceleration.forget()
+    assert not torch.allclose(packed(model, x, timestep, prompts), before)
+
+
+def test_a_trained_time_embedding_gets_its_gradient() -> None:
+    model = tiny_transformer(dtype=torch.float64).requires_grad_(False)
+    model.time_embed.requires_grad_(True)
+    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+    _, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float64))
+    accelerate(model)
+    _, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    assert_same_gradients(given, gradients, 1e-10)
+    assert len(given) == 4
+
+
+def test_rows_of_the_table_do_not_depend_on_the_batch_that_met_them_first() -> None:
+    rows = []
+    for first in (1, 3):
+        model = tiny_transformer().requires_grad_(False)
+        acceleration = accelerate(model)
+        packed(model, latents(first), torch.full((first,), 300.0), [prompt(5, seed=i) for i in range(first)])
+        assert acceleration.table is not None
+        rows.append(acceleration.table._rows[300.0])
+    assert torch.equal(*rows)
+
+
+def test_generating_in_inference_mode_then_training() -> None:
+    model = with_lora(tiny_transformer())
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    expected = packed(model, x, timestep, prompts).detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(model, x.clone(), timestep.clone(), prompts), expected)
+        arguments = padded_arguments(x.clone(), timestep.clone(), prompts, torch.float32)
+        torch.testing.assert_close(model(**arguments)[0], expected, rtol=1e-5, atol=1e-6)
+    # Another timestep, size and prompt, first met in inference mode.
+    other = latents(1, size=(1, 4, 4)), torch.tensor([500.0]), [prompt(6, 2)]
+    with torch.inference_mode():
+        packed(model, *other)
+    differentiate(model, lambda: packed(model, *other))
+
+
+def test_autocast_changes_nothing() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    expected = packed(model, x, timestep, prompts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = packed(model, x, timestep, prompts)
+    assert torch.equal(given, expected)
+
+
+def test_a_rounded_timestep_is_refused() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    with pytest.raises(ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"):
+        packed(model, latents(1), torch.tensor([300.0]).bfloat16(), prompts_of("one", torch.float32))
+
+
+def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
+    model = tiny_transformer()
+    block: Any = model.transformer_blocks[1]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"transformer_blocks\.1 has been replaced already"):
+        accelerate(model)
+    del block.forward
+    acceleration = accelerate(model)
+    fused = block.forward
+    block.forward = lambda *args: fused(*args)
+    with pytest.raises(ValueError, match="Remove the hook, then undo"):
+        acceleration.undo()
+
+
+def test_an_accelerated_model_can_be_pickled() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    expected = packed(model, x, timestep, prompts)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(packed(loaded, x, timestep, prompts), expected)

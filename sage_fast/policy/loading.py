@@ -229,7 +229,7 @@ def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
     for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        command = f"hf download {repository}" if repository else _command(_repository(root), root, f"{name}/*")
+        command = f"hf download {repository}" if repository else _command(likely_repository(root), root, f"{name}/*")
         _require(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
         if name in _PARTS:
             _require_weights(root / name, _PARTS[name], command)
@@ -254,7 +254,7 @@ def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
     )
 
 
-def _repository(root: Path) -> str:
+def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
     large = config.is_file() and _read_json(config).get("target_size") == 960

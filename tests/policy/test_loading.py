@@ -212,7 +212,13 @@ def test_the_shift_that_a_model_was_published_with(
 
 
 def test_generating_with_another_shift_is_told(diffusers_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = [f"--model.path={diffusers_checkpoint}", "--model.family=hunyuan15", "--video.num_frames=5"]
+    words = [
+        "--output_dir=o",
+        "--data.prompts=p",
+        f"--model.path={diffusers_checkpoint}",
+        "--model.family=hunyuan15",
+        "--video.num_frames=5",
+    ]
     config = load_config(None, [*words, "--video.height=32", "--video.width=32", "--rollout.shift=9"])
     load_generator(config, [])
     assert "published with a shift of 5" in caplog.text

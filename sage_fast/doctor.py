@@ -265,7 +265,7 @@ def _file(requirement: Requirement) -> Check:
 
 def _weights(config: RunConfig) -> Iterator[Check]:
     """What the loader would say of weights that are all there. It opens files, but loads, converts, downloads none."""
-    section, name = "files", "weights"
+    section, name = "files", "model weights"
     try:
         checkpoint = find_checkpoint(config.model, download=False)
     except (ValueError, OSError) as error:

@@ -207,7 +207,7 @@ def test_a_download_that_was_interrupted_names_the_shard(model: Path, tmp_path: 
     assert found.fix.endswith(f"--local-dir {model}")
     shutil.copyfile(first, second)
     checks = by_name(examine(config))
-    assert checks["HunyuanVideo-1.5"].status == checks["weights"].status == "ok"
+    assert checks["HunyuanVideo-1.5"].status == checks["model weights"].status == "ok"
     assert "rollout.shift" not in checks
 
 
@@ -251,7 +251,7 @@ def test_doctor_refuses_the_weights_that_the_loader_refuses(
 ) -> None:
     damage(model)
     config = preset(tmp_path, f"--model.path={model}")
-    found = by_name(list(doctor._files(config)))["weights"]
+    found = by_name(examine(config))["model weights"]
     assert found.status == "missing" and words in found.detail and found.fix
     with pytest.raises(ValueError) as error:
         load_components(config.model).check_guidance(config.rollout.guidance_scale)
@@ -263,7 +263,7 @@ def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path:
     checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={model}"))))
     found = checks["rollout.shift"]
     assert (found.status, found.fix) == ("warning", "--rollout.shift=9") and "shift is 5" in found.detail
-    assert checks["weights"].status == "ok"
+    assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
 
@@ -273,11 +273,11 @@ def test_a_transformer_of_the_official_layout_is_named_by_its_path(tmp_path: Pat
     for variant in ("480p_t2v", "720p_t2v"):
         save_official_layout(tmp_path / "ckpts", pipeline, variant)
     checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts/transformer/720p_t2v'}"))))
-    names = ("HunyuanVideo-1.5", "text encoder", "ByT5", "glyph encoder", "weights")
+    names = ("HunyuanVideo-1.5", "text encoder", "ByT5", "glyph encoder", "model weights")
     assert [checks[name].status for name in names] == ["ok"] * 5, checks
-    assert checks["weights"].detail == "720p_t2v" and checks["rollout.shift"].fix == "--rollout.shift=9"
+    assert checks["model weights"].detail == "720p_t2v" and checks["rollout.shift"].fix == "--rollout.shift=9"
     assert not (tmp_path / "ckpts/.sage_fast").exists(), "nothing is converted"
-    several = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}"))))["weights"]
+    several = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}"))))["model weights"]
     assert several.status == "missing" and "Set model.variant to one of 480p_t2v, 720p_t2v" in several.detail
 
 

@@ -20,8 +20,10 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.footprint import PUBLISHED_GB, Footprint, ModelShape, checkpoint_bytes, estimate
 from sage_fast.machine import Check, Status, hardware, host_memory, software, version_of
+from sage_fast.policy.base import check_guidance, shift_difference
+from sage_fast.policy.loading import find_checkpoint
 from sage_fast.registry import MODEL_FAMILIES, REWARDS, resolve
-from sage_fast.requirements import local_folder, requirements, weight_sizes
+from sage_fast.requirements import Requirement, local_folder, model_requirements, reward_requirements, weight_sizes
 from sage_fast.run import load_prompts
 from sage_fast.trainer import resolve_device
 
@@ -240,19 +242,49 @@ def _existing(path: Path) -> Path:
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    for requirement in requirements(config):
-        if requirement.missing:
-            named = ", ".join(requirement.missing[:3]) + (", ..." if len(requirement.missing) > 3 else "")
-            what = "is not here" if requirement.absent else f"lacks {named}"
-            yield Check(
-                section="files",
-                name=requirement.name,
-                status="missing",
-                detail=f"{requirement.where} {what}",
-                fix=requirement.fetch,
-            )
-        else:
-            yield Check(section="files", name=requirement.name, status="ok", detail=requirement.where)
+    model = model_requirements(config)
+    yield from map(_file, model)
+    if config.model.family == "hunyuan15" and not any(requirement.missing for requirement in model):
+        yield from _weights(config)
+    yield from map(_file, reward_requirements(config))
+
+
+def _file(requirement: Requirement) -> Check:
+    if not requirement.missing:
+        return Check(section="files", name=requirement.name, status="ok", detail=requirement.where)
+    named = ", ".join(requirement.missing[:3]) + (", ..." if len(requirement.missing) > 3 else "")
+    what = "is not here" if requirement.absent else f"lacks {named}"
+    return Check(
+        section="files",
+        name=requirement.name,
+        status="missing",
+        detail=f"{requirement.where} {what}",
+        fix=requirement.fetch,
+    )
+
+
+def _weights(config: RunConfig) -> Iterator[Check]:
+    """What the loader would say of weights that are all there. It opens files, but loads, converts, downloads none."""
+    section, name = "files", "model weights"
+    try:
+        checkpoint = find_checkpoint(config.model, download=False)
+    except (ValueError, OSError) as error:
+        yield Check(section=section, name=name, status="missing", detail=str(error), fix="see the message")
+        return
+    try:
+        check_guidance(checkpoint.guidance_distilled, config.rollout.guidance_scale)
+    except ValueError as error:
+        yield Check(section=section, name=name, status="missing", detail=str(error), fix="--rollout.guidance_scale=1")
+        return
+    yield Check(section=section, name=name, status="ok", detail=checkpoint.variant or "can be trained")
+    if (difference := shift_difference(checkpoint.shift, config.rollout.shift)) is not None:
+        yield Check(
+            section=section,
+            name="rollout.shift",
+            status="warning",
+            detail=difference,
+            fix=f"--rollout.shift={checkpoint.shift:g}",
+        )
 
 
 def _shape(config: RunConfig) -> ModelShape | None:
@@ -263,7 +295,10 @@ def _shape(config: RunConfig) -> ModelShape | None:
     file = folder / "transformer" / "config.json" if folder else None
     if file is None or not file.is_file():
         return ModelShape()
-    return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError:
+        return ModelShape()  # the check of the weights says what is wrong with the file
 
 
 def _memory(config: RunConfig) -> Iterator[Check]:

@@ -102,9 +102,9 @@ class ScoreComparison:
     """One score of the base and the trained model on the same prompts and noise.
 
     difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of prompts where the trained model
-    scores higher, or exactly the same.
+    scores higher, or exactly the same. count: number of prompts.
 
-    Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0)`
+    Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0, count=24)`
     """
 
     name: str
@@ -113,12 +113,17 @@ class ScoreComparison:
     difference: Estimate
     win_rate: float
     tie_rate: float
+    count: int
 
     @property
     def significant(self) -> bool:
-        """Whether the interval of the difference leaves out zero."""
-        return not self.difference.low <= 0.0 <= self.difference.high
+        """Whether the interval of the difference leaves out zero, of prompts enough to say so."""
+        return self.count >= ENOUGH_PROMPTS and not self.difference.low <= 0.0 <= self.difference.high
 
+
+ENOUGH_PROMPTS = 10
+"""From how many prompts on a bootstrap interval is taken at its word. With fewer the resampled means are too few: two
+prompts that both improve would always leave out zero."""
 
 OVERALL = "Overall"
 """Name of the weighted sum of the scores in tables; the reward that was trained on."""
@@ -187,6 +192,7 @@ def compare(
             difference=estimates[3 * k + 2],
             win_rate=float((values[k, :, 2] > 0).double().mean()),
             tie_rate=float((values[k, :, 2] == 0).double().mean()),
+            count=count,
         )
         for k, name in enumerate([OVERALL, *names])
     ]

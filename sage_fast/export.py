@@ -7,6 +7,7 @@ FOLDER/
 """
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from sage_fast.checkpoint import CheckpointData, list_checkpoints, load_checkpoi
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import load_config
 from sage_fast.files import replacing
+from sage_fast.policy.loading import DEFAULT_REPOSITORY, find_checkpoint, likely_repository
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
 from sage_fast.policy.trained import use_weights
 from sage_fast.registry import MODEL_FAMILIES, resolve
@@ -31,21 +33,25 @@ Format = Literal["lora", "full"]
 
 RECORD = "export.json"
 
-PUBLISHED_BASE = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+PUBLISHED_BASE = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{variant}"
 """What the README loads where the run's own base model is not in a layout that a stock pipeline reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written. `averaged`: the weights are the moving average that the run evaluated with.
+    """What was written.
 
-    Example: `Export(folder=Path("exported"), format="lora", update=200, averaged=True)`
+    averaged: the weights are the moving average that the run evaluated with. dtype: in which the transformer is to be
+    loaded, such as bfloat16; of a full export it is also the one that it is stored in.
+
+    Example: `Export(folder=Path("exported"), format="lora", update=200, averaged=True, dtype="bfloat16")`
     """
 
     folder: Path
     format: Format
     update: int
     averaged: bool
+    dtype: str
 
 
 def export(
@@ -94,29 +100,34 @@ def export(
             shutil.copyfile(checkpoint / "lora" / ADAPTER_FILE, partial)
     else:
         _save_transformer(config, data.tensors["ema" if averaged else "weights"], folder, dtype)
-    result = Export(folder=folder, format=chosen, update=int(data.state["trainer"]["update"]), averaged=averaged)
+    result = Export(
+        folder=folder,
+        format=chosen,
+        update=int(data.state["trainer"]["update"]),
+        averaged=averaged,
+        dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
+    )
     with replacing(folder / "README.md") as partial:
         partial.write_text(_readme(result, config), encoding="utf-8")
     with replacing(record) as partial:
-        partial.write_text(json.dumps(_record(result, config, checkpoint, dtype), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(_record(result, config, checkpoint), indent=1) + "\n", encoding="utf-8")
     return result
 
 
 def loading_code(result: Export, config: RunConfig) -> str:
     """Python that loads an export into a stock diffusers pipeline, or, for a model that none reads, into the bare
-    transformer class. It leaves `transformer` behind, and `pipeline` where there is one.
+    transformer class. It leaves `transformer` behind, and `pipeline` where there is one, with the run's timestep shift.
     """
     dtype = f"torch.{config.model.dtype}"
     base = _pipeline_base(config)
     lines = ["import torch"]
     if result.format == "full":
         lines += [
-            "from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel"
-            if base
-            else "from diffusers import HunyuanVideo15Transformer3DModel",
+            "from diffusers import HunyuanVideo15Transformer3DModel",
+            *(["from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline"] if base else []),
             "",
             "transformer = HunyuanVideo15Transformer3DModel.from_pretrained(",
-            f"    {str(result.folder)!r}, torch_dtype={dtype}",
+            f"    {str(result.folder)!r}, torch_dtype=torch.{result.dtype}",
             ")",
         ]
         if base:
@@ -124,12 +135,14 @@ def loading_code(result: Export, config: RunConfig) -> str:
                 f"pipeline = HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, transformer=transformer, "
                 f"torch_dtype={dtype}\n)"
             )
+            lines.append(_scheduler_code(config))
         return "\n".join(lines)
     if base:
         lines += [
-            "from diffusers import HunyuanVideo15Pipeline",
+            "from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline",
             "",
             f"pipeline = HunyuanVideo15Pipeline.from_pretrained({base!r}, torch_dtype={dtype})",
+            _scheduler_code(config),
             "transformer = pipeline.transformer",
         ]
     else:
@@ -195,15 +208,52 @@ def _save_transformer(
     transformer.save_pretrained(folder)
 
 
+def _scheduler_code(config: RunConfig) -> str:
+    """The line that gives a pipeline the timestep shift of the run: its base model may have another one."""
+    return (
+        "pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(\n"
+        f"    pipeline.scheduler.config, shift={config.rollout.shift!r}\n)"
+    )
+
+
 def _pipeline_base(config: RunConfig) -> str | None:
-    """What `HunyuanVideo15Pipeline.from_pretrained` takes as the run's base model; None where it reads none."""
+    """What `HunyuanVideo15Pipeline.from_pretrained` takes as the run's base model; None where it reads none.
+
+    A path that is nothing here any more is returned as it is: code that fails on it is better than another model.
+    """
     path = config.model.path
     if path is not None and (Path(path) / "model_index.json").exists():
         return path
-    return PUBLISHED_BASE if config.model.family == "hunyuan15" else None
+    if config.model.family != "hunyuan15":
+        return None
+    if path is None:
+        return DEFAULT_REPOSITORY
+    if published := re.search(r"\d+p_t2v(_distilled)?", _official_variant(config) or ""):
+        return PUBLISHED_BASE.format(variant=published[0])
+    if (Path(path) / "transformer" / "config.json").is_file():
+        return likely_repository(Path(path))
+    return path
 
 
-def _record(result: Export, config: RunConfig, checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Any]:
+def _official_variant(config: RunConfig) -> str | None:
+    """The transformer that a run used of the official layout, such as 720p_t2v; None for another layout.
+
+    A checkpoint may be exported where its base model is not: then model.variant and the path have to tell.
+    """
+    if config.model.variant is not None:
+        return config.model.variant
+    if config.model.family != "hunyuan15" or config.model.path is None:
+        return None
+    path = Path(config.model.path).expanduser()
+    if path.parent.name == "transformer":
+        return path.name
+    try:
+        return find_checkpoint(config.model, download=False).variant if path.is_dir() else None
+    except ValueError:
+        return None  # of a folder that no longer holds a whole model
+
+
+def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """What an export was made from, as JSON values."""
     record: dict[str, Any] = {
         "sage_fast": __version__,
@@ -212,7 +262,11 @@ def _record(result: Export, config: RunConfig, checkpoint: Path, dtype: torch.dt
         "checkpoint": str(checkpoint),
         "update": result.update,
         "averaged": result.averaged,
-        "base_model": {"family": config.model.family, "path": config.model.path},
+        "base_model": {
+            "family": config.model.family,
+            "path": config.model.path,
+            "variant": _official_variant(config),
+        },
     }
     if config.training.mode == "lora":
         lora = config.lora
@@ -222,7 +276,7 @@ def _record(result: Export, config: RunConfig, checkpoint: Path, dtype: torch.dt
             "target_modules": lora.target_modules,
         }
     if result.format == "full":
-        record["dtype"] = str(dtype).removeprefix("torch.") if dtype else config.model.dtype
+        record["dtype"] = result.dtype
     return record
 
 

@@ -97,6 +97,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     try:
         components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
         components.check_guidance(config.rollout.guidance_scale)
+        components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
         video = config.video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
@@ -203,7 +204,9 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
     return {
         "family": config.model.family,
         "path": config.model.path,
+        "variant": config.model.variant,
         "dtype": config.model.dtype,
+        "vae_dtype": config.model.vae_dtype,
         "weights": weights,
         "sampler": sampler,
         "eta": config.rollout.eta if sampler != "ode" else 0.0,

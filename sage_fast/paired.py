@@ -165,7 +165,7 @@ class PairedEvaluation:
         config = self.config
         settings = {
             "weights": "base" if model == "base" else weights_digest(self.trained),
-            "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype")},
+            "model": {key: getattr(config.model, key) for key in ("family", "path", "variant", "dtype", "vae_dtype")},
             "video": asdict(config.video),
             "num_steps": config.evaluation.num_steps or config.rollout.num_steps,
             "shift": config.rollout.shift,

@@ -16,7 +16,7 @@ from statistics import stdev
 from typing import Any
 
 from sage_fast import __version__, media
-from sage_fast.evaluation import OVERALL, Estimate, Evaluation, ScoreComparison
+from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, Estimate, Evaluation, ScoreComparison
 from sage_fast.files import replacing
 
 
@@ -111,7 +111,11 @@ def headline(report: Report) -> str:
     overall = report.scores[0]
     d = overall.difference
     verb = "rises" if d.mean > 0 else "falls" if d.mean < 0 else "stays"
-    doubt = "" if overall.significant else ", which a difference of zero would explain too"
+    doubt = ""
+    if overall.count < ENOUGH_PROMPTS:
+        doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
+    elif not overall.significant:
+        doubt = ", which a difference of zero would explain too"
     return (
         f"{OVERALL} {verb} from {overall.base.mean:.4f} to {overall.trained.mean:.4f}: {d.mean:+.4f}, 95 % interval "
         f"{d.low:+.4f} to {d.high:+.4f}{doubt}. The trained model scores higher on {overall.win_rate:.0%} of "
@@ -167,11 +171,16 @@ def _rows(report: Report) -> list[tuple[str, list[str]]]:
 
 def _footnotes(report: Report, marked: str) -> list[str]:
     terms = " + ".join(f"{w:g} {n}" for n, w in report.weights.items())
+    clear = f"{marked} where the interval leaves out zero"
+    if len(report.base.prompts) < ENOUGH_PROMPTS:
+        clear = (
+            f"nothing is {marked}, because an interval of fewer than {ENOUGH_PROMPTS} prompts is not to be relied on"
+        )
     return [
         f"{len(report.base.prompts)} prompts, one video each; both models start from the same noise. "
         f"{OVERALL} = {terms}; higher is better for it and its terms. Other scores are measured only.",
         f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
-        f"{report.seed}; {marked} where the interval leaves out zero. Win rate: prompts on which the trained model "
+        f"{report.seed}; {clear}. Win rate: prompts on which the trained model "
         "scores higher.",
     ]
 
@@ -235,7 +244,7 @@ def to_html(report: Report) -> str:
 
 
 def _direction(report: Report, score: ScoreComparison) -> str:
-    """A CSS class where the interval leaves out zero, else nothing; green and red only where higher is better."""
+    """A CSS class where a score is significant, else nothing; green and red only where higher is better."""
     if not score.significant:
         return ""
     if score.name != OVERALL and score.name not in report.weights:

@@ -37,11 +37,18 @@ class Requirement:
 
 def requirements(config: RunConfig) -> list[Requirement]:
     """What the model family and the rewards of a config need, in the order in which a run loads it."""
-    found = _FAMILIES[config.model.family](config) if config.model.family in _FAMILIES else []
-    for name in config.reward.rewards:
-        if name in _REWARDS:
-            found += _REWARDS[name](config.reward.options.get(name, {}))
-    return found
+    return [*model_requirements(config), *reward_requirements(config)]
+
+
+def model_requirements(config: RunConfig) -> list[Requirement]:
+    """What the model family of a config needs."""
+    return _FAMILIES[config.model.family](config) if config.model.family in _FAMILIES else []
+
+
+def reward_requirements(config: RunConfig) -> list[Requirement]:
+    """What the rewards of a config need."""
+    chosen = [name for name in config.reward.rewards if name in _REWARDS]
+    return [found for name in chosen for found in _REWARDS[name](config.reward.options.get(name, {}))]
 
 
 def weight_sizes(config: RunConfig) -> dict[str, float]:
@@ -53,7 +60,7 @@ def weight_sizes(config: RunConfig) -> dict[str, float]:
     for name, path in folders.items():
         if (folder := local_folder(str(path))) is not None:
             sizes[name] = sum(f.stat().st_size for f in folder.rglob("*") if f.suffix in (".safetensors", ".pth")) / 1e9
-    model = local_folder(config.model.path) if config.model.path else None
+    model = model_folder(config.model.path) if config.model.path else None
     if model is not None and (model / "vae").is_dir():
         sizes["vae"] = sum(f.stat().st_size for f in (model / "vae").glob("*.safetensors")) / 1e9
     return {name: size for name, size in sizes.items() if size}
@@ -73,6 +80,14 @@ def local_folder(path: str) -> Path | None:
         return Path(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder of the whole model that `model.path` means, which may name one transformer of the official layout."""
+    from sage_fast.policy.loading import checkpoint_root
+
+    folder = local_folder(path)
+    return None if folder is None else checkpoint_root(folder)
 
 
 def is_repository(path: str) -> bool:
@@ -98,9 +113,10 @@ def _missing(folder: Path | None, patterns: Sequence[str]) -> list[str]:
 
 def _hunyuan15(config: RunConfig) -> list[Requirement]:
     path = config.model.path or HUNYUAN
-    folder = local_folder(path)
+    folder = model_folder(path)
     if folder is not None and any((folder / "transformer").glob("*/config.json")):
-        return _official(folder, config.model.variant)
+        named = local_folder(path)
+        return _official(folder, named.name if named is not None and named != folder else config.model.variant)
     patterns = []
     for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
         patterns += [f"{part}/config.json", f"{part}/*.safetensors"]
@@ -115,7 +131,10 @@ def _missing_shards(folder: Path) -> list[str]:
     """Files that the indices of a sharded model name and that are not there, as after an interrupted download."""
     missing = []
     for index in sorted(folder.glob("*/*.safetensors.index.json")):
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except ValueError:
+            continue  # damaged and not missing: the loader's checks say so
         missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
     return missing
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from sage_fast.cli import COMMANDS, main, parse
 from sage_fast.commands.common import split_words
 from sage_fast.config import RunConfig
 from sage_fast.config_file import dump_config, load_config
+from sage_fast.generate import Generator, _settings
+from sage_fast.sde import sigma_schedule, transition_table
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,8 +181,9 @@ def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
         (["--sampler", "sage_grpo"], "sampler: 'ode' there, 'sage_grpo' now"),
         (["--noise_seed", "3"], "noise_seed: 1000003 there, 3 now"),
         (["--evaluation.num_steps=3"], "num_steps: 4 there, 3 now"),
+        (["--model.vae_dtype=bfloat16"], "vae_dtype: 'auto' there, 'bfloat16' now"),
     ],
-    ids=["sampler", "seed", "steps"],
+    ids=["sampler", "seed", "steps", "decoder"],
 )
 def test_a_video_of_other_settings_is_not_touched(
     config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
@@ -192,6 +197,24 @@ def test_a_video_of_other_settings_is_not_touched(
     assert {p: p.read_bytes() for p in output.iterdir()} == before
     assert generate(config_file, prompts, output, "--checkpoint", "none", *more, "--overwrite") == 0
     assert {p: p.read_bytes() for p in output.iterdir()} != before
+
+
+def test_another_transformer_of_a_folder_makes_other_videos(config_file: Path) -> None:
+    def settings(*words: str) -> dict[str, object]:
+        generator = SimpleNamespace(config=load_config(config_file, words))
+        table = transition_table("ode", sigma_schedule(2, 5.0), 1.0)
+        return _settings(cast(Generator, generator), table, "base", "ode")
+
+    assert settings("--model.variant=480p_t2v") != settings("--model.variant=720p_t2v")
+
+
+def test_a_checkpoint_is_of_one_variant(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = str(finished_run / "checkpoints/update-000002")
+    words = ["--checkpoint", checkpoint, "--model.variant=720p_t2v"]
+    assert generate(config_file, prompts, tmp_path / "videos", *words) == 2
+    assert "model.variant: None in the checkpoint, '720p_t2v' now" in capsys.readouterr().err
 
 
 def test_a_strangers_file_under_the_same_name_is_not_touched(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from sage_fast.config_file import dump_config, load_config
 from sage_fast.doctor import can_run, examine, to_text
 from sage_fast.footprint import ModelShape, estimate
 from sage_fast.machine import Check
+from sage_fast.policy.loading import load_components
 from sage_fast.requirements import is_repository, requirements
+from tests.tiny_checkpoints import build_pipeline, copy_tree, save_diffusers_layout, save_official_layout
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,22 +182,103 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
     }
 
 
-def test_a_download_that_was_interrupted_names_the_shard(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
-        (model / part).mkdir(parents=True)
-        name = "tokenizer_config.json" if "tokenizer" in part else "config.json"
-        shape = {"num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "out_channels": 32}
-        (model / part / name).write_text(json.dumps(shape))
-        (model / part / "one-00001-of-00002.safetensors").touch()
-    shards = {"weight_map": {"a": "one-00001-of-00002.safetensors", "b": "one-00002-of-00002.safetensors"}}
-    (model / "transformer/one.safetensors.index.json").write_text(json.dumps(shards))
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    save_diffusers_layout(folder)
+    return folder
+
+
+@pytest.fixture
+def model(whole_model: Path, tmp_path: Path) -> Path:
+    """A whole checkpoint in diffusers' layout that a test may change."""
+    return copy_tree(whole_model, tmp_path / "model")
+
+
+def test_a_download_that_was_interrupted_names_the_shard(model: Path, tmp_path: Path) -> None:
+    whole = model / "transformer/diffusion_pytorch_model.safetensors"
+    first, second = (whole.with_stem(f"{whole.stem}-{n:05d}-of-00002") for n in (1, 2))
+    whole.rename(first)
+    shards = {"weight_map": {"a": first.name, "b": second.name}}
+    whole.with_name(f"{whole.name}.index.json").write_text(json.dumps(shards))
     config = preset(tmp_path, f"--model.path={model}")
     found = by_name(examine(config))["HunyuanVideo-1.5"]
-    assert found.status == "missing" and "transformer/one-00002-of-00002.safetensors" in found.detail
+    assert found.status == "missing" and f"transformer/{second.name}" in found.detail
     assert found.fix.endswith(f"--local-dir {model}")
-    (model / "transformer/one-00002-of-00002.safetensors").touch()
-    assert by_name(examine(config))["HunyuanVideo-1.5"].status == "ok"
+    shutil.copyfile(first, second)
+    checks = by_name(examine(config))
+    assert checks["HunyuanVideo-1.5"].status == checks["model weights"].status == "ok"
+    assert "rollout.shift" not in checks
+
+
+def edit_json(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def image_to_video(model: Path) -> None:
+    edit_json(model / "model_index.json", _class_name="HunyuanVideo15ImageToVideoPipeline")
+
+
+def step_distilled(model: Path) -> None:
+    edit_json(model / "transformer/config.json", use_meanflow=True)
+
+
+def guidance_distilled(model: Path) -> None:
+    edit_json(model / "guider/guider_config.json", guidance_scale=1.0)
+
+
+def truncated(model: Path) -> None:
+    file = model / "vae/diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def not_json(model: Path) -> None:
+    (model / "transformer/config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (image_to_video, "HunyuanVideo15ImageToVideoPipeline"),
+        (step_distilled, "use_meanflow"),
+        (guidance_distilled, "rollout.guidance_scale is 6.0"),
+        (truncated, "not downloaded to its end"),
+        (not_json, "is not JSON"),
+    ],
+)
+def test_doctor_refuses_the_weights_that_the_loader_refuses(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(model)
+    config = preset(tmp_path, f"--model.path={model}")
+    found = by_name(examine(config))["model weights"]
+    assert found.status == "missing" and words in found.detail and found.fix
+    with pytest.raises(ValueError) as error:
+        load_components(config.model).check_guidance(config.rollout.guidance_scale)
+    assert str(error.value) == found.detail
+
+
+def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path: Path) -> None:
+    edit_json(model / "scheduler/scheduler_config.json", shift=9.0)
+    checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={model}"))))
+    found = checks["rollout.shift"]
+    assert (found.status, found.fix) == ("warning", "--rollout.shift=9") and "shift is 5" in found.detail
+    assert checks["model weights"].status == "ok"
+    same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
+    assert "rollout.shift" not in by_name(list(doctor._files(same)))
+
+
+def test_a_transformer_of_the_official_layout_is_named_by_its_path(tmp_path: Path) -> None:
+    pipeline = build_pipeline()
+    for variant in ("480p_t2v", "720p_t2v"):
+        save_official_layout(tmp_path / "ckpts", pipeline, variant)
+    checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts/transformer/720p_t2v'}"))))
+    names = ("HunyuanVideo-1.5", "text encoder", "ByT5", "glyph encoder", "model weights")
+    assert [checks[name].status for name in names] == ["ok"] * 5, checks
+    assert checks["model weights"].detail == "720p_t2v" and checks["rollout.shift"].fix == "--rollout.shift=9"
+    assert not (tmp_path / "ckpts/.sage_fast").exists(), "nothing is converted"
+    several = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}"))))["model weights"]
+    assert several.status == "missing" and "Set model.variant to one of 480p_t2v, 720p_t2v" in several.detail
 
 
 def test_the_official_layout_needs_encoders_from_elsewhere(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from sage_fast.policy.hunyuan15 import velocity
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
 from sage_fast.run import Run
 from sage_fast.toy.components import load_components
+from tests.tiny_checkpoints import build_pipeline, save_official_layout
 
 MakeRun = Callable[..., RunConfig]
 
@@ -114,6 +115,8 @@ def test_a_full_export_in_another_dtype_rounds_once(tiny_run: MakeRun, tmp_path:
     assert {t.dtype for t in exact.values()} == {torch.float32}
     for name, value in exact.items():
         torch.testing.assert_close(rounded[name], value.bfloat16(), rtol=2**-7, atol=1e-3)
+    assert {p.dtype for p in run_readme(fine).parameters()} == {torch.float32}, "README.md would round again"
+    assert json.loads((fine / "export.json").read_text())["dtype"] == "float32"
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(coarse, torch_dtype=torch.bfloat16)
     cast_weights(stock, torch.bfloat16)
     torch.testing.assert_close(probe(run, stock), trained(run), rtol=0.05, atol=0.05)
@@ -148,6 +151,48 @@ def test_an_export_may_be_repeated_but_nothing_else_is_overwritten(finished_run:
     with pytest.raises(ConfigError, match="is a file"):
         export(finished_run, other / "thesis.tex")
     assert [p.name for p in other.iterdir()] == ["thesis.tex"]
+
+
+HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
+
+
+@pytest.mark.parametrize(
+    ("path", "variant", "base", "recorded"),
+    [
+        (None, None, f"{HUB}480p_t2v", None),
+        (f"{HUB}720p_t2v", None, f"{HUB}720p_t2v", None),
+        ("someone/tuned", None, "someone/tuned", None),
+        ("/gone/ckpts", "720p_t2v", f"{HUB}720p_t2v", "720p_t2v"),
+        ("/gone/ckpts/transformer/720p_t2v_distilled", None, f"{HUB}720p_t2v_distilled", "720p_t2v_distilled"),
+        ("/gone/model", None, "/gone/model", None),
+    ],
+    ids=["default", "hub", "hub-of-another", "variant", "path-of-a-transformer", "gone"],
+)
+def test_the_readme_names_the_base_model_of_the_run(
+    finished_run: Path, tmp_path: Path, path: str | None, variant: str | None, base: str, recorded: str | None
+) -> None:
+    words = [f"--model.path={path or 'null'}", f"--model.variant={variant or 'null'}", "--rollout.shift=9"]
+    export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", *words])
+    code = code_of(tmp_path / "o")
+    assert f"HunyuanVideo15Pipeline.from_pretrained({base!r}, " in code and "shift=9.0" in code
+    record = json.loads((tmp_path / "o/export.json").read_text())["base_model"]
+    assert record == {"family": "hunyuan15", "path": path, "variant": recorded}
+
+
+def test_the_only_transformer_of_an_official_folder_is_recorded(finished_run: Path, tmp_path: Path) -> None:
+    ckpts = tmp_path / "ckpts"
+    save_official_layout(ckpts, build_pipeline(), "720p_t2v")
+    export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", f"--model.path={ckpts}"])
+    assert f"{HUB}720p_t2v" in code_of(tmp_path / "o")
+    assert json.loads((tmp_path / "o/export.json").read_text())["base_model"]["variant"] == "720p_t2v"
+    assert not (ckpts / ".sage_fast").exists(), "nothing is converted for a README"
+
+
+def test_a_transformer_without_its_pipeline_is_known_by_its_size(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "model/transformer").mkdir(parents=True)
+    (tmp_path / "model/transformer/config.json").write_text('{"target_size": 960}')
+    export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}"])
+    assert f"{HUB}720p_t2v" in code_of(tmp_path / "o")
 
 
 @pytest.mark.parametrize(

@@ -168,15 +168,25 @@ def readme_code(folder: Path) -> str:
     return match[1]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(world: World, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / kind
-    assert main(["export", str(world.run), "--output", str(folder), "--format", kind]) == 0
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["--format", "lora"], torch.bfloat16),
+        (["--format", "full"], torch.bfloat16),
+        (["--format", "full", "--dtype", "float32"], torch.float32),
+    ],
+    ids=["lora", "full", "full-float32"],
+)
+def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
+    world: World, tmp_path: Path, words: list[str], dtype: torch.dtype
+) -> None:
+    folder = tmp_path / "exported"
+    assert main(["export", str(world.run), "--output", str(folder), *words, "--rollout.shift=4"]) == 0
     names: dict[str, Any] = {}
     exec(readme_code(folder), names)
     pipeline = names["pipeline"]
     assert isinstance(pipeline, HunyuanVideo15Pipeline) and pipeline.transformer is names["transformer"]
-    assert pipeline.transformer.dtype == torch.bfloat16
+    assert pipeline.transformer.dtype == dtype and pipeline.scheduler.shift == 4.0
     pipeline.set_progress_bar_config(disable=True)
 
     def sample(pipe: HunyuanVideo15Pipeline) -> torch.Tensor:

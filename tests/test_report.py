@@ -48,7 +48,7 @@ def test_a_comparison_by_hand() -> None:
     trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
     overall, vq = compare(base, trained, {"VQ": 1.0})
     assert (overall.name, vq.name) == ("Overall", "VQ") and overall.difference == vq.difference
-    assert (vq.base.mean, vq.trained.mean, vq.difference.mean) == (1.5, 2.0, 0.5)
+    assert (vq.base.mean, vq.trained.mean, vq.difference.mean) == (1.5, 2.0, 0.5) and vq.count == 4
     assert vq.difference.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
     assert (vq.win_rate, vq.tie_rate) == (0.5, 0.25)
     assert -1.0 <= vq.difference.low < 0.5 < vq.difference.high <= 2.0 and not vq.significant
@@ -224,6 +224,21 @@ def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> N
     assert any("Overall = 2 VQ" in line for line in lines)
 
 
+@pytest.mark.parametrize(("count", "enough"), [(2, False), (9, False), (10, True)])
+def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
+    """Two prompts that both improve leave out zero in every resample."""
+    base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
+    compared = compare(base, trained, {"VQ": 2.0})
+    few = Report(**{**report.__dict__, "scores": compared, "base": base, "trained": trained, "videos": []})
+    assert compared[0].difference.low > 0
+    markdown, page = to_markdown(few), to_html(few)
+    table = next(line for line in page.splitlines() if "<thead>" in line)
+    assert ("**+" in markdown) is ('class="gain"' in table) is ('class="bar gain"' in page) is enough
+    assert ("fewer than 10 prompts is not to be relied on" in markdown) is not enough
+    assert ("fewer than 10 prompts is not to be relied on" in page) is not enough
+    assert ("too few prompts to tell" in headline(few)) is not enough
+
+
 def test_the_json_holds_every_number(report: Report) -> None:
     tree = json.loads(json.dumps(to_json(report)))
     assert tree["prompts"] == 40 == len(tree["per_prompt"])
@@ -279,6 +294,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     def refuse(*_: object) -> None:
         raise AssertionError("the model was loaded again")
 
+    settings = (output / "base/settings.json").read_text()
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.paired.load_generator", refuse)
         with caplog.at_level("INFO"):
@@ -287,6 +303,11 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
         # What changes the scores is evaluated again.
         with pytest.raises(AssertionError, match="loaded again"):
             main([*command, "--evaluation.num_steps=3"])
+        adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
+        for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v"):
+            (output / "base/settings.json").write_text(settings)
+            with pytest.raises(AssertionError, match="loaded again"):
+                main([*command, *adapter, other])
     assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
     assert main(command) == 0
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from sage_fast.config import RunConfig
 
+TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
+"""Keys that say which model a checkpoint's weights belong to."""
+
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and `--key=value` overrides among the words that argparse left over.
@@ -105,7 +108,7 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
             )
         return None
     data = load_checkpoint(folder)
-    check_same_run(data.state["config"], to_dict(config), folder, only=r"model\.(family|path)|lora\..*|training\.mode")
+    check_same_run(data.state["config"], to_dict(config), folder, only=TRAINED_MODEL)
     return folder, data.tensors.get("ema", data.tensors["weights"])
 
 

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled or 720p_t2v_distilled"
 
+SHIFTS = {"480p": 5.0, "720p": 9.0}
+"""Timestep shift of the text-to-video models by resolution; https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5."""
+
 _PARTS = {
     "transformer": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -40,10 +43,25 @@ _PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that is whole and can be trained.
+
+    root: folder of its parts. variant: the transformer of the official layout, such as 480p_t2v; None in diffusers'
+    layout. guidance_distilled: the file that says that guidance is distilled into the weights, or None. shift: the
+    timestep shift it was published with, or None where nothing says.
+
+    Example: `Checkpoint(root=Path("ckpts"), variant="480p_t2v", guidance_distilled=None, shift=5.0)`
+    """
+
+    root: Path
+    variant: str | None
+    guidance_distilled: str | None
+    shift: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
     """Folders of a checkpoint's parts, each readable by `from_pretrained`.
-
-    `guidance_distilled` is the file that says that guidance is distilled into the weights, or None.
 
     Example: in diffusers' layout `transformer` is `<model.path>/transformer`.
     """
@@ -54,7 +72,6 @@ class CheckpointFiles:
     tokenizer: Path
     glyph_encoder: Path
     glyph_tokenizer: Path
-    guidance_distilled: str | None
 
 
 def load_components(model: ModelConfig) -> Components:
@@ -68,7 +85,8 @@ def load_components(model: ModelConfig) -> Components:
         OSError: a folder cannot be written to.
     """
     cache = cache_folder(model)
-    files = find_checkpoint(model, cache)
+    checkpoint = find_checkpoint(model)
+    files = checkpoint_files(checkpoint, cache)
     dtype = getattr(torch, model.dtype)
     on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
     vae_dtype = ("float16" if on_gpu else "float32") if model.vae_dtype == "auto" else model.vae_dtype
@@ -86,7 +104,8 @@ def load_components(model: ModelConfig) -> Components:
             _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
             memory_gib=model.decode_memory_gib,
         ),
-        guidance_distilled=files.guidance_distilled,
+        guidance_distilled=checkpoint.guidance_distilled,
+        shift=checkpoint.shift,
     )
 
 
@@ -106,40 +125,70 @@ def cache_folder(model: ModelConfig) -> Path:
                 f"model.cache_dir is {model.cache_dir!r}, which cannot be written to. Choose another folder."
             )
         return folder
-    root = _root(Path(model.path)) if model.path is not None else None
+    root = checkpoint_root(Path(model.path)) if model.path is not None else None
     if root is not None and root.is_dir() and os.access(root, os.W_OK):
         return root / ".sage_fast"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 
-def find_checkpoint(model: ModelConfig, cache: Path) -> CheckpointFiles:
-    """The parts of the checkpoint that `model.path` names; converts what has to be converted into `cache`.
+def find_checkpoint(model: ModelConfig, *, download: bool = True) -> Checkpoint:
+    """The checkpoint that `model.path` names, checked as far as it can be without loading or converting anything.
+
+    Args:
+        download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
 
     Raises as `load_components`.
     """
     path = model.path if model.path is not None else DEFAULT_REPOSITORY
     folder, repository = Path(path).expanduser(), None
     if not folder.is_dir():
-        folder, repository = _download(path), path
-    root = _root(folder)
+        folder, repository = _download(path, download), path
+    root = checkpoint_root(folder)
     if (root / "model_index.json").is_file() or (root / "transformer" / "config.json").is_file():
         if model.variant is not None:
             raise ValueError(
                 f"model.variant is {model.variant!r}, but {root} is in diffusers' layout and holds one transformer. "
                 "Leave model.variant out."
             )
-        return _diffusers_files(root, repository)
+        return _check_diffusers(root, repository)
     variants = sorted(p.parent.name for p in root.glob("transformer/*/config.json"))
     if variants:
         wanted = folder.name if root != folder else model.variant
-        return _official_files(root, _choose_variant(root, variants, wanted), cache)
+        return _check_official(root, _choose_variant(root, variants, wanted))
     raise ValueError(
         f"model.path {path!r} has neither model_index.json (diffusers' layout) nor transformer/<variant>/config.json "
         f"(the official ckpts folder). Get the weights with: {_command(DEFAULT_REPOSITORY, folder)}"
     )
 
 
-def _root(folder: Path) -> Path:
+def checkpoint_files(checkpoint: Checkpoint, cache: Path) -> CheckpointFiles:
+    """The parts of a checkpoint; what has to be converted is converted into `cache`, once.
+
+    ValueError for weights that do not fit their configuration, OSError where `cache` cannot be written to.
+    """
+    root = checkpoint.root
+    if checkpoint.variant is None:
+        return CheckpointFiles(
+            transformer=root / "transformer",
+            vae=root / "vae",
+            text_encoder=root / "text_encoder",
+            tokenizer=root / "tokenizer",
+            glyph_encoder=root / "text_encoder_2",
+            glyph_tokenizer=root / "tokenizer_2",
+        )
+    converted = cache / "converted"
+    glyph_encoder = convert_glyph_encoder(root / "text_encoder", converted / "glyph_encoder")
+    return CheckpointFiles(
+        transformer=convert_transformer(root / "transformer" / checkpoint.variant, converted / checkpoint.variant),
+        vae=convert_vae(root / "vae", converted / "vae"),
+        text_encoder=root / "text_encoder" / "llm",
+        tokenizer=root / "text_encoder" / "llm",
+        glyph_encoder=glyph_encoder,
+        glyph_tokenizer=glyph_encoder,
+    )
+
+
+def checkpoint_root(folder: Path) -> Path:
     """The checkpoint of a path that may name one transformer of the official layout, ckpts/transformer/480p_t2v."""
     folder = folder.expanduser()
     if folder.parent.name == "transformer" and (folder / "config.json").is_file():
@@ -147,8 +196,8 @@ def _root(folder: Path) -> Path:
     return folder
 
 
-def _download(repository: str) -> Path:
-    """The local snapshot of a hub repository. ValueError when there is none and it cannot be downloaded."""
+def _download(repository: str, download: bool) -> Path:
+    """The local snapshot of a hub repository. ValueError when there is none and it is not or cannot be downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -159,7 +208,9 @@ def _download(repository: str) -> Path:
         )
     patterns = [f"{part}/*" for part in (*_PARTS, "tokenizer", "tokenizer_2", "scheduler", "guider")]
     try:
-        return Path(snapshot_download(repository, allow_patterns=["model_index.json", *patterns]))
+        return Path(
+            snapshot_download(repository, allow_patterns=["model_index.json", *patterns], local_files_only=not download)
+        )
     except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError) as error:
         raise ValueError(
             f"model.path is {repository!r}, which is no folder here; as a repository of the Hugging Face hub it is "
@@ -171,14 +222,14 @@ def _download(repository: str) -> Path:
 # ---------------------------------------------------------------------------------------------- diffusers' layout
 
 
-def _diffusers_files(root: Path, repository: str | None) -> CheckpointFiles:
+def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
     index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
     for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        command = f"hf download {repository}" if repository else _command(_repository(root), root, f"{name}/*")
+        command = f"hf download {repository}" if repository else _command(likely_repository(root), root, f"{name}/*")
         _require(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
         if name in _PARTS:
             _require_weights(root / name, _PARTS[name], command)
@@ -193,18 +244,17 @@ def _diffusers_files(root: Path, repository: str | None) -> CheckpointFiles:
         _refuse(config_file, "says task_type i2v: the model animates an image")
     guider = root / "guider" / "guider_config.json"
     distilled = guider.is_file() and _read_json(guider).get("guidance_scale") == 1.0
-    return CheckpointFiles(
-        transformer=root / "transformer",
-        vae=root / "vae",
-        text_encoder=root / "text_encoder",
-        tokenizer=root / "tokenizer",
-        glyph_encoder=root / "text_encoder_2",
-        glyph_tokenizer=root / "tokenizer_2",
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    shift = _read_json(scheduler).get("shift") if scheduler.is_file() else None
+    return Checkpoint(
+        root=root,
+        variant=None,
         guidance_distilled=str(guider) if distilled else None,
+        shift=None if shift is None else float(shift),
     )
 
 
-def _repository(root: Path) -> str:
+def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
     large = config.is_file() and _read_json(config).get("target_size") == 960
@@ -215,7 +265,7 @@ def _repository(root: Path) -> str:
 
 
 def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
-    """The transformer folder to use; `_official_files` says whether it can be used."""
+    """The transformer folder to use; `_check_official` says whether it can be used."""
     if wanted is not None:
         if wanted not in variants:
             raise ValueError(
@@ -231,7 +281,7 @@ def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
     return usable[0] if usable else variants[0]
 
 
-def _official_files(root: Path, variant: str, cache: Path) -> CheckpointFiles:
+def _check_official(root: Path, variant: str) -> Checkpoint:
     transformer = root / "transformer" / variant
     official = "tencent/HunyuanVideo-1.5"
     config = _read_json(transformer / "config.json")
@@ -253,16 +303,11 @@ def _official_files(root: Path, variant: str, cache: Path) -> CheckpointFiles:
         for name in names:
             _require(folder / name, command)
     _require_weights(llm, "model", f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}")
-    converted = cache / "converted"
-    glyph_encoder = convert_glyph_encoder(text, converted / "glyph_encoder")
-    return CheckpointFiles(
-        transformer=convert_transformer(transformer, converted / variant),
-        vae=convert_vae(root / "vae", converted / "vae"),
-        text_encoder=llm,
-        tokenizer=llm,
-        glyph_encoder=glyph_encoder,
-        glyph_tokenizer=glyph_encoder,
+    return Checkpoint(
+        root=root,
+        variant=variant,
         guidance_distilled=str(transformer) if variant.endswith("_distilled") else None,
+        shift=SHIFTS[config["ideal_resolution"]],
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage_fast.rewards import qwen2_vl_video as preprocessing
 from sage_fast.rewards.base import RewardError
+from sage_fast.rewards.frames import resolve_device
 from sage_fast.rewards.videoalign_checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
 from sage_fast.rewards.videoalign_prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
 
@@ -40,7 +41,7 @@ class VideoAlignReward:
         path: folder of the checkpoint, the one that holds model_config.json.
         fps: frames per second that the videos are meant to be played at. Set it to `video.fps`: 2 frames of a second
             are scored, so it decides which ones, and a wrong value changes every score.
-        base_model: folder or hub id of Qwen2-VL-2B-Instruct.
+        base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
         device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (bfloat16 on a GPU, float32 elsewhere), `bfloat16` or `float32`.
         batch_size: videos that go through the model at once.
@@ -73,7 +74,7 @@ class VideoAlignReward:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size is {batch_size!r}, but it must be an integer of at least 1.")
         self.fps, self.batch_size, self.mp4 = float(fps), batch_size, mp4
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.dtype = _resolve_dtype(dtype, self.device)
 
         folder = Path(path).expanduser()
@@ -201,16 +202,6 @@ def sequential_positions(tokens: Tensor) -> Tensor:
 def own_scores(logits: Tensor) -> Tensor:
     """Of the head's outputs (B, 3 tokens, outputs) each token's own, (B, 3): the diagonal, or the only one."""
     return logits.squeeze(2) if logits.shape[2] == 1 else logits.diagonal(dim1=1, dim2=2)
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {name!r}, which torch cannot use here: {error}. Use auto or cpu.") from error
-    return torch.device(name)
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:

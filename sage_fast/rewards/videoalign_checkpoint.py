@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_fast.rewards.clip import checkpoint_folder
 from sage_fast.rewards.videoalign_prompt import SPECIAL_TOKENS
 
 DEFAULT_BASE_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
@@ -107,8 +108,8 @@ def load_videoalign(
     Args:
         folder: checkpoint folder, whose latest checkpoint-* is taken.
         settings: of that folder.
-        base_model: folder or hub id of Qwen2-VL-2B-Instruct: configuration, tokenizer and, for the layout with
-            adapter_model.safetensors, weights.
+        base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct: configuration, tokenizer and, for
+            the layout with adapter_model.safetensors, weights. Nothing is downloaded.
         dtype: of the returned model.
 
     Returns:
@@ -121,10 +122,11 @@ def load_videoalign(
         ValueError: a file is damaged, or checkpoint and base model do not fit together.
     """
     step = _latest_step(folder)
-    config, tokenizer = _base_model_parts(base_model)
+    base_folder = _base_model_folder(base_model)
+    config, tokenizer = _base_model_parts(base_folder)
     state = _read_step(folder, step)
     if not (step / "model.pth").is_file():
-        state = _base_weights(base_model, settings.tuned_vision) | state
+        state = _base_weights(base_folder, settings.tuned_vision) | state
     head = state.pop("rm_head.weight", None)
     # No text is generated.
     state.pop("lm_head.weight", None)
@@ -214,7 +216,17 @@ def _current_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return names
 
 
-def _base_model_parts(base_model: str) -> tuple[Any, Any]:
+def _base_model_folder(base_model: str) -> Path:
+    """The folder of the base model. OSError, with the command that fetches it, when there is none."""
+    try:
+        return checkpoint_folder(base_model, "reward.options.videoalign.base_model")
+    except OSError as error:
+        # A name with another number of slashes than the hub's `owner/name` is meant as a folder.
+        where = "nor is it in the hub's local cache" if base_model.count("/") == 1 else "and it is no hub id"
+        raise OSError(_base_model_message(base_model, f"there is no such folder, {where}")) from error
+
+
+def _base_model_parts(base_model: Path) -> tuple[Any, Any]:
     """Configuration and tokenizer of the base model, the reward tokens added to the tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -222,29 +234,28 @@ def _base_model_parts(base_model: str) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(base_model, attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(base_model)
     except (OSError, ValueError) as error:
-        raise OSError(_base_model_message(base_model, error)) from error
+        raise OSError(_base_model_message(base_model, _first_line(error))) from error
     if config.model_type != "qwen2_vl":
         raise ValueError(
-            f"base_model {base_model!r} is a {config.model_type} model, and VideoAlign is built on "
+            f"base_model '{base_model}' is a {config.model_type} model, and VideoAlign is built on "
             f"{DEFAULT_BASE_MODEL}. Fetch it with {_FETCH_BASE_MODEL}."
         )
     tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     return config, tokenizer
 
 
-def _base_model_message(base_model: str, error: Exception) -> str:
-    # A name with another number of slashes than the hub's `owner/name` is meant as a folder.
-    if not Path(base_model).exists() and base_model.count("/") != 1:
-        reason = "there is no such folder"
-    else:
-        reason = str(error).strip().splitlines()[0].rstrip(" .:")
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(" .:")
+
+
+def _base_model_message(base_model: str | Path, reason: str) -> str:
     return (
-        f"base_model {base_model!r} cannot be loaded: {reason}. It is a folder or the hub id of Qwen2-VL-2B-Instruct. "
+        f"base_model '{base_model}' cannot be loaded: {reason}. It is a folder or the hub id of Qwen2-VL-2B-Instruct. "
         f"Fetch it with {_FETCH_BASE_MODEL} and set base_model to that folder."
     )
 
 
-def _base_weights(base_model: str, tuned_vision: bool) -> dict[str, Tensor]:
+def _base_weights(base_model: Path, tuned_vision: bool) -> dict[str, Tensor]:
     """The weights that a checkpoint with adapter_model.safetensors takes from the base model."""
     from transformers import Qwen2VLForConditionalGeneration
 
@@ -253,10 +264,10 @@ def _base_weights(base_model: str, tuned_vision: bool) -> dict[str, Tensor]:
             base_model, dtype="auto", output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise OSError(_base_model_message(base_model, error)) from error
+        raise OSError(_base_model_message(base_model, _first_line(error))) from error
     if info["missing_keys"]:
         raise ValueError(
-            f"The weights of base_model {base_model!r} are incomplete: {_some(info['missing_keys'])} missing. "
+            f"The weights of base_model '{base_model}' are incomplete: {_some(info['missing_keys'])} missing. "
             f"Fetch it with {_FETCH_BASE_MODEL}."
         )
     # The checkpoint's own: rows of the reward tokens, and the tuned tower.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage_fast.config import ConfigError, ModelConfig
 from sage_fast.config_file import load_config
+from sage_fast.generate import load_generator
 from sage_fast.policy.loading import cache_folder, load_components
 from sage_fast.policy.lora import cast_weights
 from sage_fast.registry import MODEL_FAMILIES, resolve
@@ -187,6 +188,40 @@ def test_variants_of_the_official_layout(official: Path, pipeline: HunyuanVideo1
 def test_a_variant_is_for_the_official_layout(diffusers_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="Leave model.variant out"):
         load(diffusers_checkpoint, variant="480p_t2v")
+
+
+# ---------------------------------------------------------------------------------------------- timestep shift
+
+
+def test_the_shift_that_a_model_was_published_with(
+    copied: Path, official: Path, pipeline: HunyuanVideo15Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_official_layout(official, pipeline, "720p_t2v")
+    assert load(official, variant="480p_t2v").shift == 5.0 and load(official, variant="720p_t2v").shift == 9.0
+    edit_json(copied / "scheduler" / "scheduler_config.json", shift=7.0)
+    components = load(copied)
+    components.warn_of_shift(7.0)
+    assert not caplog.text
+    components.warn_of_shift(5.0)
+    assert "rollout.shift is 5, but these weights were published with a shift of 7" in caplog.text
+    shutil.rmtree(copied / "scheduler")
+    assert load(copied).shift is None
+    caplog.clear()
+    load(copied).warn_of_shift(5.0)
+    assert not caplog.text
+
+
+def test_generating_with_another_shift_is_told(diffusers_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [
+        "--output_dir=o",
+        "--data.prompts=p",
+        f"--model.path={diffusers_checkpoint}",
+        "--model.family=hunyuan15",
+        "--video.num_frames=5",
+    ]
+    config = load_config(None, [*words, "--video.height=32", "--video.width=32", "--rollout.shift=9"])
+    load_generator(config, [])
+    assert "published with a shift of 5" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- missing files

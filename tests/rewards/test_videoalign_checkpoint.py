@@ -91,6 +91,20 @@ def test_a_missing_base_model_is_named_with_the_command_that_fetches_it(tmp_path
             make((checkpoint, base))
 
 
+def test_a_base_model_of_the_hub_comes_from_the_local_cache_alone(own_paths, tmp_path, monkeypatch):
+    """A run starts no download of its own, on a machine with a network neither."""
+    checkpoint, base = own_paths
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(OSError, match="owner/name.*nor is it in the hub's local cache.*hf download Qwen/Qwen2-VL-2B"):
+        make((checkpoint, "owner/name"))
+    entry = tmp_path / "hub/models--owner--name"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs/main").write_text("0" * 40)
+    shutil.copytree(base, entry / "snapshots" / ("0" * 40))
+    assert_scores(make((checkpoint, "owner/name")).score(VIDEOS, PROMPTS), GOLDEN[3])
+
+
 def edit_settings(checkpoint: Path, section, **values):
     path = checkpoint / "model_config.json"
     tree = json.loads(path.read_text())

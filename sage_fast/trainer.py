@@ -82,6 +82,7 @@ class Trainer:
         self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
 
         components.check_guidance(config.rollout.guidance_scale)
+        components.warn_of_shift(config.rollout.shift)
         # Prompts are encoded once, in one call: neither rollout nor update touches a text encoder. They are encoded
         # before the transformer is on the GPU, because there may not be room for both.
         texts = ["", *(p.text for p in prompts), *(p.text for p in eval_prompts)]

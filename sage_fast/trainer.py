@@ -101,7 +101,12 @@ class Trainer:
         else:
             train_all(transformer)
         self._choose_forward(transformer)
-        self.policy = GuidedPolicy(transformer, self.embeds[""].to(self.device), config.rollout.guidance_scale)
+        self.policy = GuidedPolicy(
+            transformer,
+            self.embeds[""].to(self.device),
+            config.rollout.guidance_scale,
+            conditional_gradient=config.training.guidance == "conditional",
+        )
         self.parameters = trainable_parameters(transformer)
         self.optimizer = OptimizerSet(self.parameters, config.optimizer)
         kind = anchor_kind(config.objective.kl_mode)
@@ -384,9 +389,10 @@ class Trainer:
         """The way of `training.update` to get the gradient."""
         config, training = self.config, self.config.training
         split = training.guidance == "split"
-        if split and config.rollout.guidance_scale == 1.0:
+        if training.guidance != "paired" and config.rollout.guidance_scale == 1.0:
             logger.info(
-                "training.guidance split: with rollout.guidance_scale 1 there is one branch, so it does nothing."
+                "training.guidance %s: with rollout.guidance_scale 1 there is one branch, so it does nothing.",
+                training.guidance,
             )
         if training.update == "two_phase":
             return TwoPhaseGradient(

@@ -94,7 +94,7 @@ def run(file: str | Path, plugin: object) -> list[dict[str, Any]]:
         RuntimeError: one of them failed; pytest has printed why.
     """
     # No settings of a project: theirs may name plugins that are not installed.
-    options = ["-q", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
+    options = ["-qq", "--disable-warnings", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
     options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"]
     fallback = RoundsPlugin()
     with tempfile.TemporaryDirectory() as folder:

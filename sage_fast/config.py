@@ -496,8 +496,8 @@ class RunConfig:
             )
         if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
             raise ConfigError(
-                "training.guidance conditional differentiates the conditional branch, which has no part in the velocity "
-                "with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
+                "training.guidance conditional differentiates the conditional branch, which has no part in the "
+                "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
             )
         if self.training.update == "single_pass":
             self._check_single_pass()

@@ -10,6 +10,7 @@ COMMANDS = {
     "blocks": "one transformer block, fused, against diffusers as shipped, packed and compiled",
     "vae": "decoding a video, against diffusers",
     "trainer_costs": "what surrounds the model: an iteration of the toy run, saving a checkpoint, the host's share",
+    "guard": "exact budgets of benchmarks/budgets.yaml on any machine, the committed baseline on a GPU",
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
 }

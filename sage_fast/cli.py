@@ -1,4 +1,4 @@
-"""The command line: `sage-fast {train,generate,evaluate,export,plan,doctor}`.
+"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor}`.
 
 What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from sage_fast import __version__
-from sage_fast.commands import doctor, evaluate, export, generate, plan, train
+from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "export": export,
     "plan": plan,
+    "profile": profile,
     "doctor": doctor,
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
+from torch.profiler import record_function
 
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
@@ -43,6 +44,9 @@ from sage_fast.single_pass import SinglePassGradient
 from sage_fast.training_metrics import reward_metrics, update_metrics, weighted_kl
 
 logger = logging.getLogger(__name__)
+
+PHASE_PREFIX = "phase: "
+"""Begins the names of the trainer's ranges in a profiler's trace."""
 
 
 class TrainingError(RuntimeError):
@@ -255,7 +259,8 @@ class Trainer:
         terms = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.optimizer.clip_gradients()
         self._check_finite(scored, terms, grad_norm, len(positions))
-        self.optimizer.step()
+        with record_function(PHASE_PREFIX + "optimizer"):
+            self.optimizer.step()
         self.update += 1
         if self.ema is not None and self.config.training.ema_decay:
             self.ema.average(self.config.training.ema_decay)
@@ -422,7 +427,8 @@ class Trainer:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with record_function(PHASE_PREFIX + name):
+            yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start

@@ -28,8 +28,9 @@ PHASES = ("encode", "rollout", "decode", "reward", "anchor", "update", "optimize
 CUDA_RUNTIME = 1.5 * GB
 """CUDA context and libraries."""
 
-FRAGMENTATION = 0.05
-"""Share of what comes and goes that a GPU's caching allocator is taken to lose."""
+FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
+"""Share of what comes and goes that the allocator is taken to lose: a GPU's caching one, and the C library's, which
+keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
 
 SCORING = {"videoalign": 1.0 * GB, "clip_score": 0.5 * GB, "pick_score": 0.5 * GB}
 """Activations of a reward at work, assumed."""
@@ -290,6 +291,9 @@ def plan_memory(
     }
     steps = rollout.num_steps
     trajectories = {"trajectories": float(rollout.batch_size * (2 * steps + 1) * latent_bytes)}
+    if not on_gpu:
+        video = config.video
+        trajectories["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
     anchored = dict(trajectories)
     if anchor and not single_pass:
         anchored["anchor velocities"] = float(rollout.batch_size * steps * latent_bytes)
@@ -339,10 +343,11 @@ def plan_memory(
         del phases["anchor"]
     if not config.evaluation.every:
         del phases["evaluation"]
-    if on_gpu:
-        for parts in phases.values():
-            comes_and_goes = ("kept activations", "working set", "decoding", "scoring", "optimizer step")
-            parts["fragmentation"] = FRAGMENTATION * sum(parts.get(name, 0.0) for name in comes_and_goes)
+    for parts in phases.values():
+        comes_and_goes = ["kept activations", "working set", "decoding", "optimizer step"]
+        comes_and_goes += ["scoring"] if on_gpu else ["trajectories", "anchor velocities"]
+        share = FRAGMENTATION if on_gpu else CPU_FRAGMENTATION
+        parts["fragmentation"] = share * sum(parts.get(name, 0.0) for name in comes_and_goes)
     return Memory(phases=phases)
 
 

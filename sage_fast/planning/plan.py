@@ -5,11 +5,15 @@ plan.memory.peak, plan.seconds_per_video
 """
 
 import importlib
+import importlib.util
+import os
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.planning.devices import CONVOLUTION_SHARE, Device
@@ -273,13 +277,9 @@ def _evaluation_seconds(config: RunConfig, device: Device, calls: Calls, decode_
 
 def resident_bytes() -> int:
     """Memory of this process with the libraries of a run imported."""
-    importlib.import_module("sage_fast.run")
-    importlib.import_module("peft")
+    for name in ("sage_fast.run", "peft", "torch.utils.tensorboard", "matplotlib.figure", "av"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     if sys.platform != "linux":
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    import os
-    from pathlib import Path
-
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.memory import FRAGMENTATION
+from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
 from sage_fast.planning.plan import HOST_LINK, Plan
 from sage_fast.planning.search import Option
 
@@ -149,7 +149,10 @@ def assumptions(plan: Plan) -> list[str]:
         if config.model.offload_activations:
             lines.append(f"activations come back from the CPU at {HOST_LINK / 1e9:.0f} GB/s, not hidden")
     else:
-        lines.append("runtime is this process with the libraries of a run; operators that take microseconds cost more")
+        lines.append(
+            f"runtime is this process with the libraries of a run; the allocator keeps {CPU_FRAGMENTATION:.0%} of what "
+            "comes and goes; operators that take microseconds cost more"
+        )
     if plan.tiled:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
     if plan.gpus > 1:

@@ -12,6 +12,7 @@ COMMANDS = {
     "trainer_costs": "what surrounds the model: an iteration of the toy run, saving a checkpoint, the host's share",
     "guard": "exact budgets of benchmarks/budgets.yaml on any machine, the committed baseline on a GPU",
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
+    "levers": "what each option is worth, predicted from counted work",
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
 }
 """Command -> what it does; each is the module of the same name with a main(argv)."""

@@ -36,7 +36,16 @@ def test_reading_a_sanitizer(returncode: int, output: str, passed: bool, errors:
 
 
 def test_stages_come_in_order_of_value() -> None:
-    assert list(device.STAGES) == ["parity", "ceilings", "kernels", "policy", "sanitizer"]
+    assert list(device.STAGES) == [
+        "parity",
+        "ceilings",
+        "kernels",
+        "policy",
+        "blocks",
+        "vae",
+        "costs",
+        "sanitizer",
+    ]
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_had(tmp_path: Path) -> None:

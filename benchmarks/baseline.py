@@ -28,6 +28,8 @@ from benchmarks import harness
 FILE = Path(__file__).with_name("budgets.yaml")
 FLOOR, WIDTH = 0.03, 4.0
 """Least relative band, and standard errors that a ratio may be off."""
+PASSING = ("ok", "faster", "not measured")
+"""What may become of a ratio; a skipped step, or one that the run did not ask for, is not measured."""
 MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
 
@@ -66,7 +68,7 @@ class Row:
     @property
     def ok(self) -> bool:
         """Whether the guard lets it pass: what a run did not measure passes, what failed in it does not."""
-        return not self.status.isupper()
+        return self.status in PASSING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +109,15 @@ def over(ours: Mapping[str, float], theirs: Mapping[str, float], scale: float = 
 
 def ratios(result: Result) -> dict[str, Ratio]:
     """Every ratio that a result holds, by name. What failed its parity has none."""
+    return _kernel_ratios(result) | _policy_ratios(result) | _suite_ratios(result)
+
+
+def _kernel_ratios(result: Result) -> dict[str, Ratio]:
+    """Fused kernels over eager and compiled code, and over a copy of the same bytes."""
     found: dict[str, Ratio] = {}
-    red = result.get("parity_failures", {})
     for row in result.get("kernels", []):
         seconds = row["seconds"]
-        if row["op"] in red or "fused" not in seconds:
+        if row["op"] in result.get("parity_failures", {}) or "fused" not in seconds:
             continue
         name = f"kernel {row['op']} {row['case']} {row['direction']}"
         for other in sorted(seconds.keys() - {"fused"}):
@@ -119,15 +125,28 @@ def ratios(result: Result) -> dict[str, Ratio]:
         if "copy" in result:
             copy = result["copy"]
             found[f"{name} / copy"] = over(seconds["fused"], copy["seconds"], copy["bytes"] / row["bytes"])
-    found |= _policy_ratios(result)
-    for row in result.get("blocks", []):
-        peers = [other for other in result["blocks"] if other["contender"] != "ours"]
-        for other in peers:
-            same = all(row[key] == other[key] for key in ("shape", "direction"))
-            if row["contender"] == "ours" and same and "seconds" in row and "seconds" in other:
-                name = f"block {row['direction']} {row['shape']} / {other['contender']}"
-                found[name] = over(row["seconds"], other["seconds"])
     return found
+
+
+def _suite_ratios(result: Result) -> dict[str, Ratio]:
+    """Blocks, decoding and the host's share, over every contender beside them."""
+    timings: dict[str, dict[str, Any]] = {}
+    for row in result.get("blocks", []):
+        if "seconds" in row:
+            timings.setdefault(f"block {row['direction']} {row['shape']}", {})[row["contender"]] = row["seconds"]
+    for row in result.get("vae", []):
+        if row["passed"]:
+            timings[f"decode {row['shape']}"] = row["seconds"]
+    host = result.get("host", {})
+    if host.get("passed"):
+        timings["host"] = host["seconds"]
+    return {
+        f"{name} / {other}": over(seconds["ours"], theirs)
+        for name, seconds in timings.items()
+        if "ours" in seconds
+        for other, theirs in seconds.items()
+        if other != "ours"
+    }
 
 
 def _policy_ratios(result: Result) -> dict[str, Ratio]:
@@ -168,6 +187,11 @@ def failures(result: Result) -> dict[str, str]:
     for row in result.get("blocks", []):
         if row["contender"] == "ours" and row.get("status", "").startswith("failed"):
             found[f"block {row['direction']} {row['shape']} "] = "FAILED"
+    if not result.get("block_parity", {}).get("ours", {}).get("passed", True):
+        found["block "] = "PARITY FAILED"
+    found |= {f"decode {row['shape']} ": "PARITY FAILED" for row in result.get("vae", []) if not row["passed"]}
+    if not result.get("host", {}).get("passed", True):
+        found["host "] = "PARITY FAILED"
     return found
 
 
@@ -231,6 +255,7 @@ def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, f
     if path.resolve() == given.resolve():
         return Comparison(message=f"baseline: {given.name} is the baseline itself, nothing newer to compare", ok=True)
     rows = compare(now, json.loads(path.read_text("utf-8")))
-    worse = sum(not row.ok for row in rows)
-    message = f"baseline: {given.name} against {name} on {device}, {worse} of {len(rows)} ratios regressed or failed"
+    worse, compared = sum(not row.ok for row in rows), sum(row.now is not None for row in rows)
+    message = f"baseline: {given.name} against {name} on {device}: {compared} of {len(rows)} ratios compared, "
+    message += f"{worse} regressed or failed"
     return Comparison(message=message, ok=worse == 0, rows=rows)

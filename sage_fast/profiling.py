@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -159,7 +158,7 @@ def summarise(events: Sequence[Any], device: str, memory: bool) -> Profile:
     spans = sorted(
         (e.time_range.start, e.time_range.end, e.name.removeprefix(PHASE_PREFIX))
         for e in events
-        if e.name.startswith(PHASE_PREFIX) and e.device_type == torch.autograd.DeviceType.CPU
+        if e.name.startswith(PHASE_PREFIX) and e.device_type.name == "CPU"
     )
     on_gpu = device.startswith("cuda")
     seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -167,7 +166,7 @@ def summarise(events: Sequence[Any], device: str, memory: bool) -> Profile:
     allocated: dict[tuple[str, str], int] = defaultdict(int)
     blocks: dict[str, int] = defaultdict(int)
     for event in events:
-        if event.name.startswith(PHASE_PREFIX) or event.device_type != torch.autograd.DeviceType.CPU:
+        if event.name.startswith(PHASE_PREFIX) or event.device_type.name != "CPU":
             continue
         phase = _phase_at(spans, event.time_range.start)
         if phase is None:

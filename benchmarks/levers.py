@@ -1,6 +1,6 @@
 """What each option is worth, predicted by `sage-fast plan` from counted work, written to results/predicted/levers.json.
 
-    python -m benchmarks levers            every lever on an H100, the recipe configs/hv15_480p_lora_1gpu.yaml
+    python -m benchmarks levers            on an H100: both LoRA recipes, and every lever on the one at 480p
 
 A lever is two configurations that differ in one option; its factor is predicted transformer seconds of a video without
 it over those with it. Nothing here is a measurement.
@@ -21,6 +21,7 @@ from sage_fast.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "configs/hv15_480p_lora_1gpu.yaml"
+RECIPES = ("configs/hv15_352x624_lora_1gpu.yaml", RECIPE)
 DEVICE = "h100"
 FILE = harness.RESULTS / "predicted" / "levers.json"
 TRANSFORMER_PHASES = ("rollout", "anchor", "update")
@@ -50,7 +51,7 @@ LEVERS = (
         without=("--model.forward=stock", "--model.checkpointing=full"),
         with_it=("--model.forward=fused", "--model.checkpointing=full"),
         exact=True,
-        note="against diffusers' own with the mask's attention at the same speed, both keeping block inputs alone",
+        note="against diffusers' own without padding and at the same speed of attention; both keep block inputs alone",
     ),
     Lever(
         name="selective checkpointing",
@@ -69,9 +70,9 @@ LEVERS = (
     Lever(
         name="AdaLN table",
         without=("--model.adaln=weights",),
-        with_it=("--model.adaln=auto",),
+        with_it=("--model.adaln=offload",),
         exact=True,
-        note="frees 5.4 GB of weights with offload",
+        note="for memory; auto has the table and keeps the weights where they are",
     ),
     Lever(
         name="split guidance",
@@ -132,11 +133,11 @@ LEVERS = (
 )
 
 
-def recipe(overrides: Sequence[str]) -> RunConfig:
-    """The recipe with overrides."""
+def recipe(overrides: Sequence[str], file: str = RECIPE) -> RunConfig:
+    """A recipe with overrides."""
     prompts = ROOT / "configs" / "prompts"
     paths = [f"--data.prompts={prompts / 'general_train.csv'}", f"--evaluation.prompts={prompts / 'general_eval.csv'}"]
-    return load_config(ROOT / RECIPE, [*paths, *overrides])
+    return load_config(ROOT / file, [*paths, *overrides])
 
 
 def seconds(plan: Plan) -> float:
@@ -144,11 +145,17 @@ def seconds(plan: Plan) -> float:
     return sum(phase.predicted for phase in plan.phases if phase.name in TRANSFORMER_PHASES)
 
 
-def side(overrides: Sequence[str]) -> tuple[Plan, dict[str, Any]]:
+def side(overrides: Sequence[str], file: str = RECIPE) -> tuple[Plan, dict[str, Any]]:
     """The plan of one side of a lever, and what is kept of it."""
-    plan = make_plan(recipe(overrides), DEVICES[DEVICE], sizes={})
+    plan = make_plan(recipe(overrides, file), DEVICES[DEVICE])
     phases = {phase.name: phase.predicted for phase in plan.phases}
     return plan, {"seconds": seconds(plan), "peak_gb": plan.memory.peak / 1e9, "phases": phases}
+
+
+def option_of(lever: Lever) -> str:
+    """The option in which the two sides differ, as `key: value`."""
+    (option,) = set(lever.with_it) - set(lever.without)
+    return option.removeprefix("--").replace("=", ": ")
 
 
 def record(lever: Lever) -> dict[str, Any]:
@@ -156,7 +163,7 @@ def record(lever: Lever) -> dict[str, Any]:
     without, with_it = (side(overrides)[1] for overrides in (lever.without, lever.with_it))
     return {
         "name": lever.name,
-        "option": " ".join(f"{option.removeprefix('--').replace('=', ': ')}" for option in lever.with_it[-1:]),
+        "option": option_of(lever),
         "exact": lever.exact,
         "note": lever.note,
         "without": without,
@@ -190,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows.insert(sum(row["exact"] for row in rows), fresh_anchor())
     device = DEVICES[DEVICE]
     result = {"predicted": True, "commit": git_commit(ROOT), "recipe": RECIPE, "device": device.name}
-    harness.write_result(options.output, result | {"source": device.source, "levers": rows})
+    result |= {"source": device.source, "recipes": {file: side((), file)[1] for file in RECIPES}, "levers": rows}
+    harness.write_result(options.output, result)
     for row in rows:
         print(f"{row['name']:36} {row['factor']:5.2f}x  {row['with']['peak_gb']:5.1f} GB  {row['option']}")
     print(f"written to {options.output}")

@@ -381,15 +381,35 @@ def other_levers_block(results: Results) -> str:
     return _levers(results, exact=False)
 
 
-def predicted_block(results: Results) -> str:
-    """What the levers were predicted with."""
+def recipes_block(results: Results) -> str:
+    """Predicted seconds of a video by phase."""
     found = results.predicted.get("levers")
     if found is None:
-        return "Not predicted yet.\n"
-    return f"Recipe `{found['recipe']}`, {found['device']} ({found['source']}).\n"
+        return "Not predicted yet: `python -m benchmarks levers`.\n"
+    phases = list(next(iter(found["recipes"].values()))["phases"])
+    rows = []
+    for file, plan in found["recipes"].items():
+        total = sum(plan["phases"].values())
+        cells = [f"{plan['phases'][phase]:.1f}" for phase in phases]
+        rows.append((f"`{file}`", *cells, f"{total:.0f}", f"{3600 / total:.1f}", f"{plan['peak_gb']:.0f}"))
+    head = ("recipe", *phases, "seconds per video", "videos per hour", "peak GB")
+    return f"{found['device']}: {found['source']}.\n\n{markdown(head, rows)}"
+
+
+def headline_block(results: Results) -> str:
+    """A few lines for the front page."""
+    wanted = ("forward B vs P1", "forward B vs P2", "train step B vs P2", "video B: rollout, anchor, train")
+    lines = []
+    for device in results.gpus:
+        goals = {goal["name"]: goal["text"] for goal in device.values.get("policy_goals", [])}
+        shown = [f"{name}: {goals[name]}" for name in wanted if goals.get(name)]
+        if shown:
+            lines.append(f"* {device.name}: {'; '.join(shown)}\n")
+    return "".join(lines) or "No speed has been measured on a GPU yet.\n"
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
+    "headline": headline_block,
     "devices": devices_block,
     "targets": targets_block,
     "kernels": kernels_block,
@@ -399,7 +419,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "vae": vae_block,
     "toy": toy_block,
     "costs": costs_block,
-    "predicted-with": predicted_block,
+    "recipes": recipes_block,
     "levers-exact": exact_levers_block,
     "levers-other": other_levers_block,
 }
@@ -512,8 +532,22 @@ def video_bars(device: DeviceResults) -> dict[str, dict[str, float]]:
 def draw_stacked_time(device: DeviceResults, path: Path) -> bool:
     """Seconds per video by phase; False where nothing was measured."""
     bars = video_bars(device)
-    if not bars:
-        return False
+    if bars:
+        draw_bars(bars, path, title=device.name, label="seconds per video (20 steps, guidance, measured medians)")
+    return bool(bars)
+
+
+def draw_predicted(results: Results, path: Path) -> bool:
+    """Predicted seconds per video by phase, of the recipes."""
+    found = results.predicted.get("levers")
+    if found is not None:
+        bars = {Path(file).stem: plan["phases"] for file, plan in found["recipes"].items()}
+        draw_bars(bars, path, title=f"{found['device']}: predicted, not measured", label="seconds per video")
+    return found is not None
+
+
+def draw_bars(bars: dict[str, dict[str, float]], path: Path, *, title: str, label: str) -> None:
+    """Stacked bars: name -> part -> seconds."""
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 1.4 + 0.5 * len(bars)))
     starts = dict.fromkeys(bars, 0.0)
@@ -523,11 +557,10 @@ def draw_stacked_time(device: DeviceResults, path: Path) -> bool:
         for name, height in zip(bars, heights, strict=True):
             starts[name] += height
     axis.invert_yaxis()
-    axis.set_xlabel("seconds per video (20 steps, guidance, measured medians)")
-    axis.set_title(device.name)
+    axis.set_xlabel(label)
+    axis.set_title(title)
     axis.legend(fontsize=8)
     _save(figure, path)
-    return True
 
 
 def _pyplot() -> Any:
@@ -583,6 +616,8 @@ def _documents(results: Results, *, write: bool) -> int:
                 path.write_text(new, "utf-8")
     if write:
         drawn = [plot for device in results.devices for plot in plots(device, harness.RESULTS / device.folder)]
+        predicted = harness.RESULTS / PREDICTED / "stacked_time.png"
+        drawn += [predicted] if draw_predicted(results, predicted) else []
         for item in [*stale, *drawn]:
             print(f"written {item}")
         return 0

@@ -5,6 +5,7 @@ import datetime
 import importlib.util
 import json
 import math
+import os
 import re
 import statistics
 import time
@@ -238,8 +239,8 @@ def telemetry() -> Iterator[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit, hardware and the state of the GPU now."""
-    return describe_environment() | {"gpu_state": gpu_state()}
+    """Versions, commit, hardware, how busy the machine is (load averages) and the state of the GPU now."""
+    return describe_environment() | {"load_average": list(os.getloadavg()), "gpu_state": gpu_state()}
 
 
 def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: str = "") -> Path:

@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [record(lever) for lever in LEVERS]
     rows.insert(sum(row["exact"] for row in rows), fresh_anchor())
     device = DEVICES[DEVICE]
-    result = {"predicted": True, "commit": git_commit(ROOT), "recipe": RECIPE, "device": device.name}
+    result: dict[str, Any] = {"predicted": True, "commit": git_commit(ROOT), "recipe": RECIPE, "device": device.name}
     result |= {"source": device.source, "recipes": {file: side((), file)[1] for file in RECIPES}, "levers": rows}
     harness.write_result(options.output, result)
     for row in rows:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, policy_report
+from benchmarks.workload import NUM_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
@@ -522,7 +523,7 @@ def video_bars(device: DeviceResults) -> dict[str, dict[str, float]]:
             }
             if contender in red or None in medians.values():
                 continue
-            bar = {part: policy_report.NUM_STEPS * value for part, value in medians.items() if value is not None}
+            bar = {part: NUM_STEPS * value for part, value in medians.items() if value is not None}
             if shape in decode:
                 bar["decode"] = decode[shape]["stock" if contender == "P2" else "ours"]
             bars[f"{shape}, {label}"] = bar

@@ -560,7 +560,8 @@ def draw_bars(bars: dict[str, dict[str, float]], path: Path, *, title: str, labe
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.set_title(title)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axis.margins(x=0.02)
     _save(figure, path)
 
 

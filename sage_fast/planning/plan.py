@@ -181,7 +181,8 @@ def make_plan(
     visited = visits(config)
     decoding = description.decoding(latent, config.rollout.micro_batch_size, config.model, on_gpu)
     communication = 2 * (gpus - 1) / gpus * 4.0 * weights.trained
-    phases = _phases(config, description, device, weights, calls, visited, decoding.flops, communication, gpus)
+    decode_flops = description.decode_flops(latent, decoding.tiled)
+    phases = _phases(config, device, weights, calls, visited, decode_flops, communication, gpus)
     return Plan(
         config=config,
         description=description,
@@ -196,14 +197,13 @@ def make_plan(
         memory=memory,
         phases=phases,
         communication=communication,
-        seconds_per_evaluation=_evaluation_seconds(config, device, calls, decoding.flops),
+        seconds_per_evaluation=_evaluation_seconds(config, device, calls, decode_flops),
         tiled=decoding.tiled,
     )
 
 
 def _phases(
     config: RunConfig,
-    description: ModelDescription,
     device: Device,
     weights: Weights,
     calls: Calls,
@@ -232,16 +232,15 @@ def _phases(
     updates, videos = config.training.updates_per_rollout, config.rollout.batch_size
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient.
     optimizer = Cost(linear=weights.muon_flops, elementwise=4.0 * (5 * weights.trained + 2 * weights.moments))
-    decode = decode_flops / batch
     rate = device.rates("bfloat16" if model.vae_dtype != "float32" else "float32", "sdpa")[0]
     scoring = sum(REWARD_SECONDS.get(name, 0.0) for name in config.reward.rewards)
     phases = [
         phase("rollout", rollout, waiting if config.training.update == "single_pass" else 0.0),
         Phase(
             name="decode",
-            cost=Cost(linear=decode),
-            predicted=decode / rate / CONVOLUTION_SHARE,
-            bound=decode / rate,
+            cost=Cost(linear=decode_flops),
+            predicted=decode_flops / rate / CONVOLUTION_SHARE,
+            bound=decode_flops / rate,
         ),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring),
         phase("anchor", anchor),
@@ -271,7 +270,7 @@ def _evaluation_seconds(config: RunConfig, device: Device, calls: Calls, decode_
     prompts = section.num_prompts or len(read_prompts(section.prompts or config.data.prompts))
     steps = section.num_steps or config.rollout.num_steps
     forward, _ = device.seconds(calls.evaluation, config.model.dtype, config.model.attention)
-    decode = decode_flops / config.rollout.micro_batch_size / (device.matmul * 1e12) / CONVOLUTION_SHARE
+    decode = decode_flops / (device.matmul * 1e12) / CONVOLUTION_SHARE
     return prompts * (steps * forward / section.batch_size + decode)
 
 

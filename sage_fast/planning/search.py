@@ -40,7 +40,10 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
         helping = [option for option in single.values() if _memory(option) < 0.99 * plan.memory.peak]
         return sorted(helping, key=_seconds)[:most]
     found = [option for option in single.values() if option.plan.fits]
-    least = min(single.values(), key=_memory, default=None)
+    if not found and single:
+        least = _least(plan, list(single), on_gpu, sizes)
+        if not least.plan.fits:
+            return [least]
     for count in range(2, 6):
         if len(found) >= most:
             break
@@ -48,15 +51,22 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
             if any(set(option.changes) <= set(changes) for option in found):
                 continue
             option = _try(plan, changes, on_gpu, sizes)
-            if option is None:
-                continue
-            if option.plan.fits:
+            if option is not None and option.plan.fits:
                 found.append(option)
-            elif least is None or _memory(option) < _memory(least):
-                least = option
-    if found:
-        return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
-    return [] if least is None else [least]
+    return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
+
+
+def _least(plan: Plan, changes: list[Change], on_gpu: bool, sizes: Mapping[str, float]) -> Option:
+    """All changes together, without those that save nothing."""
+    chosen = dict(changes)  # of the values of a key the last one saves most
+    best = _try(plan, tuple(chosen.items()), on_gpu, sizes)
+    assert best is not None
+    for key in list(chosen):
+        fewer = {name: value for name, value in chosen.items() if name != key}
+        option = _try(plan, tuple(fewer.items()), on_gpu, sizes)
+        if option is not None and _memory(option) <= _memory(best):
+            chosen, best = fewer, option
+    return best
 
 
 def _seconds(option: Option) -> float:

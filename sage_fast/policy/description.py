@@ -49,12 +49,11 @@ VAE_GB, TEXT_ENCODER_GB = 2.5, 14.2
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What decoding some videos at once costs.
+    """How some videos are decoded at once, and the activations that takes.
 
-    Example: one video of 81 frames of 480x832 is 813e12 FLOPs, and `peak_bytes` 66e9 unless it is decoded in tiles.
+    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in tiles.
     """
 
-    flops: float
     peak_bytes: float
     tiled: bool = False
 
@@ -79,18 +78,31 @@ def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelCon
         rows = min(size[1], decoder.vae.tile_latent_min_height)
         columns = min(size[2], decoder.vae.tile_latent_min_width)
         tile = whole * rows * columns / (size[1] * size[2])
-    return Decoding(
-        flops=videos * _decode_flops(latent, together == 0),
-        peak_bytes=together * whole if together else tile,
-        tiled=together == 0,
+    return Decoding(peak_bytes=together * whole if together else tile, tiled=together == 0)
+
+
+def vae_decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> float:
+    """FLOPs that torch counts in decoding one video, on the meta device: 813e12 for 81 frames of 480x832, whole."""
+    channels, frames, height, width = latent
+    if not tiled:
+        return _decode_flops(latent)
+    vae = _published_decoder().vae
+    rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
+    # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
+    row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
+    return float(
+        sum(
+            _decode_flops((channels, frames, min(rows, height - top), min(columns, width - left)))
+            for top in range(0, height, row_step)
+            for left in range(0, width, column_step)
+        )
     )
 
 
 @cache
-def _decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> int:
-    """FLOPs that torch counts in one decode, on the meta device."""
+def _decode_flops(latent: tuple[int, int, int, int]) -> int:
     vae = _published_decoder().vae
-    vae.use_tiling = tiled
+    vae.use_tiling = False
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         vae.decode(torch.empty(1, *latent, device="meta"))
     return int(counter.get_total_flops())
@@ -102,7 +114,8 @@ class ModelDescription:
 
     transformer: `config.json` of diffusers' class. text_tokens: of a prompt and of the empty prompt alike.
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
-    decoding: (latent shape, videos at once, model section, whether on a GPU) -> cost.
+    decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
+    decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
     decoder_gb, encoder_gb: weights of the video decoder and of the largest prompt encoder, in 1e9 bytes.
 
     Example: `ModelDescription()` is the 8.3 B model.
@@ -114,6 +127,7 @@ class ModelDescription:
         default_factory=lambda: _published_decoder().latent_shape
     )
     decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding] = field(default=vae_decoding)
+    decode_flops: Callable[[tuple[int, int, int, int], bool], float] = field(default=vae_decode_flops)
     decoder_gb: float = VAE_GB
     encoder_gb: float = TEXT_ENCODER_GB
 

@@ -124,6 +124,7 @@ def describe_model(model: ModelConfig) -> ModelDescription:
         text_tokens=len(["a", "red", "circle", "moving", "left"]),
         latent_shape=PatchCodec().latent_shape,
         decoding=_decoding,
+        decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
         decoder_gb=0.0,
         encoder_gb=0.0,
     )
@@ -131,5 +132,4 @@ def describe_model(model: ModelConfig) -> ModelDescription:
 
 def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
     """One product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once."""
-    numbers = videos * math.prod(latent)
-    return Decoding(flops=2.0 * numbers * LATENT_CHANNELS, peak_bytes=4 * 4.0 * numbers)
+    return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -400,3 +401,18 @@ def test_the_device_of_a_configuration() -> None:
     assert choose_device(None, config, 2048)[0] is DEVICES["h100"]
     assert choose_device(None, config, 128)[1] is False
     assert choose_device("b200", config, 128)[0] is DEVICES["b200"]
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    """Without weights on this machine, whose sizes would take the place of the published ones."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    example = page.split("```text\n")[1].split("\n```")[0]
+    found = plan("--training.guidance=paired", memory_gb=48)
+    assert to_text(found, options(found, on_gpu=True, sizes={})) == example
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(test_\w+)`", page))
+    assert len(names) >= 6
+    assert names <= {name for name in globals() if name.startswith("test_")}

@@ -12,9 +12,8 @@ from sage_fast.planning.search import Option
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
-    return "\n".join(
-        [*_head(plan), *_memory(plan), *_time(plan), *_options(plan, options), *_assumptions(plan), "", _verdict(plan)]
-    )
+    lines = [*_head(plan), *_memory(plan), *_time(plan), *_options(plan, options), *_assumptions(plan), ""]
+    return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
 
 
 def _head(plan: Plan) -> Iterator[str]:

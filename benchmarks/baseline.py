@@ -232,7 +232,7 @@ def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, f
         file: names the baselines.
 
     Raises:
-        ValueError: the run is a smoke run, or the baseline that the file names does not exist.
+        ValueError: the file is no run or a smoke run, or the baseline that the file names does not exist.
     """
     if given is None:
         if not torch.cuda.is_available():
@@ -242,6 +242,8 @@ def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, f
         if given is None:
             return Comparison(message=f"baseline: no result of {folder.name} yet, nothing to compare", ok=True)
     now = json.loads(given.read_text("utf-8"))
+    if "environment" not in now:
+        raise ValueError(f"{given} does not say on which device it was made. Give a file that a benchmark wrote.")
     if now.get("smoke"):
         raise ValueError(f"{given} is a smoke run, whose seconds mean nothing. Give the result of a full run.")
     device = device_of(now)

@@ -258,6 +258,8 @@ def test_a_missing_baseline_and_a_smoke_run_are_refused(folder: Folder) -> None:
         folder.compare(run)
     with pytest.raises(ValueError, match="is a smoke run"):
         folder.compare(folder.write("2030-01-03-c.json", made_up() | {"smoke": True}))
+    with pytest.raises(ValueError, match="does not say on which device"):
+        folder.compare(folder.write("2030-01-04-d.json", {"levers": []}))
 
 
 def test_the_command_compares_a_given_run(

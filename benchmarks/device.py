@@ -175,6 +175,7 @@ def policy_stage(run: DeviceRun) -> dict[str, Any]:
         if run.path is not None:
             harness.write_result(run.path, run.result | result)
 
+    run.result.pop("policy_skipped", None)
     known: dict[str, Any] = {key: run.result[key] for key in ("matmul", "policy_cells") if key in run.result}
     limit = min(LIMITS["policy"], run.left)
     result = policy.run_stages(
@@ -212,12 +213,13 @@ def sanitizer_stage(run: DeviceRun) -> dict[str, Any]:
     tool = find_sanitizer()
     if tool is None:
         return {"sanitizer": {"status": "not run: compute-sanitizer is neither on PATH nor under CUDA_HOME/bin"}}
-    return {
-        "sanitizer": {
-            name: run_sanitizer([tool, "--tool", name, "--error-exitcode", "9"], max(run.left, 1.0))
-            for name in SANITIZERS
-        }
-    }
+    found = {}
+    for number, name in enumerate(SANITIZERS):
+        # An equal share of what is left, and a moment to write it down.
+        seconds = max((run.left - 5.0) / (len(SANITIZERS) - number), 1.0)
+        found[name] = run_sanitizer([tool, "--tool", name, "--error-exitcode", "9"], seconds)
+    late = [name for name, outcome in found.items() if outcome["status"].startswith("stopped")]
+    return {"sanitizer": found} | ({"status": f"not finished: {', '.join(late)}"} if late else {})
 
 
 def find_sanitizer() -> str | None:

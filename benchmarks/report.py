@@ -486,7 +486,9 @@ def draw_roofline(device: DeviceResults, path: Path) -> bool:
         return False
     pyplot = _pyplot()
     rows = max(len(points) for points, *_ in roofs)
-    figure, axes = pyplot.subplots(1, len(roofs), figsize=(6.5 * len(roofs), 1.2 + 0.26 * rows), squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(roofs), figsize=(6.5 * len(roofs), 1.2 + 0.26 * rows), squeeze=False, layout="constrained"
+    )
     for axis, (points, unit, ceiling, label) in zip(axes[0], roofs, strict=True):
         names, heights = zip(*points, strict=True)
         axis.barh(range(len(points)), heights, color="#4c72b0")
@@ -494,8 +496,8 @@ def draw_roofline(device: DeviceResults, path: Path) -> bool:
         axis.invert_yaxis()
         axis.axvline(ceiling, color="#c44e52", label=f"{label}, {ceiling:.0f} {unit}")
         axis.set_xlabel(unit)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), fontsize=8, frameon=False)
-    figure.suptitle(f"{device.name}, shape B", y=1.0)
+        axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=8, frameon=False)
+    figure.suptitle(f"{device.name}, shape B")
     _save(figure, path)
     return True
 

@@ -37,7 +37,9 @@ def random_vae(config: dict[str, Any], device: torch.device, dtype: torch.dtype)
     """An autoencoder whose random weights are drawn in place; activations keep their scale from layer to layer."""
     with torch.device("meta"):
         vae = AutoencoderKLHunyuanVideo15(**config)
-    vae = vae.to(dtype).to_empty(device=device)
+    for parameter in vae.parameters():
+        parameter.data = parameter.data.to(dtype)
+    vae = vae.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in vae.named_parameters():

@@ -104,6 +104,23 @@ def test_both_tools_run_over_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"racecheck: passed, {RAN}" in device.table(run.result, smoke=False)
 
 
+def test_a_sanitizer_that_was_stopped_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def slow(prefix: list[str], timeout: float) -> dict[str, object]:
+        shares.append(timeout)
+        return {"passed": False, "errors": None, "status": f"stopped after {timeout:.0f} s"}
+
+    monkeypatch.setattr(device, "find_sanitizer", lambda: "/opt/compute-sanitizer")
+    monkeypatch.setattr(device, "run_sanitizer", slow)
+    run = run_of(None, budget=65.0, smoke=False)
+    run.stage("sanitizer", device.sanitizer_stage)
+    assert run.result["stages"]["sanitizer"]["status"] == "not finished: memcheck, racecheck"
+    assert 28.0 < shares[0] <= 30.0
+    run.stage("sanitizer", device.sanitizer_stage)
+    assert len(shares) == 4
+
+
 def test_a_sanitizer_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: list[str], *, timeout: float, **options: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
@@ -267,13 +284,14 @@ def test_telemetry_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_loads_on_a_bare_machine() -> None:
     """What the script imports besides torch, triton, numpy, diffusers, transformers, peft and pytest."""
     code = """
-import sys
-absent = ("pytest_benchmark", "pytest_timeout", "jsonargparse", "av", "matplotlib", "pynvml")
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            raise ModuleNotFoundError(f"{name} is not installed", name=name)
-sys.meta_path.insert(0, Absent())
+import builtins, sys
+absent = ("pytest_benchmark", "pytest_timeout", "jsonargparse", "av", "matplotlib", "tensorboard", "pynvml")
+given = builtins.__import__
+def restricted(name, *arguments, **options):
+    if name.partition(".")[0] in absent:
+        raise ModuleNotFoundError(f"{name} is not installed", name=name)
+    return given(name, *arguments, **options)
+builtins.__import__ = restricted
 import benchmarks.device
 print("loaded", sorted(set(absent) & {name.partition(".")[0] for name in sys.modules}))
 """

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import waits
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
 from sage_fast.config import LoraConfig
+from sage_fast.planning.work import unused_work
 from sage_fast.policy import accelerate
 from sage_fast.policy.block import Checkpointing
 from sage_fast.policy.lora import add_lora
@@ -259,8 +260,4 @@ def needed_flops(shape: Shape, num_layers: int) -> float:
     channels, and the last block's text queries, projections and feed-forward.
     """
     config = HUNYUAN_VIDEO_15 | {"num_layers": num_layers}
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = shape.video_tokens, shape.text_tokens
-    dead = 2 * length * 10 * width * width + 4 * length * (n + length) * width
-    dead += 2 * n * width * (config["in_channels"] - shape.latent[0])
-    return forward_work(config, shape).total - dead
+    return forward_work(config, shape).total - unused_work(config, shape.video_tokens, shape.text_tokens).total

@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 
 DEMO_DIR ?= runs/demo
 DEMO_ARGS ?=
+GUARD_ARGS ?=
 PYTEST_ARGS ?=
 # Test processes; each computes on one thread.
 JOBS ?= auto
@@ -18,7 +19,7 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test guard lint format clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
@@ -28,6 +29,7 @@ help:  ## list the targets
 	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
 	@echo "  DEMO_DIR=runs/second            where make demo writes (a finished demo is shown again, not repeated)"
 	@echo "  DEMO_ARGS=\"--seed=1\"            overrides for make demo, as for sage-fast train; take another DEMO_DIR"
+	@echo "  GUARD_ARGS=\"--only block\"       arguments for make guard"
 	@echo "  PYTEST_ARGS=\"-k sde -x\"         arguments for make test"
 
 setup: $(READY)  ## create .venv and install the project into it
@@ -50,6 +52,9 @@ demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+guard: $(READY)  ## hold costs to benchmarks/budgets.yaml; the tests do so too
+	$(BIN)/python -m benchmarks guard $(GUARD_ARGS)
 
 lint: $(READY)  ## check style, layout and types
 	$(BIN)/ruff check .

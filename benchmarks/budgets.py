@@ -19,8 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
+from benchmarks import waits
+from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
 from sage_fast.config import LoraConfig
+from sage_fast.planning.work import unused_work
 from sage_fast.policy import accelerate
 from sage_fast.policy.block import Checkpointing
 from sage_fast.policy.lora import add_lora
@@ -34,9 +36,6 @@ PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
 )
 """Operators that are not elementwise."""
-
-SYNCS = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"})
-"""Operators that wait for the GPU. A boolean index is a `nonzero`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,14 @@ class Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.names: list[str] = []
+        self.syncs: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and list it."""
         name = func.overloadpacket.__name__
-        self.names.append(name)
+        for answer in waits.answer(func, args, kwargs or {}):
+            self.syncs.append(name)
+            return answer
         results: list[Any] = []
         traffic: Traffic = count(lambda: results.append(func(*args, **(kwargs or {}))))
         if traffic.operators:
@@ -96,6 +97,10 @@ class BlockCost:
     """Elementwise bytes of the backward without what is recomputed, in S."""
     recomputed: float
     """Elementwise bytes of forward ops that the backward runs again, in S."""
+    forward_flops: int
+    """As torch counts them."""
+    backward_flops: int
+    """The same of the backward, with the products and the attention that it computes again."""
     launches: int
     """Operators of the forward."""
     kept: float
@@ -103,7 +108,7 @@ class BlockCost:
     largest: int
     """Elements of the largest tensor that either pass makes."""
     syncs: tuple[str, ...]
-    """Operators that wait for the GPU."""
+    """Operators of either pass that wait for the GPU."""
 
 
 RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh"})
@@ -137,8 +142,7 @@ def block_cost(
         checkpointing: what is kept.
         prepare: called with the accelerated transformer before it is counted.
     """
-    transformer = meta_transformer(3, trained)
-    acceleration = accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing)
+    transformer = accelerated(3, trained, checkpointing)
     if prepare is not None:
         prepare(transformer)
     block = transformer.transformer_blocks[1]
@@ -162,11 +166,12 @@ def block_cost(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), Record() as forward:
-        acceleration.rotary = table, table
+    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    transformer._acceleration.rotary = table, table
+    with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
         outputs = block(x, text, activation(1, width), *modulation)
     cotangents = [torch.empty_like(output) for output in outputs]
-    with Record() as backward:
+    with backward_flops, Record() as backward:
         torch.autograd.backward(outputs, cotangents)
     # The activation that the GELU's backward returns besides its gradient is recomputed as well.
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
@@ -175,26 +180,80 @@ def block_cost(
         forward=forward.elementwise() / unit,
         backward=(backward.elementwise() - again) / unit,
         recomputed=again / unit,
+        forward_flops=int(forward_flops.get_total_flops()),
+        backward_flops=int(backward_flops.get_total_flops()),
         launches=len(forward.calls),
         kept=sum(kept.values()) / unit,
         largest=max(call.largest for call in (*forward.calls, *backward.calls)),
-        syncs=tuple(sorted(SYNCS.intersection((*forward.names, *backward.names)))),
+        syncs=(*forward.syncs, *backward.syncs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCost:
+    """Cost of one forward of the accelerated transformer, one sample without glyph tokens.
+
+    Example: of two blocks at 352x624x81, `ForwardCost(flops=9147157970944, largest=147603456, syncs=())`
+    """
+
+    flops: int
+    """As torch counts them."""
+    largest: int
+    """Elements of the largest tensor."""
+    syncs: tuple[str, ...]
+    """Operators that wait for the GPU."""
+
+
+def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> ForwardCost:
+    """Count one forward of an accelerated transformer as the trainer calls it."""
+    call: Any = transformer
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
+        call(**_inputs(shape, transformer))
+    return ForwardCost(
+        flops=int(counter.get_total_flops()),
+        largest=max(found.largest for found in record.calls),
+        syncs=tuple(record.syncs),
     )
 
 
 def forward_flops(shape: Shape, num_layers: int, checkpointing: Checkpointing = "selective") -> int:
     """FLOPs that torch counts in one forward of the accelerated transformer, one sample without glyph tokens."""
-    transformer = meta_transformer(num_layers, "nothing")
+    transformer = accelerated(num_layers, "nothing", checkpointing)
+    call: Any = transformer
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call(**_inputs(shape, transformer))
+    return int(counter.get_total_flops())
+
+
+def accelerated(
+    num_layers: int, trained: Trained, checkpointing: Checkpointing = "selective"
+) -> HunyuanVideo15Transformer3DModel:
+    """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
+    transformer = meta_transformer(num_layers, trained)
     accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing)
+    return transformer
+
+
+def _inputs(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Any]:
+    """Arguments of a forward: latents and prompt on the device, the timestep on the host."""
     prompt = PromptEmbeds(
         text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
     )
     latents = torch.empty(1, *shape.latent, device="meta")
-    call: Any = transformer
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call(hidden_states=latents, timestep=torch.empty(1, device="meta"), prompts=[prompt])
-    return int(counter.get_total_flops())
+    return {"hidden_states": latents, "timestep": torch.full((1,), 640.0), "prompts": [prompt]}
+
+
+def graph_breaks() -> int:
+    """Graph breaks of the text refiner, the part that `model.compile` compiles."""
+    refiner = meta_transformer(1, "nothing").context_embedder
+    text = torch.empty(1, A.text_tokens, HUNYUAN_VIDEO_15["text_embed_dim"], dtype=torch.bfloat16, device="meta")
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    breaks.clear()
+    with torch.no_grad():
+        torch._dynamo.explain(refiner)(text, torch.empty(1, device="meta"), None)
+    return int(sum(breaks.values()))
 
 
 def needed_flops(shape: Shape, num_layers: int) -> float:
@@ -202,8 +261,4 @@ def needed_flops(shape: Shape, num_layers: int) -> float:
     channels, and the last block's text queries, projections and feed-forward.
     """
     config = HUNYUAN_VIDEO_15 | {"num_layers": num_layers}
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = shape.video_tokens, shape.text_tokens
-    dead = 2 * length * 10 * width * width + 4 * length * (n + length) * width
-    dead += 2 * n * width * (config["in_channels"] - shape.latent[0])
-    return forward_work(config, shape).total - dead
+    return forward_work(config, shape).total - unused_work(config, shape.video_tokens, shape.text_tokens).total

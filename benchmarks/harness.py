@@ -1,13 +1,15 @@
 """What every benchmark needs: a clock of the device, the ceilings of this machine, where results go."""
 
+import contextlib
 import datetime
 import importlib.util
 import json
 import math
+import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,25 +76,25 @@ class Quantiles:
 
     Example:
         >>> Quantiles.of([3.0, 1.0, 2.0])
-        Quantiles(minimum=1.0, q1=1.0, median=2.0, q3=3.0, maximum=3.0, rounds=3)
+        Quantiles(minimum=1.0, q20=1.4, median=2.0, q80=2.6, maximum=3.0, rounds=3)
     """
 
     minimum: float
-    q1: float
+    q20: float
     median: float
-    q3: float
+    q80: float
     maximum: float
     rounds: int
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Quantiles":
         """Quantiles of measured seconds."""
-        q1, _, q3 = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
         return cls(
             minimum=min(seconds),
-            q1=q1,
+            q20=fifths[0],
             median=statistics.median(seconds),
-            q3=q3,
+            q80=fifths[-1],
             maximum=max(seconds),
             rounds=len(seconds),
         )
@@ -110,8 +112,8 @@ def copies_beyond_cache(nbytes: int) -> int:
     return max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1)))) if torch.cuda.is_available() else 1
 
 
-def measure(call: Callable[[], object], *, calls: int, rounds: int, warmup: int = 3) -> Quantiles:
-    """Seconds of one call, by `device_clock`."""
+def samples(call: Callable[[], object], *, calls: int, rounds: int, warmup: int = 3) -> list[float]:
+    """Seconds of one call in each round of `calls` calls, by `device_clock`."""
     for _ in range(warmup):
         call()
     seconds = []
@@ -120,7 +122,12 @@ def measure(call: Callable[[], object], *, calls: int, rounds: int, warmup: int 
         for _ in range(calls):
             call()
         seconds.append((device_clock() - start) / calls)
-    return Quantiles.of(seconds)
+    return seconds
+
+
+def measure(call: Callable[[], object], *, calls: int, rounds: int, warmup: int = 3) -> Quantiles:
+    """Quantiles of `samples`."""
+    return Quantiles.of(samples(call, calls=calls, rounds=rounds, warmup=warmup))
 
 
 def copy_bandwidth(device: torch.device, *, smoke: bool) -> dict[str, Any]:
@@ -139,8 +146,38 @@ def matmul_peak(device: torch.device, *, smoke: bool) -> dict[str, Any]:
     return {"size": size, "seconds": asdict(seconds), "tflop_per_s": 2 * size**3 / seconds.median / 1e12}
 
 
+CLOCK_LIMITS = {
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal, software",
+    0x40: "thermal, hardware",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+"""Bits of NVML's clocks event reasons: what keeps the clocks below their maximum."""
+
+
+def clock_limits(bits: int) -> list[str]:
+    """Names of the set bits.
+
+    Example:
+        >>> clock_limits(0x24)
+        ['power cap', 'thermal, software']
+    """
+    return [name for bit, name in CLOCK_LIMITS.items() if bits & bit]
+
+
 def gpu_state() -> dict[str, Any] | None:
-    """Driver, clocks, power and temperature of the current GPU; None without one or without NVML."""
+    """State of the current GPU by NVML; None without one or without NVML.
+
+    Example:
+        ``{"driver": "580.1", "sm_mhz": 1980, "sm_mhz_max": 1980, "memory_mhz": 2619, "clock_limits": [],
+        "power_w": 412.0, "energy_j": 81234.5, "temperature_c": 51, "memory_used_gb": 17.2}``; a reading that this GPU
+        does not have (energy on old ones, most of them in a slice of a GPU) is left out.
+    """
     if not torch.cuda.is_available():
         return None
     try:
@@ -149,30 +186,70 @@ def gpu_state() -> dict[str, Any] | None:
         return None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        return {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-        }
+        handle = _nvml_handle(pynvml)
     except pynvml.NVMLError as error:
         return {"error": str(error)}
+    readings: dict[str, Callable[[], Any]] = {
+        "driver": pynvml.nvmlSystemGetDriverVersion,
+        "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "sm_mhz_max": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        "clock_limits": lambda: clock_limits(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "energy_j": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
+        "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        "memory_used_gb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
+    }
+    state = {}
+    for name, read in readings.items():
+        with contextlib.suppress(pynvml.NVMLError):
+            state[name] = read()
+    return state
+
+
+def _nvml_handle(pynvml: Any) -> Any:
+    """NVML's handle of torch's current device, found by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not."""
+    index = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if uuid is not None:
+        with contextlib.suppress(pynvml.NVMLError):
+            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    return pynvml.nvmlDeviceGetHandleByIndex(index)
+
+
+@contextlib.contextmanager
+def telemetry() -> Iterator[dict[str, Any]]:
+    """Yields a record that holds, once the context is left: "seconds", and on a GPU "start" and "end" (`gpu_state`),
+    with "energy_j" and "mean_power_w" in between where the GPU counts energy.
+    """
+    record: dict[str, Any] = {}
+    start, began = gpu_state(), time.monotonic()
+    try:
+        yield record
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        record["seconds"] = time.monotonic() - began
+        end = gpu_state()
+        if start is not None and end is not None:
+            record |= {"start": start, "end": end}
+            if "energy_j" in start and "energy_j" in end:
+                record["energy_j"] = end["energy_j"] - start["energy_j"]
+                record["mean_power_w"] = record["energy_j"] / record["seconds"]
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit, hardware and the state of the GPU now."""
-    return describe_environment() | {"gpu_state": gpu_state()}
+    """Versions, commit, hardware, how busy the machine is (load averages) and the state of the GPU now."""
+    return describe_environment() | {"load_average": list(os.getloadavg()), "gpu_state": gpu_state()}
 
 
-def result_file(environment: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """results/<gpu>/<date>-<commit>.json for a run in this environment."""
-    name = environment["gpu"]["name"] if environment["gpu"] else "cpu"
+def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: str = "") -> Path:
+    """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a CPU's folder begins with `cpu-`."""
+    name = environment["gpu"]["name"] if environment["gpu"] else f"cpu {environment['cpu']['model']}"
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return folder / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}.json"
+    return folder / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -11,11 +11,9 @@ kernels/README.md promises; the same bytes over the time of eager code would fla
 
 import argparse
 import itertools
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import pytest
 import torch
 
 import benchmarks  # noqa: F401  first, because it decides where kernels run
-from benchmarks import harness
+from benchmarks import harness, timed
 from sage_kernels import parity
 from sage_kernels.registry import Case, Inputs, OpSpec, specs
 
@@ -168,14 +166,7 @@ def time_kernels(plan: Plan, copy_gb_per_s: float) -> list[dict[str, Any]]:
     """
     if len(plan.failures) == len(plan.ops):
         return []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "benchmark.json"
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--benchmark-quiet", "--timeout=0"]
-        options += [f"--rootdir={Path(__file__).parents[1]}", "--benchmark-timer=benchmarks.harness.device_clock"]
-        status = pytest.main([__file__, *options, f"--benchmark-json={file}"], plugins=[plan])
-        if status != 0:
-            raise RuntimeError(f"the benchmarks of {', '.join(plan.ops)} failed (pytest status {int(status)})")
-        raw = json.loads(file.read_text("utf-8"))["benchmarks"]
+    raw = timed.run(__file__, plan)
     return rows_of(raw, copy_gb_per_s, plan)
 
 
@@ -191,21 +182,14 @@ def rows_of(raw: list[dict[str, Any]], copy_gb_per_s: float, plan: Plan) -> list
     """One row per op, shape and direction from pytest-benchmark's records."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for record in raw:
-        info, stats = record["extra_info"], record["stats"]
+        info = record["extra_info"]
         key = (info["op"], info["case"], info["direction"])
         row = rows.setdefault(
             key,
             dict(zip(("op", "case", "direction"), key, strict=True))
             | {"dtype": str(plan.dtype).removeprefix("torch."), "bytes": info["bytes"], "seconds": {}},
         )
-        row["seconds"][info["implementation"]] = {
-            "minimum": stats["min"],
-            "q1": stats["q1"],
-            "median": stats["median"],
-            "q3": stats["q3"],
-            "maximum": stats["max"],
-            "rounds": stats["rounds"],
-        }
+        row["seconds"][info["implementation"]] = asdict(harness.Quantiles.of(record["stats"]["data"]))
     for row in rows.values():
         median = {name: seconds["median"] for name, seconds in row["seconds"].items()}
         row["gb_per_s"] = row["bytes"] / median["fused"] / 1e9

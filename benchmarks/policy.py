@@ -139,7 +139,8 @@ class PolicyRun:
             head_dim=self.config["attention_head_dim"],
             deterministic=False,
         )
-        self.result |= {"attention_backend": self.backend, "policy_failures": {}, "policy_cells": {}}
+        self.result |= {"attention_backend": self.backend, "policy_failures": {}}
+        self.result.setdefault("policy_cells", {})
 
     @property
     def left(self) -> float:
@@ -382,8 +383,10 @@ def attention_stage(run: PolicyRun) -> None:
 
 
 def cells_stage(run: PolicyRun) -> None:
-    """The measurements at full size, in the order of their value."""
+    """The measurements at full size, in the order of their value, less those that an earlier run has made."""
     for cell in run.cells:
+        if run.result["policy_cells"].get(cell.name, {}).get("status") == "done":
+            continue
         run.result["policy_cells"][cell.name] = run.measure_cell(cell)
         run.save(run.result)
 
@@ -408,7 +411,7 @@ def run_stages(run: PolicyRun) -> dict[str, Any]:
         run.save(run.result)
     run.transformer = None
     release(None)
-    run.result["gpu_state_after"] = harness.gpu_state()
+    run.result["policy_goals"] = policy_report.goal_records(run.result)
     run.save(run.result)
     return run.result
 

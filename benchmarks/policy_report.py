@@ -135,21 +135,37 @@ def _goals() -> list[Goal]:
 GOALS = _goals()
 
 
-def goal_lines(result: Result, *, smoke: bool = False) -> Iterable[str]:
-    """The figures beside target and floor. A red parity check has words in place of the figure; smoke is not judged."""
-    form = "{:48} {:>9} {:>9} {:>9}  {}"
-    yield form.format("ours", "measured", "target", "floor", "")
+def goal_records(result: Result) -> list[dict[str, Any]]:
+    """The figures with what they should be, as they are kept in the JSON file.
+
+    Example: ``{"name": "forward B vs P2", "value": 1.31, "text": "1.31x", "target": "1.30x", "floor": "1.20x",
+    "verdict": "target met"}``; value and text are None where there is no figure, and the verdict says why.
+    """
+    records = []
     for goal in GOALS:
         red = [contender for contender in goal.contenders if contender in result["policy_failures"]]
         value = None if red else goal.value(result)
         if red:
-            shown, verdict = "-", f"PARITY FAILED ({', '.join(red)}), no figure"
-        elif value is None:
-            shown, verdict = "-", "not measured"
+            verdict = f"PARITY FAILED ({', '.join(red)}), no figure"
         else:
-            shown, verdict = goal.form.format(value), "" if smoke else goal.judge(value)
-        bounds = ["" if bound is None else goal.form.format(bound) for bound in (goal.target, goal.floor)]
-        yield form.format(goal.name, shown, *bounds, verdict).rstrip()
+            verdict = "not measured" if value is None else goal.judge(value)
+        bounds = ("" if bound is None else goal.form.format(bound) for bound in (goal.target, goal.floor))
+        records.append(
+            {"name": goal.name, "value": value, "text": None if value is None else goal.form.format(value)}
+            | dict(zip(("target", "floor"), bounds, strict=True))
+            | {"verdict": verdict}
+        )
+    return records
+
+
+def goal_lines(result: Result, *, smoke: bool = False) -> Iterable[str]:
+    """The figures beside target and floor. A red parity check has words in place of the figure; smoke is not judged."""
+    form = "{:48} {:>9} {:>9} {:>9}  {}"
+    yield form.format("ours", "measured", "target", "floor", "")
+    for record in goal_records(result):
+        verdict = "" if smoke and record["text"] else record["verdict"]
+        shown = record["text"] or "-"
+        yield form.format(record["name"], shown, record["target"], record["floor"], verdict).rstrip()
 
 
 def cell_lines(result: Result) -> Iterable[str]:

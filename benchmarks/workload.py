@@ -12,30 +12,11 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
+from sage_fast.planning import work as planning
+from sage_fast.planning.work import Work
+from sage_fast.policy.description import HUNYUAN_VIDEO_15
 from sage_fast.policy.lora import cast_weights
 from sage_fast.records import PromptEmbeds
-
-HUNYUAN_VIDEO_15: dict[str, Any] = {
-    "in_channels": 65,
-    "out_channels": 32,
-    "num_attention_heads": 16,
-    "attention_head_dim": 128,
-    "num_layers": 54,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 4.0,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "qk_norm": "rms_norm",
-    "text_embed_dim": 3584,
-    "text_embed_2_dim": 1472,
-    "image_embed_dim": 1152,
-    "rope_theta": 256.0,
-    "rope_axes_dim": (16, 56, 56),
-    "target_size": 640,
-    "task_type": "t2v",
-    "use_meanflow": False,
-}
-"""The text-to-video transformer, 8,326,608,160 parameters."""
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
 """Sampler and guidance of the reference recipe."""
@@ -152,36 +133,9 @@ def random_transformer(
     return transformer.requires_grad_(False).eval()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding."""
-
-    linear: float
-    attention: float
-
-    @property
-    def total(self) -> float:
-        return self.linear + self.attention
-
-    def times(self, linear: float, attention: float) -> "Work":
-        return Work(linear=self.linear * linear, attention=self.attention * attention)
-
-
 def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:
-    """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders."""
-    d = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = shape.video_tokens, shape.text_tokens
-    per_token = 4 + 2 * config["mlp_ratio"]
-    block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
-    time = 2 * (256 * d + d * d)
-    text = config["text_embed_dim"]
-    refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
-    refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
-    ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
-    return Work(
-        linear=config["num_layers"] * block + time + refiner + ends,
-        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
-    )
+    """One forward with packed tokens."""
+    return planning.forward_work(config, shape.video_tokens, shape.text_tokens)
 
 
 STEP_WORK: dict[str, tuple[float, float]] = {

@@ -1,8 +1,8 @@
-"""The command line: `sage-fast {train,generate,evaluate,export,doctor}`.
+"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor}`.
 
 What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
-ends with 1 where the configuration could not run.
+ends with 1 where the configuration could not run, `plan` where it does not fit.
 """
 
 import argparse
@@ -11,10 +11,18 @@ import sys
 from collections.abc import Sequence
 
 from sage_fast import __version__
-from sage_fast.commands import doctor, evaluate, export, generate, train
+from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
 
-COMMANDS = {"train": train, "generate": generate, "evaluate": evaluate, "export": export, "doctor": doctor}
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "plan": plan,
+    "profile": profile,
+    "doctor": doctor,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -353,9 +353,11 @@ class TrainingConfig:
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
     adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
     targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
-    guidance: Literal["paired", "split"] = "paired"
+    guidance: Literal["paired", "split", "conditional"] = "paired"
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory; it takes a forward more from the second update of a rollout on."""
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
+    `conditional` differentiates the conditional branch alone, g dv_c in place of g dv_c + (1 - g) dv_u: half the
+    backward passes, half the memory, and another gradient than the objective's."""
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     timestep_fraction: float = 1.0
@@ -491,6 +493,11 @@ class RunConfig:
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, dance_grpo, flow_grpo or "
                 "cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+            )
+        if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
+            raise ConfigError(
+                "training.guidance conditional differentiates the conditional branch, which has no part in the "
+                "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
             )
         if self.training.update == "single_pass":
             self._check_single_pass()

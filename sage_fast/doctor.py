@@ -5,7 +5,6 @@ Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check 
 
 import importlib.util
 import inspect
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +17,21 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config import ConfigError, RunConfig
-from sage_fast.footprint import PUBLISHED_GB, Footprint, ModelShape, checkpoint_bytes, estimate
+from sage_fast.footprint import Footprint, checkpoint_bytes, estimate
 from sage_fast.machine import Check, Status, hardware, host_memory, software, version_of
+from sage_fast.planning.plan import describe
 from sage_fast.policy.base import check_guidance, shift_difference
+from sage_fast.policy.description import ModelDescription
 from sage_fast.policy.loading import find_checkpoint
 from sage_fast.registry import MODEL_FAMILIES, REWARDS, resolve
-from sage_fast.requirements import Requirement, local_folder, model_requirements, reward_requirements, weight_sizes
+from sage_fast.requirements import Requirement, model_requirements, reward_requirements, weight_sizes
 from sage_fast.run import load_prompts
 from sage_fast.trainer import resolve_device
 
 ATTENTION = "sage_fast.policy.attention"
+
+LARGE_WIDTH = 1024
+"""Width of a model from which on a CPU is hopeless."""
 
 MEMORY_MARGIN = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
@@ -120,7 +124,7 @@ def _settings(config: RunConfig) -> Iterator[Check]:
     try:
         device = resolve_device(config.model.device)
         yield Check(section=section, name="model.device", status="ok", detail=device)
-        if device == "cpu" and config.model.family == "hunyuan15" and _shape(config) == ModelShape():
+        if device == "cpu" and _is_large(config):
             yield Check(
                 section=section,
                 name="speed",
@@ -287,25 +291,28 @@ def _weights(config: RunConfig) -> Iterator[Check]:
         )
 
 
-def _shape(config: RunConfig) -> ModelShape | None:
-    """Shape of the model, from its files where they are here; None for a family this estimate does not know."""
-    if config.model.family != "hunyuan15":
-        return None
-    folder = local_folder(config.model.path) if config.model.path else None
-    file = folder / "transformer" / "config.json" if folder else None
-    if file is None or not file.is_file():
-        return ModelShape()
+def _description(config: RunConfig) -> ModelDescription | None:
+    """The model before it is loaded; None where its family or its folder says nothing."""
     try:
-        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError:
-        return ModelShape()  # the check of the weights says what is wrong with the file
+        return describe(config)
+    except ConfigError:
+        return None
+
+
+def _is_large(config: RunConfig) -> bool:
+    description = _description(config)
+    return description is not None and description.width >= LARGE_WIDTH
 
 
 def _memory(config: RunConfig) -> Iterator[Check]:
-    shape, device = _shape(config), _device(config)
-    if shape is None or device is None:
+    description, device = _description(config), _device(config)
+    if description is None or device is None:
         return
-    footprint = estimate(config, shape, PUBLISHED_GB | weight_sizes(config))
+    try:
+        footprint = estimate(config, description, weight_sizes(config), on_gpu=device.startswith("cuda"))
+    except ConfigError as error:
+        yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
+        return
     if device.startswith("cuda"):
         available, where = torch.cuda.get_device_properties(device).total_memory / 1e9, device
     else:
@@ -331,9 +338,9 @@ def _memory(config: RunConfig) -> Iterator[Check]:
 
 def _assumptions(config: RunConfig, footprint: Footprint) -> str:
     return (
-        f"one process; {footprint.tokens:,} video and 250 text tokens; {config.model.forward} forward, "
-        f"{config.model.checkpointing} checkpointing, {config.training.guidance} guidance; decoding up to "
-        f"{config.model.decode_memory_gib or 0:g} GiB while no activation is kept; predicted, not measured"
+        f"one process; {footprint.tokens:,} video tokens; {config.model.forward} forward, "
+        f"{config.model.checkpointing} checkpointing, {config.training.guidance} guidance; the peak is in "
+        f"{footprint.phase}, each part at its own peak; predicted, not measured: `sage-fast plan` has every phase"
     )
 
 
@@ -355,12 +362,12 @@ def _save_memory(config: RunConfig) -> str:
 
 
 def _disk(config: RunConfig) -> Iterator[Check]:
-    shape = _shape(config)
-    if shape is None:
+    description = _description(config)
+    if description is None:
         return
     free = shutil.disk_usage(_existing(Path(config.output_dir))).free
     # One more than is kept: the new one is written before the oldest goes.
-    needed = checkpoint_bytes(config, shape) * (config.checkpoint.keep_last + 1)
+    needed = checkpoint_bytes(config, description) * (config.checkpoint.keep_last + 1)
     yield Check(
         section="disk",
         name="checkpoints",

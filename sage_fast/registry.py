@@ -14,6 +14,13 @@ MODEL_FAMILIES = {
     "hunyuan15": "sage_fast.policy.loading:load_components",
 }
 
+DESCRIPTIONS = {
+    "toy": "sage_fast.toy.components:describe_model",
+    "hunyuan15": "sage_fast.policy.description:describe_model",
+}
+"""Family -> function that says what the planner needs to know; other families have it beside their `load_components`
+under the name `describe_model`."""
+
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",

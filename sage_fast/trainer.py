@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
@@ -42,6 +43,9 @@ from sage_fast.single_pass import SinglePassGradient
 from sage_fast.training_metrics import reward_metrics, update_metrics, weighted_kl
 
 logger = logging.getLogger(__name__)
+
+PHASE_PREFIX = "phase: "
+"""Begins the names of the trainer's ranges in a profiler's trace."""
 
 
 class TrainingError(RuntimeError):
@@ -101,7 +105,12 @@ class Trainer:
         else:
             train_all(transformer)
         choose_forward(transformer, config.model)
-        self.policy = GuidedPolicy(transformer, self.embeds[""].to(self.device), config.rollout.guidance_scale)
+        self.policy = GuidedPolicy(
+            transformer,
+            self.embeds[""].to(self.device),
+            config.rollout.guidance_scale,
+            conditional_gradient=config.training.guidance == "conditional",
+        )
         self.parameters = trainable_parameters(transformer)
         self.optimizer = OptimizerSet(self.parameters, config.optimizer)
         kind = anchor_kind(config.objective.kl_mode)
@@ -250,7 +259,8 @@ class Trainer:
         terms = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.optimizer.clip_gradients()
         self._check_finite(scored, terms, grad_norm, len(positions))
-        self.optimizer.step()
+        with record_function(PHASE_PREFIX + "optimizer"):
+            self.optimizer.step()
         self.update += 1
         if self.ema is not None and self.config.training.ema_decay:
             self.ema.average(self.config.training.ema_decay)
@@ -366,9 +376,10 @@ class Trainer:
         """The way of `training.update` to get the gradient."""
         config, training = self.config, self.config.training
         split = training.guidance == "split"
-        if split and config.rollout.guidance_scale == 1.0:
+        if training.guidance != "paired" and config.rollout.guidance_scale == 1.0:
             logger.info(
-                "training.guidance split: with rollout.guidance_scale 1 there is one branch, so it does nothing."
+                "training.guidance %s: with rollout.guidance_scale 1 there is one branch, so it does nothing.",
+                training.guidance,
             )
         if training.update == "two_phase":
             return TwoPhaseGradient(
@@ -398,7 +409,8 @@ class Trainer:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with record_function(PHASE_PREFIX + name):
+            yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start

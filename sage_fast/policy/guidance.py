@@ -39,6 +39,11 @@ class GuidedPolicy:
 
     It stays in eval mode for its whole life. Rollout and update then compute the very same function, which is what
     makes the ratio of the first update exactly 1.
+
+    Args:
+        unconditional: the empty prompt.
+        conditional_gradient: take the unconditional velocity for a constant: g d(v_c)/dweights in place of
+            d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
     """
 
     def __init__(
@@ -46,10 +51,13 @@ class GuidedPolicy:
         transformer: HunyuanVideo15Transformer3DModel,
         unconditional: PromptEmbeds,
         guidance_scale: float,
+        *,
+        conditional_gradient: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
         self.unconditional = unconditional
         self.guidance_scale = guidance_scale
+        self.conditional_gradient = conditional_gradient
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +65,7 @@ class GuidedPolicy:
         return velocity_dtype(self.transformer)
 
     def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
-        """Guided velocity; gradients flow through both branches.
+        """Guided velocity; gradients flow through both branches, or with `conditional_gradient` through one.
 
         Args:
             latents: (B, C, F, H, W) float32.
@@ -119,7 +127,8 @@ class GuidedPolicy:
 
     def _free(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity of the empty prompt."""
-        return model_velocity(self.transformer, latents, sigma, [self.unconditional] * len(latents))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
+            return model_velocity(self.transformer, latents, sigma, [self.unconditional] * len(latents))
 
     def _guided(self, conditional: Tensor, free: Tensor) -> Tensor:
         return free + self.guidance_scale * (conditional - free)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_fast.toy.captions import Caption, parse_caption
 from sage_fast.toy.manifold import Manifold, manifold_for
-from sage_fast.toy.renderer import COLOURS, MOTIONS, SHAPES
+from sage_fast.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
 # smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.
@@ -131,6 +131,16 @@ class ToyReward:
 
     Example: `ToyReward().score(videos, ["a red circle moving left"] * 8)["TA"]` has shape (8,).
     """
+
+    @staticmethod
+    def memory_bytes(num_frames: int, height: int, width: int) -> tuple[float, float]:
+        """(kept between calls, at work in the first one) bytes, for the planner.
+
+        The legal videos are kept as float32 and as bytes, with the distinct frames among them; three float32 copies of
+        the videos are alive while they are drawn.
+        """
+        numbers = len(all_scenes()) * num_frames * 3 * height * width
+        return 4.0 * numbers + 1.0 * numbers + 4.0 * numbers / 2, 3 * 4.0 * numbers
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos uint8 (B, F, 3, H, W) of B prompts: name -> float32 (B,) on the device of `videos`.

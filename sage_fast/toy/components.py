@@ -1,6 +1,7 @@
 """Load a toy model: a tiny `HunyuanVideo15Transformer3DModel`, the word encoder and the patch codec."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sage_fast.config import ModelConfig
 from sage_fast.policy.base import Components
+from sage_fast.policy.description import Decoding, ModelDescription
 from sage_fast.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.toy.codec import LATENT_CHANNELS, PatchCodec
 
@@ -110,3 +112,24 @@ def load_components(model: ModelConfig) -> Components:
         )
     transformer.load_state_dict(weights, strict=False)
     return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
+
+
+def describe_model(model: ModelConfig) -> ModelDescription:
+    """A toy model before it is loaded, for the planner. ValueError when its folder has no config."""
+    file = (ASSETS if model.path is None else Path(model.path)) / CONFIG_NAME
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {CONFIG_NAME}. Give a folder written by sage_fast.toy.pretrain.")
+    return ModelDescription(
+        transformer=json.loads(file.read_text(encoding="utf-8")),
+        text_tokens=len(["a", "red", "circle", "moving", "left"]),
+        latent_shape=PatchCodec().latent_shape,
+        decoding=_decoding,
+        decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
+        decoder_gb=0.0,
+        encoder_gb=0.0,
+    )
+
+
+def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
+    """One product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once."""
+    return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))

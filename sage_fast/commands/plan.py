@@ -1,0 +1,72 @@
+"""`sage-fast plan`: memory, work and time of a configuration, before anything is loaded."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from sage_fast.commands.common import add_config_argument, load_run_config
+
+DEVICES = ("h100", "h200", "a100", "b200", "cpu")
+
+EPILOG = """\
+examples:
+  sage-fast plan configs/hv15_480p_lora_1gpu.yaml
+  sage-fast plan configs/hv15_480p_lora_1gpu.yaml --memory 48
+  sage-fast plan configs/hv15_480p_lora_1gpu.yaml --device b200 --gpus 8 --json
+  sage-fast plan configs/toy_cpu.yaml
+
+Nothing is loaded or downloaded: shapes run on torch's meta device. Exit status: 0 if the configuration fits, 1 if not.
+How to read the output: docs/planning.md.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "plan",
+        usage="sage-fast plan CONFIG [MORE.yaml ...] [options] [--section.key=value ...]",
+        help="memory, work and time of a configuration, and what makes it fit",
+        description="Say what a configuration needs, how long it takes, and which changes make it fit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_argument(parser)
+    parser.add_argument(
+        "--device", choices=DEVICES, help="default: what model.device means; auto is h100, and cpu for a small model"
+    )
+    parser.add_argument("--memory", type=float, metavar="GB", help="1e9 bytes that may be used; default: the device's")
+    parser.add_argument("--gpus", type=int, default=1, help="data-parallel replicas to predict for; default 1")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the plan; 1 when the configuration does not fit."""
+    from sage_fast.config import ConfigError
+    from sage_fast.planning.devices import choose_device
+    from sage_fast.planning.plan import describe, make_plan
+    from sage_fast.planning.search import options as find_options
+    from sage_fast.planning.text import to_json, to_text
+    from sage_fast.requirements import weight_sizes
+
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
+    if options.memory is not None and options.memory <= 0:
+        raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
+    config = load_run_config(options.config, overrides)
+    description = describe(config)
+    device, on_gpu = choose_device(options.device, config, description.width)
+    if not on_gpu and options.gpus > 1:
+        raise ConfigError(f"--gpus is {options.gpus}, but the plan is for a CPU. Give --device h100, or leave it out.")
+    sizes = weight_sizes(config)
+    plan = make_plan(
+        config,
+        device,
+        on_gpu=on_gpu,
+        gpus=options.gpus,
+        memory_gb=options.memory,
+        description=description,
+        sizes=sizes,
+    )
+    found = find_options(plan, on_gpu, sizes)
+    print(json.dumps(to_json(plan, found), indent=1) if options.json else to_text(plan, found))
+    return 0 if plan.fits else 1

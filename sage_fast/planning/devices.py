@@ -1,0 +1,159 @@
+"""Ceilings of a device, and seconds from a cost.
+
+The H100's are measured or published; of the other GPUs the vendor's figures are known, and they are taken to reach the
+share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sage_fast.config import RunConfig
+from sage_fast.machine import host_memory
+from sage_fast.planning.trace import Cost
+
+SMALL_MODEL = 1024
+"""Width below which a model is planned for the CPU unless told otherwise."""
+
+LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE, CONVOLUTION_SHARE = 0.9, 0.9, 0.8, 0.5
+"""Share of each ceiling that a run is taken to reach."""
+
+_PRODUCT, _BANDWIDTH = 798 / 989, 3.0 / 3.35
+_BACKWARD = 0.866
+"""FlashAttention's backward over forward speed on an H100, both counted as the formulas do: 561 / 648, 516 / 595."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Ceilings of one device.
+
+    memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and in float32 without TF32.
+    attention: backend -> TFLOP/s forward and backward (five products) in bfloat16, head dimension 128; the first one is
+    what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s between GPUs of a node,
+    one direction. source: where the figures are from.
+
+    Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
+    """
+
+    name: str
+    memory_gb: float
+    matmul: float
+    matmul_float32: float
+    attention: Mapping[str, tuple[float, float]]
+    bandwidth: float
+    link: float
+    source: str
+
+    def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
+        """FLOP/s of products, of attention forward and backward, and the backend that was taken."""
+        if dtype == "float32":
+            product = self.matmul_float32 * 1e12
+            return product, product / 2, product / 2, "float32 attention at half the rate of products"
+        chosen = backend if backend in self.attention else next(iter(self.attention))
+        if backend in ("sdpa", "xformers"):
+            chosen = "flash2"
+        forward, backward = self.attention[chosen]
+        return self.matmul * 1e12, forward * 1e12, backward * 1e12, f"{chosen} {forward:.0f}/{backward:.0f} TFLOP/s"
+
+    def seconds(self, cost: Cost, dtype: str, backend: str) -> tuple[float, float]:
+        """(predicted, at the ceilings) seconds of a cost."""
+        product, forward, backward, _ = self.rates(dtype, backend)
+        linear = cost.linear / product
+        attention = cost.attention / forward + cost.attention_backward / backward
+        elementwise = cost.elementwise / (self.bandwidth * 1e12)
+        predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
+        return predicted, linear + attention + elementwise
+
+
+_HOPPER_ATTENTION = {"cudnn": (595.0, 516.0), "flash3": (648.0, 561.0), "flash2": (370.0, 322.0)}
+
+DEVICES = {
+    "h100": Device(
+        name="H100 SXM",
+        memory_gb=80,
+        matmul=798,
+        matmul_float32=67 * _PRODUCT,
+        attention=_HOPPER_ATTENTION,
+        bandwidth=3.0,
+        link=360,
+        source="bfloat16 product and copy measured; attention published (arXiv 2407.08608)",
+    ),
+    "h200": Device(
+        name="H200 SXM",
+        memory_gb=141,
+        matmul=798,
+        matmul_float32=67 * _PRODUCT,
+        attention=_HOPPER_ATTENTION,
+        bandwidth=4.8 * _BANDWIDTH,
+        link=360,
+        source="an H100's products and attention; bandwidth 0.9 of the vendor's 4.8 TB/s",
+    ),
+    "a100": Device(
+        name="A100 SXM 80 GB",
+        memory_gb=80,
+        matmul=312 * _PRODUCT,
+        matmul_float32=19.5 * _PRODUCT,
+        attention={"flash2": (0.73 * 312, 0.73 * 312 * _BACKWARD)},
+        bandwidth=2.04 * _BANDWIDTH,
+        link=240,
+        source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
+    ),
+    "b200": Device(
+        name="B200",
+        memory_gb=180,
+        matmul=2250 * _PRODUCT,
+        matmul_float32=80 * _PRODUCT,
+        attention={"flash4": (1600, 1600 * _BACKWARD), "cudnn": (1230, 1230 * _BACKWARD), "flash2": (370.0, 322.0)},
+        bandwidth=8.0 * _BANDWIDTH,
+        link=720,
+        source="0.81 of the vendor's 2250 TFLOP/s, 0.9 of 8 TB/s; attention 0.71 of 2250 (FlashAttention-4's abstract)",
+    ),
+}
+"""GPUs by the name that `--device` takes; `cpu` is measured where it runs."""
+
+
+def measure_cpu(memory_gb: float) -> Device:
+    """This machine's processor, from a product and a copy of a few milliseconds."""
+    a = torch.ones(768, 768)
+    source, target = torch.ones(2**24), torch.zeros(2**24)
+
+    def best(function: object, rounds: int = 3) -> float:
+        assert callable(function)
+        seconds = []
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds[1:])
+
+    product = 2 * 768**3 / best(lambda: a @ a) / 1e12
+    bandwidth = 2 * source.nbytes / best(lambda: target.copy_(source)) / 1e12
+    return Device(
+        name=f"this CPU, {torch.get_num_threads()} thread(s)",
+        memory_gb=memory_gb,
+        matmul=product,
+        matmul_float32=product,
+        attention={"sdpa": (product / 2, product / 2), "flash2": (product / 2, product / 2)},
+        bandwidth=bandwidth,
+        link=0.0,
+        source="a product and a copy measured now; attention at half the product's rate",
+    )
+
+
+def choose_device(name: str | None, config: RunConfig, width: int) -> tuple[Device, bool]:
+    """The device of `--device`, and whether it is a GPU.
+
+    Without a name it is the one that `model.device` means; `auto` is an H100, or for a small model the processor.
+    """
+    if name is None:
+        automatic = "cpu" if width < SMALL_MODEL else "h100"
+        name = {"cpu": "cpu", "auto": automatic}.get(config.model.device, "h100")
+    if name != "cpu":
+        return DEVICES[name], True
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    memory = host_memory()
+    return measure_cpu(memory / 1e9 if memory else math.inf), False

@@ -1,0 +1,387 @@
+"""Memory of a run by component and phase, in bytes, on its one process.
+
+Exact: weights, adapters, gradients, optimizer state, copies, accumulators, trajectories (counted), and what graphs keep
+and what works beside them (traced on the meta device). Taken from elsewhere: weights beside the transformer, what
+decoding and scoring need, the runtime, and a reserve for fragmentation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+
+from sage_fast.config import RunConfig
+from sage_fast.objective import anchor_kind, kl_uses
+from sage_fast.planning.trace import Call, Cost, meta_transformer, trace
+from sage_fast.policy.description import ModelDescription
+from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
+from sage_fast.policy.modulation import adaln_layers
+from sage_fast.registry import REWARDS, resolve
+
+GB = 1e9
+
+PHASES = ("encode", "rollout", "decode", "reward", "anchor", "update", "optimizer", "evaluation")
+
+CUDA_RUNTIME = 1.5 * GB
+"""CUDA context and libraries."""
+
+FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
+"""Share of what comes and goes that the allocator is taken to lose: a GPU's caching one, and the C library's, which
+keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
+
+SCORING = {"videoalign": 1.0 * GB, "clip_score": 0.5 * GB, "pick_score": 0.5 * GB}
+"""Activations of a reward at work, assumed."""
+
+REWARD_GB = {"videoalign": 4.5, "clip_score": 1.7, "pick_score": 4.0}
+"""Published weights of rewards: VideoAlign in bfloat16, both CLIP in float32."""
+
+STOCK_KEPT, STOCK_WORKING = {"none": 28.3, "full": 1.0}, 40.0
+"""Tensors of all tokens that a block of diffusers' own forward keeps (counted), and that one works with (estimated)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Numbers of parameters.
+
+    trained: of those that get a gradient. moments: optimizer state. adaln: of the modulation layers, which may leave
+    the GPU. largest: of the largest trained tensor. muon_flops: of one step of Muon's orthogonalisation.
+
+    Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`, adapters not included.
+    """
+
+    total: int
+    trained: int
+    moments: int
+    adaln: int
+    largest: int
+    muon_flops: float
+
+
+def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
+    """Parameters of a transformer and of what a config trains of it, counted on the meta device."""
+    modules = tuple(config.lora.target_modules) if config.training.mode == "lora" else None
+    layers = transformer["num_layers"]
+    key = hashable(transformer)
+    if layers <= 3:
+        return _count(key, layers, modules, config.lora.rank, config.optimizer.name)
+    two, three = (_count(key, n, modules, config.lora.rank, config.optimizer.name) for n in (2, 3))
+
+    def line(name: str) -> Any:
+        return getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name))
+
+    return Weights(
+        **{name: line(name) for name in ("total", "trained", "moments", "adaln", "muon_flops")}, largest=three.largest
+    )
+
+
+def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A transformer's config as a key."""
+    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(transformer.items()))
+
+
+@cache
+def _count(
+    key: tuple[tuple[str, Any], ...], layers: int, modules: tuple[str, ...] | None, rank: int, optimizer: str
+) -> Weights:
+    transformer = meta_transformer(dict(key), torch.float32, layers)
+    total = sum(p.numel() for p in transformer.parameters())
+    adaln = sum(
+        p.numel()
+        for block in transformer.transformer_blocks
+        for layer in adaln_layers(block)
+        for p in layer.parameters()
+    )
+    if modules is None:
+        train_all(transformer)
+    else:
+        add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
+    moments, flops = 0, 0.0
+    trained = trainable_parameters(transformer)
+    for name, parameter in trained.items():
+        # As `OptimizerSet` divides them.
+        if optimizer == "muon" and parameter.ndim == 2 and "embed.weight" not in name:
+            moments += parameter.numel()
+            short, long = sorted(parameter.shape)
+            # Five Newton-Schulz steps: X X^T, its square, and their product with X.
+            flops += 5 * (4 * short * short * long + 2 * short**3)
+        else:
+            moments += 2 * parameter.numel()
+    return Weights(
+        total=total,
+        trained=sum(p.numel() for p in trained.values()),
+        moments=moments,
+        adaln=adaln,
+        largest=max(p.numel() for p in trained.values()),
+        muon_flops=flops,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Cost of the calls that a configuration makes of the model, each for one micro-batch.
+
+    velocity: a step of the rollout. gradient, late_gradient: a step of an update, at its first and its later optimizer
+    updates. single_pass: a step of the rollout that leaves its gradient. evaluation: a step of an evaluation.
+    """
+
+    velocity: Cost
+    gradient: Cost
+    late_gradient: Cost
+    single_pass: Cost
+    evaluation: Cost
+
+
+def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Calls:
+    """Trace, or for diffusers' own forward estimate, what the phases are made of."""
+    rollout, training = config.rollout, config.training
+    batch = rollout.micro_batch_size
+
+    def cost(*, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False) -> Cost:
+        call = _call(config, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
+        return trace(call) if config.model.forward == "fused" else _stock(call)
+
+    nothing = Cost()
+    two_phase = training.update == "two_phase"
+    differs = training.guidance == "split" and training.updates_per_rollout > 1
+    gradient = cost(batch=batch, gradient=True) if two_phase else nothing
+    return Calls(
+        velocity=cost(batch=batch, gradient=False),
+        gradient=gradient,
+        late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
+        single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
+        evaluation=cost(batch=config.evaluation.batch_size, gradient=False),
+    )
+
+
+def _call(
+    config: RunConfig,
+    description: ModelDescription,
+    on_gpu: bool,
+    *,
+    batch: int,
+    gradient: bool,
+    on_policy: bool,
+    single: bool,
+) -> Call:
+    model, video, kernels = config.model, config.video, config.model.kernels
+    return Call(
+        transformer=hashable(description.transformer),
+        latent=description.latent_shape(video.num_frames, video.height, video.width),
+        text_tokens=description.text_tokens,
+        dtype=model.dtype,
+        trained=config.training.mode,
+        rank=config.lora.rank,
+        target_modules=tuple(config.lora.target_modules),
+        checkpointing=model.checkpointing,
+        kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
+        adaln="weights" if model.adaln == "weights" else "auto",
+        guidance_scale=config.rollout.guidance_scale,
+        batch=batch,
+        gradient=gradient,
+        guidance=config.training.guidance if gradient else "paired",
+        on_policy=on_policy,
+        collected=single,
+    )
+
+
+def _stock(call: Call) -> Cost:
+    """Diffusers' own forward, which cannot run on the meta device: closed forms and counted constants."""
+    from sage_fast.planning.work import forward_work
+
+    config = dict(call.transformer)
+    tokens = prod(call.latent[1:])
+    work = forward_work(config, tokens, call.text_tokens)
+    joint = tokens + call.text_tokens
+    item = getattr(torch, call.dtype).itemsize
+    unit = call.batch * joint * config["num_attention_heads"] * config["attention_head_dim"] * item
+    branches = (1 if call.guidance_scale == 1.0 else 2) * call.batch
+    layers = config["num_layers"]
+    masks = 2 * call.batch * joint**2
+    forward = Cost(
+        linear=branches * work.linear,
+        attention=branches * work.attention,
+        elementwise=branches / call.batch * layers * 122.7 * unit,
+        working=STOCK_WORKING * unit + masks,
+    )
+    if not call.gradient:
+        return forward
+    again = 1 if call.checkpointing == "full" else 0
+    products = 1 if call.trained == "lora" else 2
+    alive = 1 if call.guidance_scale == 1.0 or call.guidance != "paired" else 2
+    return Cost(
+        linear=forward.linear * (1 + again + products),
+        attention=forward.attention * (1 + again),
+        attention_backward=2.5 * forward.attention,
+        elementwise=forward.elementwise * (1 + again) + branches / call.batch * layers * 207.8 * unit,
+        kept=alive * layers * STOCK_KEPT["full" if again else "none"] * unit,
+        working=1.5 * STOCK_WORKING * unit + masks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes by phase and component.
+
+    Example: `memory.phases["update"]["kept activations"]` is 14.9e9 for LoRA at 480x832x81 with split guidance.
+    """
+
+    phases: Mapping[str, Mapping[str, float]]
+
+    def total(self, phase: str) -> float:
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> float:
+        return self.total(self.peak_phase)
+
+
+def plan_memory(
+    config: RunConfig,
+    description: ModelDescription,
+    *,
+    on_gpu: bool,
+    calls: Calls,
+    weights: Weights,
+    sizes: Mapping[str, float],
+    runtime: float,
+) -> Memory:
+    """Memory of every phase.
+
+    Args:
+        sizes: gigabytes of the weights beside the transformer that are known: `vae`, and rewards by name.
+        runtime: bytes of the process before it loads anything.
+    """
+    model, rollout, training, objective = config.model, config.rollout, config.training, config.objective
+    item = getattr(torch, model.dtype).itemsize
+    lora = training.mode == "lora"
+    latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
+    latent_bytes = 4 * prod(latent)
+    resident = weights.total - (weights.adaln if lora and model.adaln == "offload" and on_gpu else 0)
+    anchor = anchor_kind(objective.kl_mode) != "none"
+    copy = 4.0 * weights.trained
+
+    scored = rewards_here(config)
+    rewards = {name: sizes.get(name, REWARD_GB.get(name, 0.0)) * GB for name in scored}
+    scoring = [_scoring_bytes(name, config) for name in scored]
+    single_pass = training.update == "single_pass"
+    accumulators = 0.0
+    if single_pass:
+        needs_kl = any(kl_uses(objective.kl_mode))
+        groups = rollout.batch_size // rollout.num_generations if needs_kl else 0
+        accumulators = copy * (rollout.batch_size + groups)
+
+    always = {
+        "runtime": runtime,
+        "transformer": float(resident * item),
+        "adapters": copy if lora else 0.0,
+        "optimizer state": 4.0 * weights.moments,
+        "anchor": copy if anchor else 0.0,
+        "average (EMA)": copy if training.ema_decay is not None else 0.0,
+        "video decoder": sizes.get("vae", description.decoder_gb) * GB,
+        "reward models": sum(rewards.values()),
+        "rewards' tables": float(sum(kept for kept, _ in scoring)),
+        "tables": _tables(config, description, latent, item),
+    }
+    steps = rollout.num_steps
+    trajectories = {"trajectories": float(rollout.batch_size * (2 * steps + 1) * latent_bytes)}
+    if not on_gpu:
+        video = config.video
+        trajectories["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
+    anchored = dict(trajectories)
+    if anchor and not single_pass:
+        anchored["anchor velocities"] = float(rollout.batch_size * steps * latent_bytes)
+    evaluation_steps = config.evaluation.num_steps or steps
+    evaluated = config.evaluation.batch_size * (2 * evaluation_steps + 1) * latent_bytes
+
+    def working(cost: Cost) -> dict[str, float]:
+        kept, working = cost.kept, cost.working
+        if model.offload_activations and on_gpu and kept:
+            # The block at work has its own, and the next one's are on their way.
+            working, kept = working + 2 * kept / description.num_layers, 0.0
+        return {"kept activations": kept, "working set": working}
+
+    def decoding(videos: int) -> float:
+        return description.decoding(latent, videos, model, on_gpu).peak_bytes
+
+    collected = {"gradient accumulators": accumulators}
+    gradients = {"gradients": copy}
+    # AdamW for all weights at once makes a copy of the second moment; the others go tensor by tensor.
+    foreach = on_gpu and config.optimizer.name == "adamw"
+    step = copy if foreach else 16.0 * weights.largest
+    one_video = float(max((w for _, w in scoring), default=0.0))
+    phases: dict[str, dict[str, float]] = {
+        "encode": {
+            "runtime": runtime,
+            "reward models": always["reward models"],
+            "prompt encoder": description.encoder_gb * GB,
+        },
+        "rollout": always | trajectories | collected | working(calls.single_pass if single_pass else calls.velocity),
+        "decode": always | trajectories | collected | {"decoding": decoding(rollout.micro_batch_size)},
+        "reward": always | trajectories | collected | {"scoring": one_video},
+        "anchor": always | anchored | collected | working(calls.velocity),
+        "update": always | anchored | gradients | working(calls.gradient),
+        "optimizer": always | anchored | gradients | {"optimizer step": step},
+        "evaluation": always
+        | {"trajectories": float(evaluated)}
+        | _larger(
+            working(calls.evaluation), {"decoding": decoding(config.evaluation.batch_size)}, {"scoring": one_video}
+        ),
+    }
+    if not on_gpu:
+        phases["encode"]["transformer"] = always["transformer"]
+    if single_pass:
+        phases["update"] = always | anchored | collected | gradients
+        del phases["anchor"]
+    elif not anchor:
+        del phases["anchor"]
+    if not config.evaluation.every:
+        del phases["evaluation"]
+    for parts in phases.values():
+        comes_and_goes = ["kept activations", "working set", "decoding", "optimizer step"]
+        comes_and_goes += ["scoring"] if on_gpu else ["trajectories", "anchor velocities"]
+        share = FRAGMENTATION if on_gpu else CPU_FRAGMENTATION
+        parts["fragmentation"] = share * sum(parts.get(name, 0.0) for name in comes_and_goes)
+    return Memory(phases=phases)
+
+
+def _larger(*parts: dict[str, float]) -> dict[str, float]:
+    return max(parts, key=lambda part: sum(part.values()))
+
+
+def _tables(config: RunConfig, description: ModelDescription, latent: tuple[int, ...], item: int) -> float:
+    """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
+    if config.model.forward != "fused":
+        return 0.0
+    rope = 2 * 4 * prod(latent[1:]) * description.transformer["attention_head_dim"]
+    if config.model.adaln == "weights" or config.training.mode == "full":
+        return float(rope)
+    levels = set(range(config.rollout.num_steps))
+    count = len(levels)
+    if config.evaluation.every and config.evaluation.num_steps not in (None, count):
+        count += config.evaluation.num_steps or 0
+    return float(rope + count * description.num_layers * 12 * description.width * item)
+
+
+def rewards_here(config: RunConfig) -> list[str]:
+    """Rewards on the device of the policy, in its process's memory where that is a CPU."""
+    here = []
+    for name in config.reward.rewards:
+        device = config.reward.options.get(name, {}).get("device", config.reward.device)
+        if device in (None, "auto", config.model.device):
+            here.append(name)
+    return here
+
+
+def _scoring_bytes(name: str, config: RunConfig) -> tuple[float, float]:
+    """(kept between calls, at work) bytes of a reward: what its class says, or the assumption of `SCORING`."""
+    if name in SCORING:
+        return 0.0, SCORING[name]
+    says = getattr(resolve(name, REWARDS, "reward.rewards"), "memory_bytes", None)
+    return (0.0, 0.0) if says is None else says(config.video.num_frames, config.video.height, config.video.width)

@@ -1,0 +1,248 @@
+"""What a call of the policy costs, traced on the meta device: FLOPs, elementwise bytes, and memory alive at its peak.
+
+The code that runs is the code that trains, on tensors without memory: `GuidedPolicy` over the fused forward. A model of
+2 and one of 3 blocks are traced; the blocks in the middle are alike, so the cost of any number of blocks follows on a
+line. What an operator does inside is not seen; attention's backward pass is given its float32 query gradients.
+
+Shapes: B batch, L text tokens.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.policy.fused import accelerate
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.kernels import bytes_moved
+from sage_fast.policy.lora import add_lora, train_all
+from sage_fast.records import PromptEmbeds
+
+PRODUCTS = frozenset(
+    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
+)
+"""Operators that are not elementwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Cost of a call, or of a number of calls.
+
+    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products.
+    kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
+
+    Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and 964e12 attention FLOPs.
+    """
+
+    linear: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+    elementwise: float = 0.0
+    kept: float = 0.0
+    working: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.linear + self.attention + self.attention_backward
+
+    def times(self, count: float) -> "Cost":
+        """So many such calls, one after the other: work adds up, memory does not."""
+        return Cost(
+            linear=self.linear * count,
+            attention=self.attention * count,
+            attention_backward=self.attention_backward * count,
+            elementwise=self.elementwise * count,
+            kept=self.kept if count else 0.0,
+            working=self.working if count else 0.0,
+        )
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Both calls, one after the other."""
+        return Cost(
+            linear=self.linear + other.linear,
+            attention=self.attention + other.attention,
+            attention_backward=self.attention_backward + other.attention_backward,
+            elementwise=self.elementwise + other.elementwise,
+            kept=max(self.kept, other.kept),
+            working=max(self.working, other.working),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is traced. Hashable, because every call is traced once.
+
+    transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
+    trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
+    on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
+    takes them, and not added to `.grad`.
+
+    Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
+    """
+
+    transformer: tuple[tuple[str, Any], ...]
+    latent: tuple[int, int, int, int]
+    text_tokens: int
+    dtype: str
+    trained: Literal["lora", "full"]
+    rank: int
+    target_modules: tuple[str, ...]
+    checkpointing: Literal["none", "selective", "full"]
+    kernels: Literal["triton", "reference"]
+    adaln: Literal["auto", "weights"]
+    guidance_scale: float
+    batch: int
+    gradient: bool
+    guidance: Literal["paired", "split", "conditional"] = "paired"
+    on_policy: bool = True
+    collected: bool = False
+
+
+class Tracer(TorchDispatchMode):
+    """Context manager that follows which storages are alive and adds up elementwise bytes.
+
+    Args:
+        own: tensors that were there before; they do not count.
+    """
+
+    def __init__(self, own: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = self.elementwise = 0
+        self._own = {tensor.untyped_storage()._cdata for tensor in own}
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and follow its results."""
+        name = func.overloadpacket.__name__
+        results: list[Any] = []
+        traffic = bytes_moved(lambda: results.append(func(*args, **(kwargs or {}))))
+        if name not in PRODUCTS:
+            self.elementwise += traffic
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf.untyped_storage())
+        if name == "attention_backward":
+            # Flash kernels add up the gradient of the queries, the size of the first argument, in float32.
+            self.peak = max(self.peak, self.now + 4 * args[0].numel())
+        return results[0]
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._own or key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+def trace(call: Call) -> Cost:
+    """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
+    num_layers = dict(call.transformer)["num_layers"]
+    if num_layers <= 3:
+        return _trace(call, num_layers)
+    two, three = _trace(call, 2), _trace(call, 3)
+    values = {}
+    for field in fields(Cost):
+        first, second = getattr(two, field.name), getattr(three, field.name)
+        values[field.name] = first + (num_layers - 2) * (second - first)
+    # What works beside the graph does so in one block at a time; with another number of blocks it is the same.
+    return Cost(**values | {"working": max(two.working, three.working)})
+
+
+def meta_transformer(
+    config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None
+) -> HunyuanVideo15Transformer3DModel:
+    """A transformer without memory for its weights, frozen, in evaluation mode."""
+    layers = {} if num_layers is None else {"num_layers": num_layers}
+    with torch.device("meta"):
+        transformer = HunyuanVideo15Transformer3DModel(**{**config, **layers})
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return transformer.requires_grad_(False).eval()
+
+
+@cache
+def _trace(call: Call, num_layers: int) -> Cost:
+    dtype = getattr(torch, call.dtype)
+    transformer = meta_transformer(dict(call.transformer), dtype, num_layers)
+    if call.trained == "lora":
+        add_lora(transformer, rank=call.rank, alpha=None, target_modules=call.target_modules, seed=0)
+    else:
+        train_all(transformer)
+    accelerate(transformer, attention="sdpa", kernels=call.kernels, checkpointing=call.checkpointing, adaln=call.adaln)
+    prompt = PromptEmbeds(
+        text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
+        glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
+    )
+    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=call.guidance == "conditional")
+    latents = torch.empty(call.batch, *call.latent, device="meta")
+    cotangent = torch.empty_like(latents)
+    sigma = torch.full((call.batch,), 0.5)
+    prompts = [prompt] * call.batch
+    trained = [p for p in transformer.parameters() if p.requires_grad]
+    with torch.no_grad():
+        policy.velocity(latents, sigma, prompts)  # fills the caches: rotary tables, modulation
+    own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
+    if call.gradient and not call.collected:
+        # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+            own.append(parameter.grad)
+    run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
+    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer:
+        run(tracer)
+    flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
+    attention = flops.pop("sage_fast.attention", 0)
+    attention_backward = flops.pop("sage_fast.attention_backward", 0)
+    # The text refiner attends by torch's own operators; their share is counted as the library's.
+    for name in [name for name in flops if "attention" in name]:
+        if "backward" in name:
+            attention_backward += flops.pop(name)
+        else:
+            attention += flops.pop(name)
+    held = max(kept, default=0)
+    return Cost(
+        linear=sum(flops.values()),
+        attention=attention,
+        attention_backward=attention_backward,
+        elementwise=tracer.elementwise,
+        kept=held,
+        working=tracer.peak - held,
+    )
+
+
+def _function(
+    policy: GuidedPolicy, call: Call, trained: list[Any], inputs: tuple[Tensor, Tensor, list[PromptEmbeds], Tensor]
+) -> tuple[Callable[[Tracer], None], list[int]]:
+    """The call, and a list to which it adds the bytes alive whenever a backward pass begins."""
+    latents, sigma, prompts, cotangent = inputs
+    kept: list[int] = []
+
+    def velocity(tracer: Tracer) -> None:
+        with torch.no_grad():
+            policy.velocity(latents, sigma, prompts)
+
+    def gradient(tracer: Tracer) -> None:
+        def pull(output: Tensor, cotangents: Any) -> None:
+            kept.append(tracer.now)
+            if call.collected:
+                torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
+            else:
+                output.backward(cotangents[0])
+
+        cotangents = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
+        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", pull=pull)
+
+    return (gradient if call.gradient else velocity), kept

@@ -1,0 +1,125 @@
+"""Closed forms: FLOPs of the packed forward, and how often a configuration calls the model per video.
+
+N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs; the closed form of a forward is
+what the model is, and a test holds the two together.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sage_fast.config import RunConfig
+from sage_fast.objective import anchor_kind
+from sage_fast.rollout import rollout_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding.
+
+    Example: a forward of HunyuanVideo-1.5 at 480x832x81 is `Work(linear=179.5e12, attention=482.0e12)`.
+    """
+
+    linear: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention
+
+    def times(self, linear: float, attention: float) -> "Work":
+        return Work(linear=self.linear * linear, attention=self.attention * attention)
+
+
+def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders.
+
+    Args:
+        config: of diffusers' transformer.
+    """
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n, length = video_tokens, text_tokens
+    per_token = 4 + 2 * config["mlp_ratio"]
+    block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
+    time = 2 * (256 * d + d * d)
+    text = config["text_embed_dim"]
+    refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
+    refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
+    ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
+    return Work(
+        linear=config["num_layers"] * block + time + refiner + ends,
+        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
+    )
+
+
+def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """What of `forward_work` does not reach a text-to-video velocity: the condition channels, and the last block's text
+    queries, projections and feed-forward.
+    """
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n, length = video_tokens, text_tokens
+    per_token = 2 + 2 * config["mlp_ratio"]
+    linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
+    return Work(linear=linear, attention=4 * length * (n + length) * d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visits:
+    """How often per video, on average over a run's rollouts.
+
+    rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
+    anchor: steps at which the anchor's velocity is measured. second_products: steps with a second backward pass.
+    update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
+
+    Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor is fresh in one of ten rollouts.
+    """
+
+    rollout: float
+    pass_steps: float
+    anchor: float
+    second_products: float
+    update: float
+    late_updates: float
+
+
+def visits(config: RunConfig) -> Visits:
+    """Calls of the model per video."""
+    training, rollout = config.training, config.rollout
+    cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
+    trainable = [
+        int(rollout_table(rollout, number).trainable.sum()) for number in range(0, cycle, rollout.sde_window.interval)
+    ]
+    trained = [max(1, round(training.timestep_fraction * count)) for count in trainable if count]
+    steps = sum(trained) / len(trained) if trained else 0.0
+    behind = steps * anchor_share(config)
+    if training.update == "single_pass":
+        second = behind if config.objective.kl_position_weight > 0 else 0.0
+        return Visits(
+            rollout=rollout.num_steps - steps,
+            pass_steps=steps,
+            anchor=behind,
+            second_products=second,
+            update=0.0,
+            late_updates=0.0,
+        )
+    first = steps / training.updates_per_rollout
+    return Visits(
+        rollout=rollout.num_steps,
+        pass_steps=0.0,
+        anchor=behind,
+        second_products=0.0,
+        update=first,
+        late_updates=steps - first,
+    )
+
+
+def anchor_share(config: RunConfig) -> float:
+    """Share of the rollouts whose anchor lies behind the policy; the others need no forward for it."""
+    kind, training = anchor_kind(config.objective.kl_mode), config.training
+    rollouts = training.num_updates // training.updates_per_rollout
+    if kind == "none":
+        return 0.0
+    if kind == "moving":
+        rollouts = min(rollouts, math.ceil(training.anchor_interval / training.updates_per_rollout))
+    return 1.0 - 1.0 / rollouts

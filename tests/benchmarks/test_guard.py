@@ -1,0 +1,369 @@
+"""The guard holds here, and every one of its budgets sees a deliberate regression and is named."""
+
+import fnmatch
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import __main__, compiled, guard, processes
+from benchmarks.guard import judge, read_budgets
+from sage_fast.gradient import TwoPhaseGradient
+from sage_fast.optim import OptimizerSet
+from sage_fast.policy import block as block_module
+from sage_fast.policy.block import LocalAttention
+from sage_fast.policy.fused import Acceleration
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.single_pass import SinglePassGradient
+
+Patch = pytest.MonkeyPatch
+
+BANDED = ("imports.seconds/", "imports.standard_modules/", "memory.")
+"""Budgets that do not count exactly, so their limits have room."""
+
+
+@pytest.mark.parametrize("group", guard.MEASUREMENTS)
+def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
+    """A limit one per cent above what is counted would hide a small step back."""
+    found = judge(read_budgets(), [group])
+    assert found or group in guard.NEEDS_PROC
+    assert guard.regressions(found) == ""
+    for verdict in found:
+        if verdict.measured and not verdict.budget.name.startswith(BANDED):
+            assert verdict.measured == pytest.approx(verdict.budget.limit, rel=0.01), verdict.budget.name
+
+
+# ------------------------------------------------------------------------------------------ deliberate regressions
+
+
+def an_extra_copy(patch: Patch, folder: Path) -> None:
+    method = block_module._Block.normed_inputs
+    patch.setattr(block_module._Block, "normed_inputs", lambda self: [y + 0 for y in method(self)])
+
+
+def a_copied_gradient(patch: Patch, folder: Path) -> None:
+    method: Any = block_module._Block.backward
+    patch.setattr(block_module._Block, "backward", lambda self, grad, *a, **k: method(self, grad + 0, *a, **k))
+
+
+def a_rotation_twice(patch: Patch, folder: Path) -> None:
+    method: Any = block_module._Block.rotate
+    patch.setattr(block_module._Block, "rotate", lambda self, *args: (method(self, *args), method(self, *args))[1])
+
+
+def a_padded_token(patch: Patch, folder: Path) -> None:
+    attend = LocalAttention.forward
+
+    def padded(self: LocalAttention, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (q, k, v))
+        out, lse = attend(self, q, k, v, num_video)
+        return out[:, :-1].contiguous(), lse[..., :-1].contiguous()
+
+    patch.setattr(LocalAttention, "forward", padded)
+
+
+def a_padded_prompt(patch: Patch, folder: Path) -> None:
+    embed: Any = Acceleration.embed_text
+    patch.setattr(
+        Acceleration, "embed_text", lambda self, *args: torch.nn.functional.pad(embed(self, *args), (0, 0, 0, 1))
+    )
+
+
+def recomputed_attention(patch: Patch, folder: Path) -> None:
+    backward = LocalAttention.backward
+
+    def again(self: LocalAttention, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+        self.forward(q, k, v, args[-1])
+        return backward(self, grad, q, k, v, *args)
+
+    patch.setattr(LocalAttention, "backward", again)
+
+
+def something_kept(patch: Patch, folder: Path) -> None:
+    keep = block_module.keep
+    patch.setattr(
+        block_module,
+        "keep",
+        lambda ctx, tensors, others, offload: keep(ctx, tensors, (*others, tensors[0].clone()), offload),
+    )
+
+
+def a_mask(patch: Patch, folder: Path) -> None:
+    attend = LocalAttention.forward
+
+    def masked(self: LocalAttention, q: Tensor, *args: Any) -> Any:
+        torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device)
+        return attend(self, q, *args)
+
+    patch.setattr(LocalAttention, "forward", masked)
+
+
+def a_sync_in_a_block(patch: Patch, folder: Path) -> None:
+    attend = LocalAttention.forward
+
+    def waiting(self: LocalAttention, q: Tensor, *args: Any) -> Any:
+        q.sum().item()
+        return attend(self, q, *args)
+
+    patch.setattr(LocalAttention, "forward", waiting)
+
+
+def another_model(patch: Patch, folder: Path) -> None:
+    patch.setitem(guard.HUNYUAN_VIDEO_15, "num_refiner_layers", 1)
+
+
+def a_graph_break(patch: Patch, folder: Path) -> None:
+    refiner: Any = type(guard.budgets.meta_transformer(1, "nothing").context_embedder)
+    forward = refiner.forward
+
+    def broken(self: Any, *args: Any) -> Any:
+        torch._dynamo.graph_break()
+        return forward(self, *args)
+
+    patch.setattr(refiner, "forward", broken)
+
+
+def in_every_method_of_the_gradient(patch: Patch, act: Callable[[Any], None]) -> None:
+    for gradient in (TwoPhaseGradient, SinglePassGradient):
+        for name in ("begin", "sampler", "measure_anchor", "accumulate"):
+            method = getattr(gradient, name)
+
+            def wrapped(self: Any, *args: Any, method: Any = method) -> Any:
+                act(self.policy)
+                return method(self, *args)
+
+            patch.setattr(gradient, name, wrapped)
+
+
+def additional_forwards(patch: Patch, folder: Path) -> None:
+    @torch.no_grad()
+    def forward(policy: GuidedPolicy) -> None:
+        latents = torch.zeros(1, policy.transformer.config["out_channels"], 1, 2, 2)
+        policy.velocity(latents, torch.ones(1), [policy.unconditional])
+
+    in_every_method_of_the_gradient(patch, forward)
+
+
+def a_sync_in_every_phase(patch: Patch, folder: Path) -> None:
+    in_every_method_of_the_gradient(patch, lambda policy: next(policy.transformer.parameters()).sum().item())
+
+
+def a_second_update(patch: Patch, folder: Path) -> None:
+    step = OptimizerSet.step
+
+    def twice(self: OptimizerSet) -> None:
+        self.optimizers[0].step()
+        step(self)
+
+    patch.setattr(OptimizerSet, "step", twice)
+
+
+def a_collective(patch: Patch, folder: Path) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    clip = OptimizerSet.clip_gradients
+
+    def exchanged(self: OptimizerSet) -> float:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            torch.distributed.all_reduce(torch.zeros(1))
+        finally:
+            torch.distributed.destroy_process_group()
+        return clip(self)
+
+    patch.setattr(OptimizerSet, "clip_gradients", exchanged)
+
+
+def rewritten_kernels(change: Callable[[list[str]], list[str]]) -> Callable[[Patch, Path], None]:
+    """A table of compiled kernels in which every row of sm_90 is changed."""
+
+    def apply(patch: Patch, folder: Path) -> None:
+        lines = compiled.DOCUMENT.read_text("utf-8").splitlines()
+        changed = [" | ".join(change(line.split(" | "))) if "| sm_90 |" in line else line for line in lines]
+        assert changed != lines
+        document = folder / "kernels_aot.md"
+        document.write_text("\n".join(changed) + "\n")
+        patch.setattr(compiled, "DOCUMENT", document)
+
+    return apply
+
+
+def cell(index: int, text: Callable[[str], str]) -> Callable[[list[str]], list[str]]:
+    return lambda cells: [*cells[:index], text(cells[index]), *cells[index + 1 :]]
+
+
+def changed_code(*changes: tuple[str, str]) -> Callable[[Patch, Path], None]:
+    """A copy of the package with lines appended to some of its files."""
+
+    def apply(patch: Patch, folder: Path) -> None:
+        root = processes.ROOT
+        shutil.copytree(root / "sage_fast", folder / "sage_fast", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("kernels", "configs"):
+            (folder / name).symlink_to(root / name)
+        for file, code in changes:
+            with (folder / "sage_fast" / file).open("a") as module:
+                module.write(f"\n{code}\n")
+        patch.setattr(processes, "ROOT", folder)
+
+    return apply
+
+
+HOARD = """
+def _hoarding(self, iterate=Trainer.iterate):
+    hoard = torch.ones(200 * 2**18)
+    return iterate(self) | {"hoard": float(hoard[0])}
+
+
+Trainer.iterate = _hoarding
+"""
+
+Mutation = tuple[Callable[[Patch, Path], None], list[str]]
+
+MUTATIONS: dict[str, Mutation] = {
+    "an extra copy": (an_extra_copy, ["block.forward_bytes/*", "block.launches/*"]),
+    "a copied gradient": (a_copied_gradient, ["block.backward_bytes/*"]),
+    "a rotation twice": (a_rotation_twice, ["block.recomputed_bytes/*"]),
+    "a padded token": (a_padded_token, ["block.forward_flops/*"]),
+    "recomputed attention": (recomputed_attention, ["block.backward_flops/*"]),
+    "something kept": (something_kept, ["block.kept/*"]),
+    "a mask": (a_mask, ["block.largest_tensor/*", "forward.largest_tensor/*"]),
+    "a sync in a block": (a_sync_in_a_block, ["block.host_syncs/*", "forward.host_syncs/*"]),
+    "a padded prompt": (a_padded_prompt, ["forward.flops/*", "forward.flops_beyond_closed_form/*"]),
+    "another model": (another_model, ["forward.parameters"]),
+    "a graph break": (a_graph_break, ["compile.graph_breaks"]),
+    "additional forwards": (additional_forwards, ["iteration.forwards/*", "iteration.forwards_elsewhere/*"]),
+    "a second update": (a_second_update, ["iteration.optimizer_updates/*"]),
+    "a sync in every phase": (a_sync_in_every_phase, ["loop.host_syncs/*"]),
+    "a collective": (a_collective, ["loop.collectives/*"]),
+    "a register more": (rewritten_kernels(cell(3, lambda text: str(int(text) + 1))), ["kernels.registers/*"]),
+    "local memory": (rewritten_kernels(cell(4, lambda text: "8")), ["kernels.local_memory"]),
+    "a spill": (rewritten_kernels(cell(5, lambda text: "2")), ["kernels.spills"]),
+    "a narrow access": (
+        rewritten_kernels(cell(7, lambda text: re.sub(r"(\*\*) 16", r"\1 8/16", text))),
+        ["kernels.narrowest_stream"],
+    ),
+    "a kernel nobody compiled": (
+        rewritten_kernels(cell(0, lambda text: text.replace("adaln_forward[bf16]", "adaln_forward[old]"))),
+        ["kernels.unlisted"],
+    ),
+    "a heavy import": (
+        changed_code(("__init__.py", "import sage_fast.config")),
+        ["imports.project_modules/*", "imports.third_party/*", "imports.standard_modules/*"],
+    ),
+    "a slow import": (changed_code(("__init__.py", "import time\ntime.sleep(1.6)")), ["imports.seconds/*"]),
+    "more memory": (changed_code(("trainer.py", HOARD)), ["memory.toy_run"]),
+}
+"""Regression -> (how it is done, the budgets that must see it in every case)."""
+
+
+def seen_by(patterns: list[str]) -> set[str]:
+    return {b.name for b in read_budgets() if any(fnmatch.fnmatchcase(b.name, pattern) for pattern in patterns)}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_deliberate_regression_is_seen_and_named(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    apply, patterns = MUTATIONS[name]
+    expected = seen_by(patterns)
+    groups = sorted({budget.split(".")[0] for budget in expected})
+    if set(groups) <= set(guard.NEEDS_PROC) and not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    apply(monkeypatch, tmp_path)
+    found = judge(read_budgets(), groups)
+    failed = {verdict.budget.name for verdict in found if not verdict.ok}
+    assert failed >= expected, sorted(expected - failed)
+    report = guard.regressions(found)
+    assert all(budget in report for budget in expected)
+
+
+def test_every_budget_has_its_regression() -> None:
+    every = {budget.name for budget in read_budgets()}
+    seen = set().union(*(seen_by(patterns) for _, patterns in MUTATIONS.values()))
+    assert every == seen
+    assert all(seen_by([pattern]) for _, patterns in MUTATIONS.values() for pattern in patterns)
+
+
+# ------------------------------------------------------------------------------------------ the file and the command
+
+
+def budget_file(folder: Path, entries: str) -> Path:
+    path = folder / "budgets.yaml"
+    path.write_text(f"budgets:\n{entries}")
+    return path
+
+
+GOOD = "- {name: kernels.spills, unit: x, guards: g, source: s, limit: 0}\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (GOOD.replace("unit: x, ", ""), "'kernels.spills' has the fields"),
+        (GOOD.replace("unit", "band: 1, unit"), "it needs"),
+        (GOOD.replace("unit", "rule: below, unit"), "rules are"),
+        (GOOD.replace("0}", "much}"), "must be a number"),
+        (GOOD.replace("0}", "{a: true}}"), "kernels.spills/a is True"),
+        (GOOD.replace("kernels", "colours"), "nothing measures colours.spills"),
+        (GOOD + GOOD, "more than once"),
+    ],
+)
+def test_a_wrong_entry_is_refused(tmp_path: Path, entries: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_budgets(budget_file(tmp_path, entries))
+
+
+def test_what_is_measured_must_have_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=re.escape("no limit for kernels.local_memory, kernels.narrowest_stream")):
+        judge(read_budgets(budget_file(tmp_path, GOOD)), ["kernels"])
+
+
+def test_a_limit_that_nothing_measures_fails(tmp_path: Path) -> None:
+    file = tmp_path / "budgets.yaml"
+    file.write_text(guard.BUDGETS.read_text("utf-8") + GOOD.replace("spills", "colours"))
+    (failed,) = [verdict for verdict in judge(read_budgets(file), ["kernels"]) if not verdict.ok]
+    assert failed.budget.name == "kernels.colours" and failed.measured is None
+    assert " - " in guard.table([failed])
+
+
+@pytest.mark.parametrize(
+    ("rule", "allowed", "refused"), [("at most", [1, 2], [3]), ("at least", [2, 3], [1]), ("exactly", [2], [1, 3])]
+)
+def test_rules(tmp_path: Path, rule: str, allowed: list[int], refused: list[int]) -> None:
+    (budget,) = read_budgets(budget_file(tmp_path, GOOD.replace("0}", "2}").replace("unit", f"rule: {rule}, unit")))
+    assert all(budget.holds(value) for value in allowed)
+    assert not any(budget.holds(value) for value in refused)
+    assert not budget.holds(None)
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
+    assert __main__.main(["guard", "--only", "kernels"]) == 0
+    assert "All 12 budgets hold." in capsys.readouterr().out
+    assert guard.main(["--only", "kernels", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] and printed["baseline"] is None
+    assert {"name", "unit", "limit", "rule", "guards", "source", "measured", "ok"} == printed["budgets"][0].keys()
+
+    MUTATIONS["a spill"][0](monkeypatch, tmp_path)
+    assert guard.main(["--only", "kernels"]) == 1
+    lines = capsys.readouterr().out.split("REGRESSED\n")[1].splitlines()
+    assert [line.split()[0] for line in lines] == ["budget", "kernels.spills", "guards"]
+    assert guard.main(["--only", "kernels", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["ok"]
+
+
+def test_a_table_without_the_architecture_is_refused(monkeypatch: Patch, tmp_path: Path) -> None:
+    document = tmp_path / "kernels_aot.md"
+    document.write_text("nothing here\n")
+    monkeypatch.setattr(compiled, "DOCUMENT", document)
+    with pytest.raises(ValueError, match="no row for sm_90"):
+        compiled.compiled_kernels(90)
+
+
+def test_a_program_that_fails_says_why(monkeypatch: Patch) -> None:
+    with pytest.raises(RuntimeError, match="No module named 'sage_fast.colours'"):
+        processes.import_cost("sage_fast.colours")

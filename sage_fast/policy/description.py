@@ -83,10 +83,10 @@ def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelCon
 
 def vae_decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> float:
     """FLOPs that torch counts in decoding one video, on the meta device: 813e12 for 81 frames of 480x832, whole."""
-    channels, frames, height, width = latent
-    if not tiled:
-        return _decode_flops(latent)
     vae = _published_decoder().vae
+    channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
+    if not tiled:
+        return _decode_flops((channels, frames, height, width))
     rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
     # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
     row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
@@ -147,7 +147,13 @@ def describe_model(model: ModelConfig) -> ModelDescription:
     file = folder / "transformer" / "config.json" if folder else None
     if file is None or not file.is_file():
         return ModelDescription()
-    return ModelDescription(transformer=HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8"))))
+    transformer = HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8")))
+
+    def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        _, *size = _published_decoder().latent_shape(num_frames, height, width)
+        return int(transformer["out_channels"]), size[0], size[1], size[2]
+
+    return ModelDescription(transformer=transformer, latent_shape=latent_shape)
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,7 +230,8 @@ def accelerated(
 ) -> HunyuanVideo15Transformer3DModel:
     """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
     transformer = meta_transformer(num_layers, trained)
-    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing)
+    # Not from the table, whose rows a forward computes for noise levels that it has not met.
+    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
     return transformer
 
 

@@ -18,6 +18,18 @@ from sage_fast.policy.description import HUNYUAN_VIDEO_15
 from sage_fast.policy.lora import cast_weights
 from sage_fast.records import PromptEmbeds
 
+__all__ = [
+    "A",
+    "B",
+    "HUNYUAN_VIDEO_15",
+    "Inputs",
+    "Shape",
+    "Work",
+    "forward_work",
+    "random_inputs",
+    "random_transformer",
+]
+
 NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
 """Sampler and guidance of the reference recipe."""
 

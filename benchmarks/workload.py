@@ -19,9 +19,9 @@ from sage_fast.policy.lora import cast_weights
 from sage_fast.records import PromptEmbeds
 
 __all__ = [
+    "HUNYUAN_VIDEO_15",
     "A",
     "B",
-    "HUNYUAN_VIDEO_15",
     "Inputs",
     "Shape",
     "Work",

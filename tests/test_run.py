@@ -309,3 +309,81 @@ def test_the_demo_config_trains_the_shipped_model() -> None:
     assert {s.prompt.text for s in trainer.eval_samples}.isdisjoint(p.text for p in trainer.schedule.prompts)
     assert record["ratio/first_max_deviation"] == 0.0 and record["advantage/zero_spread_groups"] == 0
     assert record["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("end", ["error", "signal"])
+def test_what_ends_an_evaluation_loses_no_update(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    options = ["--training.num_updates=4", "--checkpoint.every=3"]
+    whole = with_output(tiny_run(*options), tmp_path / "whole")
+    Run(whole).train()
+    broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
+    with monkeypatch.context() as context:
+        if end == "error":
+            evaluate = broken._evaluate
+
+            def fail() -> dict[str, float]:
+                if broken.trainer.update == 2:
+                    raise OSError(28, "No space left on device")
+                return evaluate()
+
+            context.setattr(broken, "_evaluate", fail)
+            with pytest.raises(OSError, match="No space left"):
+                broken.train()
+        else:
+            # Who asks to stop does not wait for the evaluation that is due.
+            iterate = broken.trainer.iterate
+
+            def interrupted() -> dict[str, float]:
+                record = iterate()
+                if record["update"] == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return record
+
+            context.setattr(broken.trainer, "iterate", interrupted)
+            assert not broken.train().finished
+    assert list_checkpoints(tmp_path / "broken/checkpoints")[-1].name.endswith("2")
+    assert [row["update"] for row in numbers(tmp_path / "broken")] == [0, 1]
+    Run(with_output(tiny_run(*options), tmp_path / "broken", resume="auto")).train()
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+    # Going on once more makes up for nothing twice.
+    Run(with_output(tiny_run(*options), tmp_path / "broken", resume="auto")).train()
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+
+
+def test_the_models_folder_may_move_but_not_change(tiny_run: MakeRun, tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from sage_fast.config import ConfigError
+    from sage_fast.toy.components import WEIGHTS_NAME
+
+    config = tiny_run()
+    Run(config).train()
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_model, moved)
+    again = tiny_run("--resume=auto", "--training.num_updates=3", f"--model.path={moved}")
+    run = Run(again)
+    assert run.train().update == 3
+    assert run.checkpoint is None  # a run that just fits would not fit beside its own checkpoint
+    weights = load_file(moved / WEIGHTS_NAME)
+    weights["proj_out.weight"] += 1
+    save_file(weights, moved / WEIGHTS_NAME)
+    with pytest.raises(ConfigError, match=r"model\.path: the weights at .*moved are not those"):
+        Run(tiny_run("--resume=auto", "--training.num_updates=4", f"--model.path={moved}"))
+
+
+def test_resume_is_bit_for_bit_also_where_evaluation_and_rollout_batch_differently(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """A resumed run meets the noise levels first in another batch than the whole run did."""
+    options = ["--training.num_updates=3", "--rollout.micro_batch_size=1", "--evaluation.batch_size=4"]
+    Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
+    half = tiny_run(*options)
+    half.training.num_updates = 1
+    Run(with_output(half, tmp_path / "half")).train()
+    Run(with_output(tiny_run(*options), tmp_path / "half", resume="auto")).train()
+    last, other = (numbers(tmp_path / name)[-1] for name in ("whole", "half"))
+    assert {k: v for k, v in last.items() if not k.startswith("eval/")} == {
+        k: v for k, v in other.items() if not k.startswith("eval/")
+    }

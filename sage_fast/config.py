@@ -67,7 +67,8 @@ class ModelConfig:
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
-    attention's result and recomputes the rest, `full` recomputes everything."""
+    attention's result and recomputes the rest, `full` recomputes everything. `none` takes 73 GB per guidance branch of
+    HunyuanVideo-1.5 at 480x832; the presets for it say `selective`."""
     offload_activations: bool = False
     """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
     adaln: Literal["auto", "weights", "table", "offload"] = "auto"
@@ -75,7 +76,8 @@ class ModelConfig:
     noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
     `table` where the AdaLN weights are frozen and `weights` elsewhere."""
     compile: bool = False
-    """torch.compile the text embedders, which are what the kernels leave."""
+    """torch.compile the text refiner, which depends on the timestep and is what the kernels leave. One graph serves
+    prompts of every length."""
 
     def __post_init__(self) -> None:
         _require(
@@ -347,7 +349,8 @@ class TrainingConfig:
     num_updates: int = 200
     """Optimizer updates in all."""
     mode: Literal["lora", "full"] = "lora"
-    """Train adapters, or every weight that influences the video."""
+    """Train adapters, or every weight that influences the video. `full` keeps float32 weights and computes in
+    float32."""
     update: Literal["two_phase", "single_pass"] = "two_phase"
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the

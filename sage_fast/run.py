@@ -187,10 +187,11 @@ class Run:
                         start = time.perf_counter()
                         self._save(pending=record if evaluates else None)
                         seconds_saving = time.perf_counter() - start
-                    if evaluates and not stop.requested:
-                        record |= self._evaluate()
                     if not evaluates or not stop.requested:
-                        metrics.log(record)
+                        try:
+                            record |= self._evaluate() if evaluates else {}
+                        finally:
+                            metrics.log(record)
                         progress.finished(record)
             finally:
                 metrics.close()

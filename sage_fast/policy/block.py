@@ -420,9 +420,12 @@ class _Block:
         """
         grads = [grad.contiguous()] + ([] if text_grad is None else [text_grad.contiguous()])
         modulation_grads: list[dict[str, Tensor]] = [{}, {}]
-        projected = rotated = None
+        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.qkv)
+        projected = rotated = normed = None
         if self.out is None:
-            projected = self.project_inputs()
+            normed = self.normed_inputs()
+            projected = self.project_inputs(normed)
+            normed = normed if trains_qkv else None
             rotated = self.rotate(*projected)
             self.attend(*rotated)
         residuals, normed_residuals = self.add_attention()
@@ -439,8 +442,8 @@ class _Block:
         # Before the projections are computed again: the feed-forward's backward is where memory peaks.
         self.branches = self.hidden = None
         del residuals, normed_residuals, branch_grad, rows
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.qkv)
-        normed = self.normed_inputs() if self.qkv is None or trains_qkv else None
+        if normed is None and (self.qkv is None or trains_qkv):
+            normed = self.normed_inputs()
         projected = projected or self.project_inputs(normed)
         q, k, v = rotated or self.rotate(*projected)
         out, lse = self.attend(q, k, v)

@@ -204,8 +204,11 @@ class RewardProcess(Scorer):
 
         `where` says, in messages, what the worker is at.
         """
-        seconds = start + self._timeout - time.monotonic()
-        if not wait([self._connection, self._process.sentinel], max(0.0, seconds)):
+        deadline = start + self._timeout
+        # In slices: a Ctrl-C that comes just before a wait begins does not end it, and is answered after it.
+        while not wait([self._connection, self._process.sentinel], min(1.0, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() < deadline:
+                continue
             culprit = self._culprit()
             self._fail(
                 f"{culprit[0].upper()}{culprit[1:]} took longer than {self._timeout:g} s {where}, and its process was "

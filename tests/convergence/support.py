@@ -36,6 +36,7 @@ def train(config: RunConfig, kernels: object = None, iterations: int = 3) -> Tra
     trainer = build_trainer(config)
     if kernels is not None:
         trainer.kernels = kernels  # type: ignore[assignment]
+        trainer.gradient = trainer._make_gradient()
     start = {name: p.detach().clone() for name, p in trainer.parameters.items()}
     records = [trainer.iterate() for _ in range(iterations)]
     return Training(records, start, {name: p.detach().clone() for name, p in trainer.parameters.items()})

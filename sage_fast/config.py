@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.objective import KLWeightSettings, ObjectiveSettings
 
 SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
@@ -425,6 +426,9 @@ class CheckpointConfig:
     """Updates between checkpoints; the last update is always saved."""
     keep_last: int = 3
     """Checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
+    is reported at the next checkpoint or at the end."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
@@ -482,6 +486,8 @@ class RunConfig:
     """Checkpoints."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Loggers."""
+    distributed: DistributedSettings = field(default_factory=DistributedSettings)
+    """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
         _require_finite(asdict(self))

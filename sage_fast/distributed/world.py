@@ -1,0 +1,156 @@
+"""The processes of a run: who is who, and what they tell each other.
+
+Rank r works on the videos of data-parallel rank r // sp, and on the tokens of share r % sp; ranks of one video are
+neighbours, so that their exchange stays inside a node. Every collective of this file is the same call on all ranks.
+
+On GPUs each process group has two backends: NCCL for tensors on the GPU, and gloo for Python objects and tensors in CPU
+memory, so that small talk neither waits for the GPU nor holds it up.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from sage_fast.config import ConfigError
+from sage_fast.distributed.settings import DistributedSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all of a run.
+
+    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), where sp ranks shard weights like
+    others. Both None without a process group, where every method is a no-op on one rank.
+
+    Example: rank 5 of 8 with sp 2 is `World(rank=5, size=8, dp_shard=4, sp=2, ...)`: data-parallel rank 2 of 4, second
+    share of the tokens.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    mesh: "DeviceMesh | None" = None
+    fsdp_mesh: "DeviceMesh | None" = None
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks, or groups of sp ranks, with videos of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        return self.rank % self.sp
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a video's tokens; None without a process group."""
+        return None if self.mesh is None else self.mesh.get_group("sp")
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank; any picklable object. It goes through CPU memory: for small things."""
+        if self.mesh is None:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # every rank has filled its own in
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.mesh is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.mesh is None:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return bool(value)
+
+    @torch.no_grad()
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype and device by their sums over all ranks, in one all-reduce."""
+        if self.mesh is None or not tensors:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.any(False)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 goes through the block before the others, who find what it has put into a cache."""
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
+
+
+ALONE = World()
+"""The one process of a run that was not launched."""
+
+
+def start_world(settings: DistributedSettings, mode: Literal["lora", "full"], device: torch.device) -> World:
+    """Join the processes that the launcher has started; `ALONE` where it started none.
+
+    Args:
+        settings: degrees and timeouts.
+        mode: what is trained; it decides how degrees of null are filled in.
+        device: this rank's device; collectives of its tensors are NCCL's on a GPU and gloo's on a CPU.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of processes.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        replicate, shard, sp = settings.degrees(size, mode)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if "RANK" not in os.environ:
+        return ALONE
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.startup_timeout_seconds))
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        dp_replicate=replicate,
+        dp_shard=shard,
+        sp=sp,
+        mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
+        fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
+    )

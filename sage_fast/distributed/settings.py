@@ -20,7 +20,7 @@ class DistributedSettings:
     engine: Literal["fsdp", "deepspeed"] = "fsdp"
     """`fsdp` is torch's FSDP2; `deepspeed` is DeepSpeed ZeRO, as `deepspeed_config` says."""
     dp_replicate: int | None = None
-    """Data-parallel replicas of the weights. null: what the other degrees leave with training.mode lora, 1 with full."""
+    """Data-parallel replicas of the weights. null: with training.mode lora what the other degrees leave, else 1."""
     dp_shard: int | None = None
     """Data-parallel ranks over which the weights are sharded; the `sp` ranks of a video share them too. null: 1 with
     training.mode lora, what the other degrees leave with full."""

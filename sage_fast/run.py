@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast import media
 from sage_fast.checkpoint import (
@@ -34,6 +34,7 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
 from sage_fast.files import replacing
 from sage_fast.generate import video_file_name
@@ -105,8 +106,8 @@ def _read_prompts(key: str, path: str) -> list[Prompt]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def build_trainer(config: RunConfig) -> Trainer:
-    """Load the model, the rewards and the prompts of a run.
+def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
+    """Load the model, the rewards and the prompts of a run. Collective.
 
     Raises:
         ConfigError: a part is missing or does not fit.
@@ -124,7 +125,7 @@ def build_trainer(config: RunConfig) -> Trainer:
             device=resolve_device(config.model.device),
             fps=config.video.fps,
         )
-        return Trainer(config, components, reward, prompts, eval_prompts)
+        return Trainer(config, components, reward, prompts, eval_prompts, world=world)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
@@ -231,7 +232,7 @@ class Run:
                 config.objective.kl_mode,
             )
         self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
-        self.model_digest = weights_digest(trainer.policy.transformer)
+        self.model_digest = trainer.model_digest
         if self.checkpoint is None:
             return
         if self.checkpoint.state.get("model", self.model_digest) != self.model_digest:
@@ -405,21 +406,6 @@ class Run:
             ]
         title = f"same prompt, same noise: before training and after update {update}"
         media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
-
-
-@torch.no_grad()
-def weights_digest(transformer: nn.Module) -> str:
-    """SHA-256 of names, shapes and the first and last numbers of the base weights: cheap for 8.3 B parameters, and
-    different for any two sets of weights that were trained. Adapters do not count.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in transformer.named_parameters():
-        if ".lora_" in name:
-            continue
-        flat = parameter.detach().flatten()
-        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu()
-        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
-    return digest.hexdigest()
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:

@@ -7,6 +7,7 @@ in `gradient.py` and `single_pass.py`, files and progress in `run.py`. Everythin
 
 import logging
 import math
+import os
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -521,8 +522,10 @@ class Trainer:
 
 def resolve_device(name: str) -> str:
     """`auto` becomes cuda where there is one. ConfigError for a device torch cannot use."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cpu"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

@@ -186,9 +186,7 @@ class Run:
                 seconds_saving = 0.0
                 while trainer.update < total and not world.any(stop.requested):
                     record = trainer.iterate() | {"time/checkpoint": seconds_saving}
-                    stops, peaks = zip(
-                        *world.gather((stop.requested, peak_memory_gib(trainer.device))), strict=True
-                    )
+                    stops, peaks = zip(*world.gather((stop.requested, peak_memory_gib(trainer.device))), strict=True)
                     stopping, record["memory/peak_gib"] = any(stops), max(peaks)
                     done = trainer.update >= total
                     evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))

@@ -29,7 +29,6 @@ from sage_fast.distributed.world import World
 from sage_fast.policy.forward import choose_forward
 from sage_fast.policy.modulation import adaln_layers
 
-
 # Our callers do not write into the outputs of blocks, which is what FSDP2 warns of.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 

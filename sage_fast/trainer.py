@@ -395,6 +395,12 @@ class Trainer:
         """The engine of `distributed.engine` over the transformer, whose trained weights are settled."""
         config = self.config
         gathering = parallelize(transformer, config, self.world, self.device)
+        if config.distributed.engine == "deepspeed":
+            from sage_fast.distributed.deepspeed import DeepSpeedEngine
+
+            return DeepSpeedEngine(
+                transformer, config.optimizer, config.distributed, self.world, mode=config.training.mode
+            )
         return TorchEngine(trainable_parameters(transformer), config.optimizer, self.world, gathering)
 
     def _make_gradient(self) -> PolicyGradient:

@@ -50,12 +50,14 @@ def parallelize(
     Raises:
         ConfigError: settings that cannot be had together, or on this model.
     """
-    sharded = world.fsdp_mesh is not None and (world.dp_shard * world.sp > 1 or config.training.mode == "full")
+    zero = config.distributed.engine == "deepspeed"
+    shards = world.dp_shard * world.sp > 1 or config.training.mode == "full"
+    sharded = world.fsdp_mesh is not None and shards and not zero
     if not sharded:
         transformer.to(device)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
     model = config.model
-    if sharded and model.adaln == "auto":
+    if (sharded or zero) and model.adaln == "auto":
         # Weights that are gathered at one time and not at another would be a table now and then.
         model = replace(model, adaln="weights")
     acceleration = choose_forward(transformer, model)
@@ -68,7 +70,8 @@ def parallelize(
             )
         assert world.sp_group is not None
         shard_sequence(acceleration, world.sp_group)
-    # 3. FSDP2 around the calls of the blocks and of the transformer, last, because it moves the weights.
+    # 3. FSDP2 (or, in an engine of its own, DeepSpeed) around the calls of the blocks and of the
+    # transformer, last, because it moves the weights.
     if not sharded:
         return Gathering(transformer, "never")
     _check_offload(config)

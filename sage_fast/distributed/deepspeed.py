@@ -464,6 +464,9 @@ def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> Non
 def _import_deepspeed(device: torch.device) -> Any:
     """The package, for this kind of device. ConfigError where it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if device.type == "cpu":
+        # Else it starts `numactl` whenever it sums gradients, to count devices.
+        os.environ.setdefault("LOCAL_SIZE", "1")
     try:
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")

@@ -4,24 +4,23 @@ A thread of each rank writes a line about its main thread into the store of the 
 everybody's. It is read again when a collective fails, because the error of a collective names an address, not the rank,
 the phase and the prompt that the user has to know.
 
-    dead        its process is gone (asked on its own node), or its line has not changed for `SECONDS_UNHEARD`
+    dead        its process is gone (asked on its own node), or it has written nothing for `SECONDS_UNHEARD`
     failed      it has said with which error it ends
     late        it has made no progress for the timeout, and is not itself waiting in a collective
 
-Ranks work in step, so all of them stop soon after one has: the late ones are those that have made the least progress.
+The first rank that finds one of these tells the others, and all end with the same message. `rank_table.py` judges.
 """
 
 import faulthandler
 import itertools
 import json
-import logging
 import os
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,11 +31,10 @@ import torch
 from torch import distributed as dist
 
 from sage_fast.distributed.launch import connect_store, end_process, report_error
+from sage_fast.distributed.rank_table import FINISHED, FOLLOWED, RUNNING, Line, RankTable
 
 if TYPE_CHECKING:
     from sage_fast.distributed.world import World
-
-logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between two lines of a rank."""
@@ -52,12 +50,7 @@ SECONDS_TO_LEAVE_TOGETHER = 3.0
 SLACK = 30.0
 """What the process groups wait longer than the watchdog, which knows more to say than they do."""
 EXIT_STATUS = 1
-MOST_NAMED = 4
-"""Ranks that a message describes one by one."""
 ADVICE = "Stopping all processes; --resume auto goes on from the last checkpoint."
-
-# States of a rank besides the text of the error it failed with.
-RUNNING, FINISHED, FOLLOWED = "running", "finished", "ended after another rank"
 
 
 class RankFailure(RuntimeError):
@@ -72,44 +65,6 @@ class Store(Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """What a rank tells the others.
-
-    Example: `Line(beat=412, counter=96, phase="rollout", done=3, total=8, subject="prompt 12: 'a red fox'",
-    where="hunyuan15.py:301 in forward", ...)`
-    """
-
-    beat: int = 0
-    """Counts the lines: a rank whose thread lives changes it."""
-    counter: int = 0
-    """Counts the calls of `progress`."""
-    phase: str = "start"
-    done: int = 0
-    total: int = 0
-    subject: str = ""
-    where: str = ""
-    """Innermost line of this package that the main thread is in."""
-    waiting: bool = False
-    """Whether the main thread is in a collective."""
-    state: str = RUNNING
-    """RUNNING, FINISHED, FOLLOWED, or the error with which the rank ended."""
-    host: str = ""
-    """The node, as far as process numbers mean the same there."""
-    pid: int = 0
-
-
-@dataclass
-class _Seen:
-    """What this rank knows of another, by its own clock."""
-
-    line: Line
-    heard: float
-    """When the line last changed."""
-    moved: float
-    """When the counter last changed."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +105,13 @@ class Watchdog:
         self.timeout = timeout
         self.directory = directory
         self._store = store
-        self._interval, self._unheard = interval, unheard
+        self._interval = interval
         self._main = threading.get_ident()
         self._beats = itertools.count(1)
         self._host, self._pid = _host(), os.getpid()
         self._counter, self._phase, self._done, self._total = 0, "start", 0, 0
         self._subject, self._state = "", RUNNING
-        self._table: dict[int, _Seen] = {}
+        self._table = RankTable(rank, self._host, patience=1.5 * interval, unheard=unheard)
         self._all_have_written = False
         self._prefix = f"sage_fast/watchdog/{nonce}"
         self._lock = threading.Lock()
@@ -211,18 +166,9 @@ class Watchdog:
             self._look()
             with self._lock:
                 verdict = self._read_verdict()
-                culprits = self._failed() or self._dead()
+                culprits = self._table.failed() or self._table.dead(time.monotonic())
                 if verdict is None and (culprits or self._lost is not None or time.monotonic() > deadline):
-                    if culprits:
-                        verdict = self._agree(self._describe(culprits), [])
-                    else:
-                        first = (str(error).splitlines() or [type(error).__name__])[0]
-                        text = (
-                            f"A collective failed on rank {self.rank} in {_doing(self._line(), where=False)}: {first}"
-                        )
-                        verdict = self._agree(
-                            f"{text} The least progress: {self._describe(self._furthest_behind())}", []
-                        )
+                    verdict = self._agree(self._describe(culprits) if culprits else self._describe_unknown(error), [])
                 if verdict is not None:
                     return verdict.text
             time.sleep(self._interval / 4)
@@ -280,17 +226,10 @@ class Watchdog:
             except dist.DistError:
                 self._lose_store()
                 return
-            now = time.monotonic()
-            for rank, answer in enumerate(answers):
-                line = Line(**json.loads(answer))
-                seen = self._table.get(rank)
-                if seen is None:
-                    self._table[rank] = _Seen(line, now, now)
-                elif seen.line.beat != line.beat:
-                    moved = now if line.counter != seen.line.counter else seen.moved
-                    self._table[rank] = _Seen(line, now, moved)
+            lines = {rank: Line(**json.loads(answer)) for rank, answer in enumerate(answers)}
+            self._table.update(lines, time.monotonic())
 
-    def _read_verdict(self) -> "_Verdict | None":
+    def _read_verdict(self) -> _Verdict | None:
         """Why the run must end, as another rank has found."""
         assert self._store is not None
         key = f"{self._prefix}/verdict"
@@ -301,27 +240,35 @@ class Watchdog:
             self._lose_store()
         return None
 
-    def _judge(self) -> "_Verdict | None":
+    def _judge(self) -> _Verdict | None:
         """Why the run must end, as this rank finds; None while all is well."""
         now = time.monotonic()
         if self._lost is not None:
-            host = self._table.get(0)
             # Without an agent rank 0 hosts the store, and at the end of a run may be the first to leave.
-            over = host is not None and host.line.state == FINISHED
+            over = 0 in self._table and self._table[0].state == FINISHED
             if over or now - self._lost < 5 * self._interval:
                 return None
-            if host is None or self._agent_hosts:
-                return _Verdict("The store of the launcher no longer answers: the first node is gone or unreachable.")
-            return _Verdict(f"Rank 0 no longer answers; it hosts the store. It was in {_doing(host.line)}.")
+            if 0 not in self._table or self._agent_hosts:
+                return _Verdict(f"The store of the launcher no longer answers: the first node is gone. {ADVICE}")
+            return _Verdict(f"Rank 0, which hosts the store, is gone. It was in {self._table[0].doing()}. {ADVICE}")
         # A rank that failed has said so itself, and the collectives of the others should fail too. NCCL's may not.
-        failed = [r for r in self._failed() if now - self._table[r].heard > 10 * self._interval]
-        culprits = failed or self._dead()
+        culprits = self._table.failed(since=now - 10 * self._interval) or self._table.dead(now)
         if culprits:
             return self._agree(self._describe(culprits), [])
-        late = self._late()
+        late = self._table.late(now, self.timeout)
         return self._agree(self._describe(late), late) if late else None
 
-    def _agree(self, text: str, hung: Sequence[int]) -> "_Verdict":
+    def _describe(self, culprits: Sequence[int]) -> str:
+        return self._table.describe(culprits, time.monotonic())
+
+    def _describe_unknown(self, error: Exception) -> str:
+        """A collective failed although every rank still runs."""
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        doing = self._line().doing(where=False)
+        behind = self._describe(self._table.furthest_behind())
+        return f"A collective failed on rank {self.rank} in {doing}: {first} Furthest behind: {behind}"
+
+    def _agree(self, text: str, hung: Sequence[int]) -> _Verdict:
         """Make a verdict everybody's; the first one counts."""
         assert self._store is not None
         verdict = _Verdict(f"{text} {ADVICE}", list(hung))
@@ -332,7 +279,7 @@ class Watchdog:
             self._lose_store()
             return verdict
 
-    def _leave(self, verdict: "_Verdict") -> None:
+    def _leave(self, verdict: _Verdict) -> None:
         """Write down where this rank is, and end the process."""
         if verdict.hung and (self.directory is not None or self.rank in verdict.hung):
             self._dump()
@@ -382,62 +329,6 @@ class Watchdog:
     def _lose_store(self) -> None:
         self._lost = self._lost or time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ judging
-
-    def _dead(self) -> list[int]:
-        """Ranks that ended without a word."""
-        return [r for r, seen in self._table.items() if r != self.rank and (self._gone(seen) or self._unheard_of(seen))]
-
-    def _gone(self, seen: _Seen) -> bool:
-        """Whether the process of a rank of this node no longer exists."""
-        line, silent = seen.line, time.monotonic() - seen.heard
-        here = line.host == self._host
-        return line.state == RUNNING and here and silent > 1.5 * self._interval and not _exists(line.pid)
-
-    def _unheard_of(self, seen: _Seen) -> bool:
-        return seen.line.state == RUNNING and time.monotonic() - seen.heard > self._unheard
-
-    def _failed(self) -> list[int]:
-        """Ranks that ended with an error of their own."""
-        known = (RUNNING, FINISHED, FOLLOWED)
-        return [r for r, seen in self._table.items() if r != self.rank and seen.line.state not in known]
-
-    def _late(self) -> list[int]:
-        """The ranks that hold the others up, once they have made no progress for the timeout."""
-        behind, now = self._furthest_behind(), time.monotonic()
-        return behind if any(now - self._table[r].moved > self.timeout for r in behind) else []
-
-    def _furthest_behind(self) -> list[int]:
-        """Running ranks that do not wait in a collective, or all where all do; of these those with least progress."""
-        running = {r: seen.line for r, seen in self._table.items() if seen.line.state == RUNNING}
-        working = {r: line for r, line in running.items() if not line.waiting} or running
-        least = min((line.counter for line in working.values()), default=0)
-        return [r for r, line in working.items() if line.counter == least]
-
-    def _describe(self, culprits: Sequence[int]) -> str:
-        """One sentence per rank that holds the run up, and who waits for them."""
-        sentences = []
-        for rank in culprits[:MOST_NAMED]:
-            seen = self._table[rank]
-            line, now = seen.line, time.monotonic()
-            if line.state not in (RUNNING, FINISHED, FOLLOWED):
-                text = f"failed in {_doing(line, where=False)}: {line.state}"
-            elif self._gone(seen):
-                text = f"is dead (process {line.pid} on {line.host.split()[0]}); it was in {_doing(line)}."
-            elif self._unheard_of(seen):
-                where = f"(process {line.pid} on {line.host.split()[0]})"
-                text = f"{where} was last heard of {now - seen.heard:.0f} s ago, in {_doing(line)}."
-            else:
-                text = f"has been in {_doing(line)} for {now - seen.moved:.0f} s."
-            sentences.append(f"Rank {rank} {text}")
-        if len(culprits) > MOST_NAMED:
-            sentences.append(f"The same holds for {ranks_in_words(culprits[MOST_NAMED:])}.")
-        others = [r for r, seen in self._table.items() if r not in culprits and seen.line.state == RUNNING]
-        if others:
-            waits = "waits" if len(others) == 1 else "wait"
-            sentences.append(f"{ranks_in_words(others).capitalize()} {waits} for it.")
-        return " ".join(sentences) or "no rank has told yet."
-
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/rank/{rank}"
 
@@ -481,35 +372,12 @@ def is_communication_error(error: Exception) -> bool:
     )
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    numbers = sorted(ranks)
-    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
-
-
-def _doing(line: Line, where: bool = True) -> str:
-    step = f" {min(line.done + 1, line.total)}/{line.total}" if line.total > 1 else ""
-    notes = [note for note in (line.subject, line.where if where else "") if note]
-    return f"phase {line.phase}{step}" + (f" ({'; '.join(notes)})" if notes else "")
-
-
 def _host() -> str:
     """This node; where containers share its name, the one in which process numbers mean the same."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
-
-
-def _exists(pid: int) -> bool:
-    """Whether a process of this node runs; one that has ended and was not collected yet does not."""
-    try:
-        # "pid (name) state ...", and the name may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return not Path("/proc/self").exists()  # without /proc nothing is known, and the rank is waited for
 
 
 def _main_thread(identity: int) -> tuple[str, bool]:

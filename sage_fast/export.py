@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import CheckpointData, list_checkpoints, load_checkpoint, newest_checkpoint
+from sage_fast.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import load_config
 from sage_fast.files import replacing
@@ -76,13 +76,13 @@ def export(
         ConfigError: a format that the run does not have, or a folder with other files. CheckpointError: a damaged
         checkpoint. OSError: the folder cannot be written.
     """
-    checkpoint = _find(source)
-    data = load_checkpoint(checkpoint)
-    config = _config_of(data, overrides)
+    checkpoint = _open(source)
+    config = _config_of(checkpoint, overrides)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
-            f"{checkpoint} is of a run with training.mode full, which has no adapter. Export it by --format full."
+            f"{checkpoint.folder} is of a run with training.mode full, which has no adapter. Export it by "
+            "--format full."
         )
     if chosen == "lora" and dtype is not None:
         raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
@@ -94,23 +94,23 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     # A record without a whole export beside it would pass for one.
     record.unlink(missing_ok=True)
-    averaged = "ema" in data.tensors
+    averaged = "ema" in checkpoint.tensors
     if chosen == "lora":
         with replacing(folder / ADAPTER_FILE) as partial:
-            shutil.copyfile(checkpoint / "lora" / ADAPTER_FILE, partial)
+            shutil.copyfile(checkpoint.folder / "lora" / ADAPTER_FILE, partial)
     else:
-        _save_transformer(config, data.tensors["ema" if averaged else "weights"], folder, dtype)
+        _save_transformer(config, checkpoint.tensors["ema" if averaged else "weights"], folder, dtype)
     result = Export(
         folder=folder,
         format=chosen,
-        update=int(data.state["trainer"]["update"]),
+        update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
         dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
     )
     with replacing(folder / "README.md") as partial:
         partial.write_text(_readme(result, config), encoding="utf-8")
     with replacing(record) as partial:
-        partial.write_text(json.dumps(_record(result, config, checkpoint), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(_record(result, config, checkpoint.folder), indent=1) + "\n", encoding="utf-8")
     return result
 
 
@@ -159,8 +159,8 @@ def loading_code(result: Export, config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _find(source: Path) -> Path:
-    """The checkpoint folder that `source` means. ConfigError when it means none."""
+def _open(source: Path) -> Checkpoint:
+    """The checkpoint that `source` means. ConfigError when it means none, CheckpointError for a damaged one."""
     if (source / "checkpoints").is_dir():
         newest = newest_checkpoint(source / "checkpoints")
         if newest is None:
@@ -170,14 +170,14 @@ def _find(source: Path) -> Path:
         runs = list_checkpoints(source)
         hint = f" Give one of its checkpoints, such as {runs[-1]}." if runs else ""
         raise ConfigError(f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/.{hint}")
-    return source
+    return open_checkpoint(source)
 
 
-def _config_of(data: CheckpointData, overrides: Sequence[str]) -> RunConfig:
+def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     """The configuration that a checkpoint was saved with, and overrides."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checkpoint.yaml"
-        file.write_text(json.dumps(data.state["config"]), encoding="utf-8")  # JSON is YAML
+        file.write_text(json.dumps(checkpoint.state["config"]), encoding="utf-8")  # JSON is YAML
         return load_config(file, overrides)
 
 

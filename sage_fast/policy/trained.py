@@ -10,11 +10,11 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_fast.checkpoint import MANIFEST
+from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config import RunConfig
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
-from sage_fast.policy.snapshot import check_same_tensors
+from sage_fast.policy.snapshot import check_same_shapes
 
 
 @torch.no_grad()
@@ -32,7 +32,8 @@ def use_weights(
     else:
         dead = dead_modules(transformer)
         parameters = {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
-    check_same_tensors(parameters, weights, "weights")
+    saved = weights.meta if isinstance(weights, SavedTensors) else weights
+    check_same_shapes({n: p.shape for n, p in parameters.items()}, {n: w.shape for n, w in saved.items()}, "weights")
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
     transformer.requires_grad_(False)

@@ -17,6 +17,7 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config import ConfigError, RunConfig
+from sage_fast.distributed.launch import rank_device
 from sage_fast.footprint import Footprint, checkpoint_bytes, estimate
 from sage_fast.machine import Check, Status, hardware, host_memory, software, version_of
 from sage_fast.planning.plan import describe
@@ -26,7 +27,6 @@ from sage_fast.policy.loading import find_checkpoint
 from sage_fast.registry import MODEL_FAMILIES, REWARDS, resolve
 from sage_fast.requirements import Requirement, model_requirements, reward_requirements, weight_sizes
 from sage_fast.run import load_prompts
-from sage_fast.trainer import resolve_device
 
 ATTENTION = "sage_fast.policy.attention"
 
@@ -114,7 +114,7 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
 def _device(config: RunConfig) -> str | None:
     """The device a run would use; None where torch cannot use the one that is named."""
     try:
-        return resolve_device(config.model.device)
+        return str(rank_device(config.model.device))
     except ConfigError:
         return None
 
@@ -122,7 +122,7 @@ def _device(config: RunConfig) -> str | None:
 def _settings(config: RunConfig) -> Iterator[Check]:
     section = "configuration"
     try:
-        device = resolve_device(config.model.device)
+        device = str(rank_device(config.model.device))
         yield Check(section=section, name="model.device", status="ok", detail=device)
         if device == "cpu" and _is_large(config):
             yield Check(

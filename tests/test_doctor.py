@@ -309,7 +309,7 @@ def test_a_repository_and_a_folder_to_be_are_told_apart(
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
     properties: Any = SimpleNamespace(total_memory=gigabytes * 1e9)
-    monkeypatch.setattr(doctor, "resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(doctor, "rank_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 

@@ -10,23 +10,25 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import CheckpointData, list_checkpoints, load_checkpoint, newest_checkpoint
+from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import load_config
 from sage_fast.files import replacing
 from sage_fast.policy.loading import DEFAULT_REPOSITORY, find_checkpoint, likely_repository
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import use_weights
+from sage_fast.policy.snapshot import check_same_tensors
+from sage_fast.policy.streamed import open_transformer, save_transformer
+from sage_fast.policy.trained import use_weights, whole_parameters
 from sage_fast.registry import MODEL_FAMILIES, resolve
 
 Format = Literal["lora", "full"]
@@ -76,13 +78,13 @@ def export(
         ConfigError: a format that the run does not have, or a folder with other files. CheckpointError: a damaged
         checkpoint. OSError: the folder cannot be written.
     """
-    checkpoint = _find(source)
-    data = load_checkpoint(checkpoint)
-    config = _config_of(data, overrides)
+    checkpoint = _open(source)
+    config = _config_of(checkpoint, overrides)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
-            f"{checkpoint} is of a run with training.mode full, which has no adapter. Export it by --format full."
+            f"{checkpoint.folder} is of a run with training.mode full, which has no adapter. Export it by "
+            "--format full."
         )
     if chosen == "lora" and dtype is not None:
         raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
@@ -94,23 +96,27 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     # A record without a whole export beside it would pass for one.
     record.unlink(missing_ok=True)
-    averaged = "ema" in data.tensors
+    averaged = "ema" in checkpoint.tensors
     if chosen == "lora":
         with replacing(folder / ADAPTER_FILE) as partial:
-            shutil.copyfile(checkpoint / "lora" / ADAPTER_FILE, partial)
+            shutil.copyfile(checkpoint.folder / "lora" / ADAPTER_FILE, partial)
     else:
-        _save_transformer(config, data.tensors["ema" if averaged else "weights"], folder, dtype)
+        weights = checkpoint.tensors["ema" if averaged else "weights"]
+        if config.training.mode == "lora":
+            _save_merged_transformer(config, weights, folder, dtype)
+        else:
+            _save_trained_transformer(config, weights, folder, dtype or getattr(torch, config.model.dtype))
     result = Export(
         folder=folder,
         format=chosen,
-        update=int(data.state["trainer"]["update"]),
+        update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
         dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
     )
     with replacing(folder / "README.md") as partial:
         partial.write_text(_readme(result, config), encoding="utf-8")
     with replacing(record) as partial:
-        partial.write_text(json.dumps(_record(result, config, checkpoint), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(_record(result, config, checkpoint.folder), indent=1) + "\n", encoding="utf-8")
     return result
 
 
@@ -159,8 +165,8 @@ def loading_code(result: Export, config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _find(source: Path) -> Path:
-    """The checkpoint folder that `source` means. ConfigError when it means none."""
+def _open(source: Path) -> Checkpoint:
+    """The checkpoint that `source` means. ConfigError when it means none, CheckpointError for a damaged one."""
     if (source / "checkpoints").is_dir():
         newest = newest_checkpoint(source / "checkpoints")
         if newest is None:
@@ -170,42 +176,59 @@ def _find(source: Path) -> Path:
         runs = list_checkpoints(source)
         hint = f" Give one of its checkpoints, such as {runs[-1]}." if runs else ""
         raise ConfigError(f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/.{hint}")
-    return source
+    return open_checkpoint(source)
 
 
-def _config_of(data: CheckpointData, overrides: Sequence[str]) -> RunConfig:
+def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     """The configuration that a checkpoint was saved with, and overrides."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checkpoint.yaml"
-        file.write_text(json.dumps(data.state["config"]), encoding="utf-8")  # JSON is YAML
+        file.write_text(json.dumps(checkpoint.state["config"]), encoding="utf-8")  # JSON is YAML
         return load_config(file, overrides)
 
 
-def _save_transformer(
-    config: RunConfig, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None
-) -> None:
-    """Write the whole transformer with the trained weights in it, by `save_pretrained`."""
-    try:
-        components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
-        ) from error
-    transformer = components.transformer
+def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype) -> None:
+    """Write the transformer of a run that trained every weight; what cannot be trained is the base model's."""
+    with _naming_the_model():
+        transformer, base = open_transformer(config.model)
+    with _naming_the_checkpoint():
+        check_same_tensors(whole_parameters(transformer), weights.meta, "weights")
+    save_transformer(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype)
+
+
+def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the base transformer with the trained adapter merged into it, by `save_pretrained`."""
+    with _naming_the_model():
+        transformer = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
-    try:
+    with _naming_the_checkpoint():
         use_weights(transformer, config, weights)
-    except ValueError as error:
-        raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
     if dtype is not None:
         # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
-    if config.training.mode == "lora":
-        transformer.fuse_lora(safe_fusing=True)
-        transformer.unload_lora()
+    transformer.fuse_lora(safe_fusing=True)
+    transformer.unload_lora()
     transformer.save_pretrained(folder)
+
+
+@contextmanager
+def _naming_the_model() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
+        ) from error
+
+
+@contextmanager
+def _naming_the_checkpoint() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
 
 
 def _scheduler_code(config: RunConfig) -> str:

@@ -85,6 +85,8 @@ def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "Ru
 def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mapping[str, Tensor]] | None":
     """Folder and weights of the chosen checkpoint: the averaged weights where the run kept an average.
 
+    The weights are read from disk one at a time, as they are looked up.
+
     Args:
         checkpoint: `auto` (newest of the run), `none` (the base model), or a folder.
 
@@ -94,22 +96,21 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
     Raises:
         ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
     """
-    from sage_fast.checkpoint import find_checkpoint, load_checkpoint
+    from sage_fast.checkpoint import find_checkpoint
     from sage_fast.config import ConfigError, to_dict
     from sage_fast.run import check_same_run
 
     root = Path(config.output_dir) / "checkpoints"
-    folder = find_checkpoint(checkpoint, root)
-    if folder is None:
+    found = find_checkpoint(checkpoint, root)
+    if found is None:
         if checkpoint == "auto":
             raise ConfigError(
                 f"{root} holds no complete checkpoint. Give --checkpoint FOLDER, or --checkpoint none for the base "
                 "model."
             )
         return None
-    data = load_checkpoint(folder)
-    check_same_run(data.state["config"], to_dict(config), folder, only=TRAINED_MODEL)
-    return folder, data.tensors.get("ema", data.tensors["weights"])
+    check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
+    return found.folder, found.tensors.get("ema", found.tensors["weights"])
 
 
 def adapter(path: Path) -> Path:

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from sage_fast.checkpoint import MANIFEST
+from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config import RunConfig
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
-from sage_fast.policy.snapshot import check_same_tensors
+from sage_fast.policy.snapshot import check_same_shapes
 
 
 @torch.no_grad()
@@ -30,12 +30,18 @@ def use_weights(
         add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=config.seed)
         parameters = trainable_parameters(transformer)
     else:
-        dead = dead_modules(transformer)
-        parameters = {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
-    check_same_tensors(parameters, weights, "weights")
+        parameters = whole_parameters(transformer)
+    saved = weights.meta if isinstance(weights, SavedTensors) else weights
+    check_same_shapes({n: p.shape for n, p in parameters.items()}, {n: w.shape for n, w in saved.items()}, "weights")
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
     transformer.requires_grad_(False)
+
+
+def whole_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, nn.Parameter]:
+    """What training.mode full trains, by name: every weight that can influence a velocity."""
+    dead = dead_modules(transformer)
+    return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
 
 
 def adapter_file(path: Path) -> Path:

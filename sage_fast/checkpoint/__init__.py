@@ -1,0 +1,45 @@
+"""Checkpoints that are either complete or not there, in one format for one process and many.
+
+    checkpoints/update-000040/
+        shards/          every tensor, in torch's distributed checkpoint format (DCP), by "group.name": weights.*,
+                         anchor.*, ema.* and optimizer.*; each rank has written a part
+        lora/            the adapter that was evaluated (averaged, with EMA on), in diffusers' layout
+        state.json       counters, KL controller, schedule, RNG, configuration
+        manifest.json    size and SHA-256 of every other file, written last
+
+A checkpoint is written into a hidden folder, synced, and renamed; a folder without a manifest, or with a file that
+does not match it, is never resumed from. It can be read by any number of processes, whatever number has written it.
+
+    folder.py    names, the manifest, and which folder to trust
+    writer.py    `CheckpointWriter`: copies the tensors and writes them, if wanted while training goes on
+    reader.py    `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
+"""
+
+from sage_fast.checkpoint.folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpointError,
+    checkpoint_name,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from sage_fast.checkpoint.reader import Checkpoint, SavedTensors, find_checkpoint, newest_checkpoint, open_checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "Checkpoint",
+    "CheckpointData",
+    "CheckpointError",
+    "CheckpointWriter",
+    "DamagedCheckpointError",
+    "SavedTensors",
+    "checkpoint_name",
+    "find_checkpoint",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "verify_checkpoint",
+]

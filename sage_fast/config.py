@@ -496,7 +496,6 @@ class RunConfig:
             self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"
         )
         _require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
-        check_batch(self.rollout.batch_size, 1, self.rollout.num_generations)
         if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "

@@ -19,7 +19,7 @@ from sage_fast.config_file import dump_config, load_config
 from sage_fast.doctor import can_run, examine, to_text
 from sage_fast.footprint import estimate
 from sage_fast.machine import Check
-from sage_fast.planning.memory import count_weights
+from sage_fast.planning.weights import count_weights
 from sage_fast.policy.description import ModelDescription
 from sage_fast.policy.loading import load_components
 from sage_fast.requirements import is_repository, requirements

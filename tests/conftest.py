@@ -56,8 +56,17 @@ TINY_RUN: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-block transformer over the toy world's captions and codec."""
-    folder = tmp_path_factory.mktemp("tiny_model")
-    config = TRANSFORMER_CONFIG | TINY
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"), TRANSFORMER_CONFIG | TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_4_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads for four ranks of sequence parallelism."""
+    config = TRANSFORMER_CONFIG | TINY | {"num_attention_heads": 4}
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model_4_heads"), config)
+
+
+def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformer = build_transformer(config)

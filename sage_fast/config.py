@@ -496,7 +496,6 @@ class RunConfig:
             self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"
         )
         _require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
-        check_batch(self.rollout.batch_size, 1, self.rollout.num_generations)
         if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
@@ -510,6 +509,7 @@ class RunConfig:
             )
         if self.training.update == "single_pass":
             self._check_single_pass()
+        self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
 
@@ -532,6 +532,19 @@ class RunConfig:
             raise ConfigError(
                 "training.update single_pass collects a gradient per video, but rollout.micro_batch_size is "
                 f"{self.rollout.micro_batch_size}. Set it to 1, or training.update to two_phase."
+            )
+
+    def _check_engine(self) -> None:
+        """What the engines cannot do."""
+        if self.distributed.engine == "deepspeed" and self.training.update == "single_pass":
+            raise ConfigError(
+                "training.update single_pass takes gradients of single videos, but distributed.engine deepspeed sums "
+                "them as they are made. Set training.update to two_phase, or the engine to fsdp."
+            )
+        if self.distributed.param_dtype != "float32" and self.training.mode != "full":
+            raise ConfigError(
+                f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
+                "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
             )
 
     def _check_frozen_adaln(self) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
-from sage_fast.rewards.base import PendingScores, Scorer
+from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
+from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
 
@@ -210,40 +212,53 @@ def evaluate(
     batch_size: int,
     keep_videos: Collection[int] = (),
     device: torch.device | str = "cpu",
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: Callable[[int, int, str], None] | None = None,
     on_video: Callable[[int, Tensor], None] | None = None,
+    world: World = ALONE,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
-    """Generate and score one video per sample.
+    """Generate and score one video per sample. Collective: batches go round the data-parallel ranks.
 
     Args:
-        on_batch: called as on_batch(batches done, all batches) before each batch.
+        on_batch: called as on_batch(batches done, all batches, the videos) before each batch of this rank.
         on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, so that videos can
-            go to files instead of memory.
+            go to files instead of memory; on the rank that has it.
+        world: the ranks.
 
     Returns:
-        The scores, and the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
+        The scores, and on rank 0 the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
     """
-    pending: list[PendingScores] = []
+    pending: list[tuple[list[int], PendingScores]] = []
     videos: dict[int, Tensor] = {}
     batches = list(micro_batches(samples, batch_size))
-    for done, batch in enumerate(batches):
+    rounds = range(math.ceil(len(batches) / world.dp_degree))
+    for done in rounds:
+        # A rank without a batch left samples the first one again and forgets it: ranks that share weights run in step.
+        number = done * world.dp_degree + world.dp_rank
+        batch = batches[number if number < len(batches) else 0]
         if on_batch is not None:
-            on_batch(done, len(batches))
+            on_batch(done, len(rounds), describe_batch(batch))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
-        decoded = decoder.decode(trajectory.final)
-        pending.append(reward.submit(decoded, batch))
-        first = done * batch_size
-        videos |= {first + row: video.cpu() for row, video in enumerate(decoded) if first + row in keep_videos}
-        if on_video is not None:
-            for row, video in enumerate(decoded):
-                on_video(first + row, video.cpu())
-    scores: dict[str, list[float]] = {}
-    overall: list[float] = []
-    for result in (p.result() for p in pending):
-        overall += reward.overall(result.scores).tolist()
-        for name, value in result.scores.items():
-            scores.setdefault(name, []).extend(value.tolist())
-    return Evaluation(prompts=[s.prompt.text for s in samples], scores=scores, reward=overall), videos
+        first = number * batch_size
+        # Ranks that share a video take turns at decoding and scoring.
+        rows = [row for row in range(len(batch)) if (first + row) % world.sp == world.sp_rank]
+        if number >= len(batches) or not rows:
+            continue
+        decoded = decoder.decode(trajectory.final[rows])
+        numbers = [first + row for row in rows]
+        pending.append((numbers, reward.submit(decoded, [batch[row] for row in rows])))
+        for place, video in zip(numbers, decoded, strict=True):
+            if place in keep_videos:
+                videos[place] = video.cpu()
+            if on_video is not None:
+                on_video(place, video.cpu())
+    scores, _, _ = gather_scores(pending, len(samples), world)
+    for others in world.gather_to_main(videos):
+        videos |= others
+    return Evaluation(
+        prompts=[s.prompt.text for s in samples],
+        scores={name: column.tolist() for name, column in scores.items()},
+        reward=reward.overall(scores).tolist(),
+    ), dict(sorted(videos.items()))
 
 
 def format_comparison(before: Evaluation, after: Evaluation) -> str:

@@ -16,34 +16,38 @@ from torch import Tensor
 
 from sage_fast.config import TrainingConfig
 from sage_fast.data import step_order
+from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.kernels import StepKernels
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveSettings, PolicyTerms
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.snapshot import WeightSnapshot
 from sage_fast.records import PromptEmbeds, Sample, Trajectory
+from sage_fast.rewards.base import describe_batch
 from sage_fast.rollout import StepVelocity, TrajectoryStep, gather_latents, gather_step
 from sage_fast.sde import TransitionTable
 
-Progress = Callable[[str, int, int], None]
-"""Called as progress(phase, done, total) while an iteration runs."""
+Progress = Callable[[str, int, int, str], None]
+"""Called as progress(phase, done, total, subject) while an iteration runs; the subject names the videos in work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
-    """Everything one rollout hands to its optimizer updates; N samples in P groups, K trained steps per sample.
+    """Everything one rollout hands to its optimizer updates on this rank; N samples, K trained steps per sample.
 
     trajectories: micro-batches that together hold the N samples, group after group.
     advantages: (N,) float32. kept: (N,) bool, False for groups dropped because a reward failed.
     orders: N lists of K step indices, each sample's own order.
+    num_kept: samples of the rollout on all ranks that were not dropped.
 
-    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96.
+    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96. On 2 ranks each has 3 of them
+    and N = 48, while `num_kept` stays 96.
     """
 
     trajectories: Sequence[Trajectory]
     advantages: Tensor
     kept: Tensor
     orders: Sequence[Sequence[int]]
+    num_kept: int
 
     def batches(self) -> Iterator[tuple[slice, Trajectory]]:
         """Each micro-batch with the rows of its samples in the rollout."""
@@ -66,7 +70,7 @@ def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfi
 class PolicyGradient(Protocol):
     """A way to get the gradient of one rollout's objective."""
 
-    def begin(self, kl_weight: float, anchor: WeightSnapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
         """A rollout starts.
 
         Args:
@@ -146,12 +150,14 @@ class TwoPhaseGradient:
     """First the rollout, then the model again at every trained step, with a graph.
 
     Args:
+        engine: where the gradient is summed.
         split: differentiate the guidance branches one after the other.
     """
 
     def __init__(
         self,
         policy: GuidedPolicy,
+        engine: Engine,
         kernels: StepKernels,
         settings: ObjectiveSettings,
         *,
@@ -159,15 +165,16 @@ class TwoPhaseGradient:
         progress: Progress,
     ) -> None:
         self.policy = policy
+        self.engine = engine
         self.kernels = kernels
         self.settings = settings
         self.split = split
         self.progress = progress
-        self._anchor: WeightSnapshot | None = None
+        self._anchor: Snapshot | None = None
         self._anchor_velocities: list[list[Tensor]] | None = None
         self._on_policy = True
 
-    def begin(self, kl_weight: float, anchor: WeightSnapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
         """As in `PolicyGradient`."""
         self._anchor, self._anchor_velocities = anchor, None
         self._on_policy = True
@@ -186,7 +193,7 @@ class TwoPhaseGradient:
         result = []
         with self._anchor.applied():
             for done, (rows, trajectory) in enumerate(scored.batches()):
-                self.progress("anchor", done, len(scored.trajectories))
+                self.progress("anchor", done, len(scored.trajectories), describe_batch(trajectory.samples))
                 embeds = [s.embeds for s in trajectory.samples]
                 result.append(
                     [
@@ -198,13 +205,15 @@ class TwoPhaseGradient:
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """As in `PolicyGradient`."""
-        count = int(scored.kept.sum()) * len(positions)
+        count = scored.num_kept * len(positions)
         total = len(scored.trajectories) * len(positions)
         collected: list[PolicyTerms] = []
         for done, (rows, trajectory) in enumerate(scored.batches()):
             row_weights = scored.kept[rows].double() / count
             for position in positions:
-                self.progress("update", done * len(positions) + position - positions[0], total)
+                number = done * len(positions) + position - positions[0]
+                self.progress("update", number, total, describe_batch(trajectory.samples))
+                self.engine.last_pull(number + 1 == total)
                 loss = StepLoss(
                     kernels=self.kernels,
                     settings=self.settings,
@@ -226,7 +235,9 @@ class TwoPhaseGradient:
             # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
             # that was differentiated: should it differ, the ratio says so.
             known, _ = loss.cotangent(step.velocity, row_weights)
-            velocity = self.policy.velocity_and_gradient(step.latents, step.sigma, embeds, [known], split=True)
+            velocity = self.policy.velocity_and_gradient(
+                step.latents, step.sigma, embeds, [known], split=True, pull=self.engine.pull
+            )
             with torch.no_grad():
                 return loss.terms(velocity)
         found: list[PolicyTerms] = []
@@ -236,7 +247,9 @@ class TwoPhaseGradient:
             found.append(terms)
             return [cotangent]
 
-        self.policy.velocity_and_gradient(step.latents, step.sigma, embeds, cotangents, split=self.split)
+        self.policy.velocity_and_gradient(
+            step.latents, step.sigma, embeds, cotangents, split=self.split, pull=self.engine.pull
+        )
         return found[0]
 
 

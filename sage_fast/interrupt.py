@@ -1,19 +1,56 @@
-"""Stopping politely: SIGINT and SIGTERM end the run after the update in progress."""
+"""Stopping politely: a signal, or a file named STOP in the run's directory, ends the run after the update in progress.
+
+    SIGINT      Ctrl-C
+    SIGTERM     preemption, and the end of a container
+    SIGUSR1     what a scheduler is told to send some time before it ends the job (`sbatch --signal`)
+    STOP        anybody who can write into the run's directory, on any system and under any launcher
+
+torchrun passes the first three on to its workers, and kills them 30 seconds later unless `--shutdown-timeout` says
+otherwise (SIGUSR1 only with `--signals-to-handle`); the file gives an update all the time that it takes.
+"""
 
 import os
 import signal
+import time
+from pathlib import Path
 from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "STOP"
+SAME_KEY_PRESS = 1.0
+"""Seconds within which two SIGINTs are one: the terminal and the launcher may both pass on a single Ctrl-C."""
 
 
 class GracefulStop:
-    """Context manager that turns the first SIGINT or SIGTERM into a request; a second SIGINT interrupts at once."""
+    """Context manager that turns SIGINT, SIGTERM and SIGUSR1 into a request; a second SIGINT interrupts at once.
 
-    def __init__(self) -> None:
-        self.requested = False
+    Args:
+        run_directory: where a STOP file asks the same; None: nowhere. A file that was there before the context is
+            removed at its begin, one that came later at its end.
+        announce: say so on stderr; of many ranks one should.
+    """
+
+    def __init__(self, run_directory: Path | None = None, announce: bool = True) -> None:
+        self._signalled: float | None = None
+        self._announce = announce
+        self._announced_file = False
+        self._file = None if run_directory is None else run_directory / STOP_FILE
         self._previous: dict[int, object] = {}
 
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to stop."""
+        if self._signalled is not None:
+            return True
+        asked = self._file is not None and self._file.exists()
+        if asked and not self._announced_file:
+            self._announced_file = True
+            self._say(f"{self._file}: saving after this update.")
+        return asked
+
     def __enter__(self) -> "GracefulStop":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._remove_file()
+        for number in SIGNALS:
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not in the main thread: the host program keeps its own handlers
@@ -25,11 +62,23 @@ class GracefulStop:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._remove_file()
+
+    def _remove_file(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-        # Not print: the signal may have come in the middle of one.
-        name = signal.Signals(number).name
-        os.write(2, f"\n{name}: finishing this update, then saving. Press Ctrl-C again to stop at once.\n".encode())
+        now = time.monotonic()
+        if self._signalled is not None:
+            if number == signal.SIGINT and now - self._signalled > SAME_KEY_PRESS:
+                raise KeyboardInterrupt
+            return
+        self._signalled = now
+        again = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{again}")
+
+    def _say(self, text: str) -> None:
+        if self._announce:
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, f"\n{text}\n".encode())

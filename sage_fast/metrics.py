@@ -24,6 +24,19 @@ FILE_NAME = "metrics.jsonl"
 logger = logging.getLogger(__name__)
 
 
+class NoMetrics:
+    """The metrics of a rank that writes none."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def truncate_after(self, update: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class MetricsLogger:
     """Appends records to ``<run_dir>/metrics.jsonl``, and to TensorBoard and Weights & Biases where asked to.
 

@@ -4,11 +4,14 @@ Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, n
 `match_rms_adamw` its updates have AdamW's size and one learning rate serves both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.lr_scheduler import LambdaLR
 
 from sage_fast.config import OptimizerConfig
@@ -23,6 +26,7 @@ class OptimizerSet:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self.names = {parameter: name for name, parameter in parameters.items()}
         self.parameters = list(parameters.values())
         self.max_grad_norm = config.max_grad_norm
         matrices: list[nn.Parameter] = []
@@ -32,8 +36,9 @@ class OptimizerSet:
             (matrices if config.name == "muon" and is_matrix else others).append(parameter)
         self.optimizers: list[Optimizer] = []
         if matrices:
+            muon = ShardedMuon if any(isinstance(p, DTensor) for p in matrices) else Muon
             self.optimizers.append(
-                Muon(
+                muon(
                     matrices,
                     lr=config.learning_rate,
                     momentum=config.momentum,
@@ -64,8 +69,9 @@ class OptimizerSet:
         return float(self.schedulers[0].get_last_lr()[0])
 
     def clip_gradients(self) -> float:
-        """Scale gradients to the configured global norm; returns the norm before scaling."""
-        return float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+        """Scale gradients to the configured global norm; returns the norm before scaling. Collective for shards."""
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self) -> None:
         """Apply the gradients, advance the schedule, forget the gradients."""
@@ -78,20 +84,68 @@ class OptimizerSet:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """The live state as `parameter.state`, such as `proj.weight.exp_avg`; made where no step has made it yet."""
+        result: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state[parameter]
+                    if not state:
+                        state.update(_fresh_state(optimizer, parameter))
+                    result |= {f"{self.names[parameter]}.{key}": value for key, value in state.items()}
+        return result
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ValueError when the state belongs to another choice of optimizer."""
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint holds {len(state['optimizers'])} optimizer(s), this run has {len(self.optimizers)}: "
-                "optimizer.name differs from the run that saved it."
-            )
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+    def schedule(self) -> dict[str, Any]:
+        """Where the learning rate is, fit for JSON."""
+        return {"updates": self.schedulers[0].last_epoch}
+
+    def load_schedule(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `schedule` says."""
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = int(state["updates"])
+            for group, base, rise in zip(
+                scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * rise(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The state that the first step of an optimizer would make."""
+    if isinstance(optimizer, Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+class ShardedMuon(Muon):
+    """torch's Muon over matrices that FSDP2 has sharded.
+
+    Momentum stays sharded; every matrix is gathered in bfloat16, in which it is orthogonalised anyway, once per step.
+    DTensor's own products would add partial sums up in bfloat16, and so train differently on every number of ranks.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step; the same numbers as `Muon.step` on whole matrices."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(_fresh_state(self, parameter))
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                whole = update.bfloat16().full_tensor()
+                whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                rate = group["lr"]
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(own, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))

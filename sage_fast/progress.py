@@ -12,13 +12,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 
 class RunProgress:
-    """A progress bar on a terminal; one line per update elsewhere (a log file, CI)."""
+    """A progress bar on a terminal; one line per update elsewhere (a log file, CI); nothing unless `shown`."""
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, total: int, done: int, *, shown: bool = True) -> None:
         self.total = total
+        self.shown = shown
         self.bar: tqdm | None = None
         self._stack = ExitStack()
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             # Log messages go above the bar instead of through it.
             self._stack.enter_context(logging_redirect_tqdm())
             self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
@@ -34,7 +35,7 @@ class RunProgress:
             self.bar.close()
         self._stack.close()
 
-    def phase(self, name: str, done: int, total: int) -> None:
+    def phase(self, name: str, done: int, total: int, subject: str = "") -> None:
         """Show where the iteration is; at most five times a second."""
         if self.bar is not None and time.monotonic() - self._last_refresh > 0.2:
             self._last_refresh = time.monotonic()
@@ -53,6 +54,8 @@ class RunProgress:
             # A baseline evaluated on resume belongs to update 0, which the bar has passed.
             self.bar.update(max(0, update - self.bar.n))
             self.bar.set_postfix_str(self._summary)
+            return
+        if not self.shown:
             return
         seconds = time.monotonic() - self._start
         left = (self.total - update) * seconds / max(1, update - self._first)

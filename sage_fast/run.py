@@ -21,24 +21,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast import media
 from sage_fast.checkpoint import (
+    Checkpoint,
     CheckpointData,
     CheckpointError,
+    CheckpointWriter,
     find_checkpoint,
     list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
+from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
+from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
 from sage_fast.files import replacing
 from sage_fast.generate import video_file_name
 from sage_fast.interrupt import GracefulStop
-from sage_fast.metrics import MetricsLogger, read_metrics
+from sage_fast.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, save_lora
 from sage_fast.progress import RunProgress, peak_memory_gib
@@ -47,16 +50,17 @@ from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
 from sage_fast.rewards.worker import load_scorer
-from sage_fast.trainer import Trainer, resolve_device
+from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 # What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
 # how much of what machine. (Another device, number of threads, batch through the model, or way to compute the same
-# velocity and gradient changes the rounding, and nothing else.) What a message tells the user to change is among them,
+# velocity and gradient changes the rounding, and nothing else; so does another number of ranks, as long as all of them
+# together roll out as many videos, which is compared apart.) What a message tells the user to change is among them,
 # so that the run can go on. The model's folder may have moved: its weights are compared instead.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|rollout\.micro_batch_size|training\.(num_updates|guidance|update)"
+    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size|training\.(num_updates|guidance|update)"
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|offload_activations|adaln|compile)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
@@ -105,8 +109,8 @@ def _read_prompts(key: str, path: str) -> list[Prompt]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def build_trainer(config: RunConfig) -> Trainer:
-    """Load the model, the rewards and the prompts of a run.
+def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
+    """Load the model, the rewards and the prompts of a run. Collective.
 
     Raises:
         ConfigError: a part is missing or does not fit.
@@ -121,73 +125,101 @@ def build_trainer(config: RunConfig) -> Trainer:
         reward = load_scorer(
             config.reward,
             [p.text for p in (*prompts, *eval_prompts)],
-            device=resolve_device(config.model.device),
+            device=str(rank_device(config.model.device)),
             fps=config.video.fps,
         )
-        return Trainer(config, components, reward, prompts, eval_prompts)
+        return Trainer(config, components, reward, prompts, eval_prompts, world=world)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
 
-class Run:
-    """One call of `sage-fast train`."""
+def train(config: RunConfig) -> RunResult:
+    """Train in the processes that a launcher has started, or in this one.
 
-    def __init__(self, config: RunConfig) -> None:
+    Raises:
+        RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
+    """
+    section = config.distributed
+    world = start_world(section, config.training.mode, rank_device(config.model.device))
+    stacks = Path(config.output_dir) / "failure"
+    with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
+        return Run(config, world, watchdog).train()
+
+
+class Run:
+    """One call of `sage-fast train`; on many ranks, each has one, and rank 0 writes the files."""
+
+    def __init__(self, config: RunConfig, world: World = ALONE, watchdog: Watchdog | None = None) -> None:
         self.config = config
+        self.world = world
+        self.watchdog = watchdog or start_watchdog(ALONE, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
-        self.trainer = build_trainer(config)
+        self.trainer = build_trainer(config, self.world)
         self._check_fit()
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
         self.sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
 
     def train(self) -> RunResult:
-        """Train to the last update, or until a signal asks to stop.
+        """Train to the last update, or until a signal to any rank asks to stop.
 
         Raises:
             ConfigError, CheckpointError, TrainingError, RewardError, OSError: each says what to do; what was saved
             before stays as it was.
         """
-        config, trainer = self.config, self.trainer
+        config, trainer, world = self.config, self.trainer, self.world
         # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
         checkpoint, self.checkpoint = self.checkpoint, None
         total = config.training.num_updates
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
-        self._prepare_directory(resumed)
+        if world.is_main:
+            self._prepare_directory(resumed)
         metrics = self._open_metrics()
-        with GracefulStop() as stop, RunProgress(total, resumed) as progress:
-            trainer.progress = progress.phase
+        with (
+            GracefulStop(self.directory, announce=world.is_main) as stop,
+            RunProgress(total, resumed, shown=world.is_main) as progress,
+            self._open_writer() as writer,
+        ):
+
+            def tell(phase: str, done: int, total: int, subject: str) -> None:
+                self.watchdog.progress(phase, done, total)
+                self.watchdog.working_on(subject)
+                progress.phase(phase, done, total)
+
+            trainer.progress = tell
             try:
                 # A fresh start trusts nothing that an earlier attempt left behind.
                 metrics.truncate_after(resumed if checkpoint else -1)
-                if config.evaluation.every and not (checkpoint and self._evaluation_file(0).exists()):
+                has_baseline = world.broadcast(checkpoint is not None and self._evaluation_file(0).exists())
+                if config.evaluation.every and not has_baseline:
                     # The weights of a checkpoint are loaded below: the baseline is the base model's.
                     record = {"update": 0} | self._evaluate()
                     metrics.log(record)
                     progress.finished(record)
                 if checkpoint is not None:
-                    trainer.load(checkpoint.tensors, checkpoint.state["trainer"], checkpoint.binary)
+                    trainer.load(checkpoint, checkpoint.state["trainer"])
                     self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
                 del checkpoint
                 seconds_saving = 0.0
-                while trainer.update < total and not stop.requested:
-                    record = trainer.iterate() | {
-                        "memory/peak_gib": peak_memory_gib(trainer.device),
-                        "time/checkpoint": seconds_saving,
-                    }
+                while trainer.update < total and not world.any(stop.requested):
+                    record = trainer.iterate() | {"time/checkpoint": seconds_saving}
+                    use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
+                    everywhere = world.gather((stop.requested, peak_memory_gib(trainer.device)))
+                    stops, peaks = zip(*everywhere, strict=True)
+                    stopping, record["memory/peak_gib"] = any(stops), max(peaks)
                     done = trainer.update >= total
                     evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
                     seconds_saving = 0.0
                     # Before the evaluation, which can take as long as many updates and fail in its own ways. Who asks
                     # to stop does not wait for one either: the checkpoint knows that it is due.
-                    if done or evaluates or stop.requested or self._due(config.checkpoint.every):
+                    if done or evaluates or stopping or self._due(config.checkpoint.every):
                         start = time.perf_counter()
-                        self._save(pending=record if evaluates else None)
+                        self._save(writer, pending=record if evaluates else None)
                         seconds_saving = time.perf_counter() - start
-                    if not evaluates or not stop.requested:
+                    if not evaluates or not stopping:
                         try:
                             record |= self._evaluate() if evaluates else {}
                         finally:
@@ -200,24 +232,26 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ directory, resume
 
-    def _find_checkpoint(self) -> CheckpointData | None:
+    def _find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from, None for a fresh start. Nothing of an existing run is touched."""
-        log = self.directory / "metrics.jsonl"
-        has_run = (log.exists() and log.stat().st_size > 0) or bool(list_checkpoints(self.checkpoints))
-        if self.config.resume == "none" and has_run:
+        log, resume = self.directory / "metrics.jsonl", self.config.resume
+        # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
+        has_run = self.world.broadcast(
+            (log.exists() and log.stat().st_size > 0) or bool(list_checkpoints(self.checkpoints))
+        )
+        if resume == "none" and has_run:
             raise ConfigError(
                 f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
                 "another output_dir."
             )
-        folder = find_checkpoint(self.config.resume, self.checkpoints)
-        if folder is None:
-            if self.config.resume == "auto" and has_run:
+        checkpoint = find_checkpoint(resume, self.checkpoints, self.world)
+        if checkpoint is None:
+            if resume == "auto" and has_run:
                 logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
             return None
-        data = load_checkpoint(folder)
-        check_same_run(data.state["config"], to_dict(self.config), folder)
-        logger.info("Going on from %s.", folder)
-        return data
+        check_same_run(checkpoint.state["config"], to_dict(self.config), checkpoint.folder)
+        logger.info("Going on from %s.", checkpoint.folder)
+        return checkpoint
 
     def _check_fit(self) -> None:
         """The model, the prompts and the checkpoint belong together; still nothing is written."""
@@ -231,10 +265,9 @@ class Run:
                 config.objective.kl_mode,
             )
         self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
-        self.model_digest = weights_digest(trainer.policy.transformer)
         if self.checkpoint is None:
             return
-        if self.checkpoint.state.get("model", self.model_digest) != self.model_digest:
+        if self.checkpoint.state["model"] != trainer.model_digest:
             raise ConfigError(
                 f"model.path: the weights at {config.model.path} are not those that the run was started with. Restore "
                 "them (another folder will do), or start a new run."
@@ -244,8 +277,17 @@ class Run:
                 "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
                 "would no longer be the ones the run compares. Restore the file, or start a new run."
             )
+        videos = self.checkpoint.state["videos_per_rollout"]
+        if videos != trainer.videos_per_rollout:
+            ranks = trainer.world.dp_degree
+            raise ConfigError(
+                f"The checkpoint's run has {videos} videos per rollout, this one {trainer.videos_per_rollout} "
+                f"(rollout.batch_size {config.rollout.batch_size} on {ranks} data-parallel rank(s)), which would be "
+                f"another run. "
+                + (f"Set rollout.batch_size to {videos // ranks}." if videos % ranks == 0 else "Use other degrees.")
+            )
         try:
-            trainer.check_fit(self.checkpoint.tensors)
+            trainer.check_fit(self.checkpoint.shapes)
         except ValueError as error:
             raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
 
@@ -261,50 +303,54 @@ class Run:
                 "space and write permission."
             ) from error
 
-    def _open_metrics(self) -> MetricsLogger:
+    def _open_metrics(self) -> MetricsLogger | NoMetrics:
         section = self.config.logging
+        if not self.world.is_main:
+            return NoMetrics()
         try:
             return MetricsLogger(self.directory, tensorboard=section.tensorboard, wandb_project=section.wandb_project)
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
 
-    def _evaluate_pending(self, record: dict[str, float] | None, metrics: MetricsLogger, progress: RunProgress) -> None:
+    def _open_writer(self) -> CheckpointWriter:
+        section = self.config.checkpoint
+        return CheckpointWriter(
+            self.checkpoints, keep_last=section.keep_last, asynchronous=section.asynchronous, world=self.world
+        )
+
+    def _evaluate_pending(
+        self, record: dict[str, float] | None, metrics: MetricsLogger | NoMetrics, progress: RunProgress
+    ) -> None:
         """Make up for the evaluation that was due at a checkpoint, unless it was made after it was saved."""
         if record is None:
             return
-        rows = read_metrics(self.directory / "metrics.jsonl")
-        if not any(row["update"] == self.trainer.update and "eval/reward_mean" in row for row in rows):
+        rows = read_metrics(self.directory / "metrics.jsonl") if self.world.is_main else []
+        made = any(row["update"] == self.trainer.update and "eval/reward_mean" in row for row in rows)
+        if not self.world.broadcast(made):
             metrics.truncate_after(self.trainer.update - 1)
             record = record | self._evaluate()
             metrics.log(record)
             progress.finished(record)
 
-    def _save(self, pending: dict[str, float] | None = None) -> None:
+    def _save(self, writer: CheckpointWriter, pending: dict[str, float] | None = None) -> None:
         """Save a checkpoint; `pending` are the metrics of an update whose evaluation is still to be made."""
         trainer, mode = self.trainer, self.config.training.mode
 
         def add_adapter(folder: Path) -> None:
             if mode == "lora":
                 with trainer.evaluated_weights():
-                    save_lora(trainer.policy.transformer, folder / "lora")
+                    if self.world.is_main:
+                        save_lora(trainer.policy.transformer, folder / "lora")
 
-        save_checkpoint(
-            self.checkpoints,
-            trainer.update,
-            CheckpointData(
-                tensors=trainer.tensors(),
-                state={
-                    "trainer": trainer.counters(),
-                    "prompts": self.prompts_digest,
-                    "model": self.model_digest,
-                    "pending": pending,
-                    "config": to_dict(self.config),
-                },
-                binary=trainer.binary_state(),
-            ),
-            keep_last=self.config.checkpoint.keep_last,
-            extra=add_adapter,
-        )
+        state = {
+            "trainer": trainer.state(),
+            "videos_per_rollout": trainer.videos_per_rollout,
+            "prompts": self.prompts_digest,
+            "model": trainer.model_digest,
+            "pending": pending,
+            "config": to_dict(self.config),
+        }
+        writer.save(trainer.update, CheckpointData(tensors=trainer.tensors(), state=state), extra=add_adapter)
 
     def _due(self, every: int) -> bool:
         """Whether the last iteration reached or passed a multiple of `every`."""
@@ -314,11 +360,13 @@ class Run:
     # ------------------------------------------------------------------------------------------ evaluation, result
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate, write samples and scores, and return the metrics."""
+        """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone."""
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
         evaluation, videos = trainer.evaluate(keep_videos=self.sample_rows)
         seconds = time.perf_counter() - start
+        if not self.world.is_main:
+            return {}
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
         for row, video in videos.items():
@@ -366,6 +414,9 @@ class Run:
     def _conclude(self) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update = self.trainer.update
+        finished = update >= self.config.training.num_updates
+        if not self.world.is_main:
+            return RunResult(output_dir=self.directory, update=update, finished=finished, test=None)
         rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
         if rows:
             media.plot_reward(self.directory / "reward.png", rows)
@@ -386,12 +437,7 @@ class Run:
                 f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
                 f"{test.standard_errors:+.1f} standard errors."
             )
-        return RunResult(
-            output_dir=self.directory,
-            update=update,
-            finished=update >= self.config.training.num_updates,
-            test=test,
-        )
+        return RunResult(output_dir=self.directory, update=update, finished=finished, test=test)
 
     def _before_after_sheet(self, first: Evaluation, update: int) -> None:
         files = [self._frames_file(0), self._frames_file(update)]
@@ -405,21 +451,6 @@ class Run:
             ]
         title = f"same prompt, same noise: before training and after update {update}"
         media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
-
-
-@torch.no_grad()
-def weights_digest(transformer: nn.Module) -> str:
-    """SHA-256 of names, shapes and the first and last numbers of the base weights: cheap for 8.3 B parameters, and
-    different for any two sets of weights that were trained. Adapters do not count.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in transformer.named_parameters():
-        if ".lora_" in name:
-            continue
-        flat = parameter.detach().flatten()
-        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu()
-        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
-    return digest.hexdigest()
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config import TrainingConfig
+from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import ScoredRollout, StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import StepKernels
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveSettings, PolicyTerms, kl_uses
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
-from sage_fast.policy.snapshot import WeightSnapshot
 from sage_fast.records import Sample
 from sage_fast.rollout import StepVelocity, trajectory_step
 from sage_fast.sde import TransitionTable
@@ -81,6 +81,7 @@ class SinglePassGradient:
     Args:
         parameters: the trained ones.
         num_generations: videos of a group; they follow each other in the rollout.
+        first_video: number of this rank's first video among those of all ranks; it may be in the middle of a group.
         split: differentiate the guidance branches one after the other.
     """
 
@@ -94,6 +95,7 @@ class SinglePassGradient:
         *,
         num_generations: int,
         split: bool,
+        first_video: int = 0,
     ) -> None:
         self.policy = policy
         self.parameters = parameters
@@ -101,12 +103,13 @@ class SinglePassGradient:
         self.settings = settings
         self.training = training
         self.num_generations = num_generations
+        self.first_video = first_video
         self.split = split
-        self._anchor: WeightSnapshot | None = None
+        self._anchor: Snapshot | None = None
         self._kl_weight = 0.0
         self._videos: list[VideoGradient] = []
 
-    def begin(self, kl_weight: float, anchor: WeightSnapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
         """As in `PolicyGradient`."""
         self._kl_weight, self._anchor = kl_weight, anchor
         self._videos = []
@@ -114,7 +117,7 @@ class SinglePassGradient:
     def sampler(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
         (sample,), (key,) = samples, keys
-        new_group = len(self._videos) % self.num_generations == 0
+        new_group = not self._videos or (self.first_video + len(self._videos)) % self.num_generations == 0
         video = VideoGradient(
             surrogate=GradientSum(len(self.parameters)),
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
@@ -136,13 +139,15 @@ class SinglePassGradient:
         """As in `PolicyGradient`; the rollout's accumulators are used up."""
         assert kl_weight == self._kl_weight and len(positions) == len(scored.orders[0])
         videos, self._videos = self._videos, []
-        share = 1.0 / (int(scored.kept.sum()) * len(positions))
+        share = 1.0 / (scored.num_kept * len(positions))
         total = GradientSum(len(self.parameters))
+        group: GradientSum | None = None
         for row, video in enumerate(videos):
             if scored.kept[row]:
                 total.add(video.surrogate.values, share * float(scored.advantages[row]))
-                if row % self.num_generations == 0:
+                if video.kl is not group:
                     total.add(video.kl.values, share)
+                    group = video.kl
         for parameter, gradient in zip(self.parameters, total.values, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -6,18 +6,26 @@ in `gradient.py` and `single_pass.py`, files and progress in `run.py`. Everythin
 """
 
 import logging
+import math
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
-from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config import ConfigError, RunConfig, check_batch
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
+from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
+from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.parallelize import parallelize
+from sage_fast.distributed.torch_engine import TorchEngine
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.gradient import PolicyGradient, Progress, ScoredRollout, TwoPhaseGradient, trained_steps
 from sage_fast.kernels import select_kernels
@@ -29,20 +37,22 @@ from sage_fast.objective import (
     next_kl_weight,
     weighted_advantages,
 )
-from sage_fast.optim import OptimizerSet
 from sage_fast.policy.base import Components
-from sage_fast.policy.forward import choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
-from sage_fast.policy.snapshot import WeightSnapshot, check_same_tensors
+from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_parameters
+from sage_fast.policy.snapshot import check_same_shapes
 from sage_fast.records import Prompt, Sample, Trajectory
-from sage_fast.rewards.base import PendingScores, RewardError, Scorer
+from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
+from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.single_pass import SinglePassGradient
 from sage_fast.training_metrics import reward_metrics, update_metrics, weighted_kl
 
 logger = logging.getLogger(__name__)
+
+RATIO_TOLERANCE = 1e-6
+"""How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
 
 PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
@@ -62,6 +72,7 @@ class Trainer:
         prompts: training prompts.
         eval_prompts: prompts of the paired evaluation.
         progress: called while an iteration runs.
+        world: the ranks; each has a trainer, and they call the same methods in the same order.
 
     Raises:
         ConfigError, ValueError: the parts do not fit each other; the message names the config key.
@@ -74,12 +85,14 @@ class Trainer:
         reward: Scorer,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
-        progress: Progress = lambda phase, done, total: None,
+        progress: Progress = lambda phase, done, total, subject: None,
+        world: World = ALONE,
     ) -> None:
         self.config = config
+        self.world = world
         self.reward = reward
         self.progress = progress
-        self.device = torch.device(resolve_device(config.model.device))
+        self.device = rank_device(config.model.device)
         self.kernels = select_kernels(config.model.kernels, self.device)
         self.decoder = components.video_decoder
         video = config.video
@@ -92,7 +105,9 @@ class Trainer:
         texts = ["", *(p.text for p in prompts), *(p.text for p in eval_prompts)]
         self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
 
-        transformer = components.transformer.to(self.device)
+        transformer = components.transformer
+        self.model_digest = base_digest(transformer)
+        """Which weights the run starts from."""
         if config.training.mode == "lora":
             lora = config.lora
             add_lora(
@@ -104,22 +119,28 @@ class Trainer:
             )
         else:
             train_all(transformer)
-        choose_forward(transformer, config.model)
+        self.engine = self._make_engine(transformer)
+        self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
             transformer,
             self.embeds[""].to(self.device),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
         )
-        self.parameters = trainable_parameters(transformer)
-        self.optimizer = OptimizerSet(self.parameters, config.optimizer)
         kind = anchor_kind(config.objective.kl_mode)
-        self.anchor = WeightSnapshot(self.parameters) if kind != "none" else None
+        self.anchor: Snapshot | None = self.engine.snapshot() if kind != "none" else None
         self.anchor_moves = kind == "moving"
-        self.ema = WeightSnapshot(self.parameters) if config.training.ema_decay else None
+        self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
 
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-        self.prompts_per_rollout = config.rollout.batch_size // config.rollout.num_generations
+        check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
+        self.videos_per_rollout = config.rollout.batch_size * world.dp_degree
+        """On all ranks."""
+        self.own_videos = slice(
+            world.dp_rank * config.rollout.batch_size, (world.dp_rank + 1) * config.rollout.batch_size
+        )
+        """Those of this rank."""
+        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
         self.eval_samples = [
             Sample(prompt=p, embeds=self.embeds[p.text].to(self.device), member=0) for p in eval_prompts
         ]
@@ -133,9 +154,11 @@ class Trainer:
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
         self.gradient = self._make_gradient()
         self._seconds: dict[str, float] = {}
-        self._pending: list[PendingScores] = []
-        """Scores of the last rollout, a batch per trajectory."""
+        self._pending: list[tuple[list[int], PendingScores]] = []
+        """Scores of the last rollout that were asked for on this rank, with the numbers of their videos."""
+        self._first_update = True
         self._check_trainable_steps()
+        self._check_lockstep()
 
     # ------------------------------------------------------------------------------------------ one iteration
 
@@ -157,12 +180,13 @@ class Trainer:
             self.anchor_update = self.update
         anchor_is_policy = self.anchor_update == self.update
         self.gradient.begin(self.kl_weight.weight, None if anchor_is_policy else self.anchor)
-        trajectories = self._rollout()
+        with self.engine.phase("rollout"):
+            trajectories = self._rollout()
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
-        with self._phase("anchor"):
+        with self._phase("anchor"), self.engine.phase("anchor"):
             self.gradient.measure_anchor(scored)
-        with self._phase("update"):
+        with self._phase("update"), self.engine.phase("update"):
             num_steps = len(scored.orders[0])
             for positions in split_evenly(num_steps, self.config.training.updates_per_rollout):
                 self._optimizer_update(scored, positions, metrics)
@@ -172,16 +196,18 @@ class Trainer:
         return {"update": self.update} | metrics
 
     def _rollout(self) -> list[Trajectory]:
-        """Sample the videos, decode them, and submit them to the rewards."""
-        rollout = self.config.rollout
-        prompts = self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
-        samples = make_groups(prompts, [self.embeds[p.text].to(self.device) for p in prompts], rollout.num_generations)
+        """Sample this rank's videos, decode them, and submit them to the rewards.
+
+        Ranks that share videos (sequence parallelism) share the decoding and scoring too, video by video.
+        """
+        rollout, world = self.config.rollout, self.world
+        samples = self._samples()[self.own_videos]
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         seed, update = self.config.seed, self.update
         trajectories, self._pending = [], []
         for done, batch in enumerate(batches):
-            self.progress("rollout", done, len(batches))
+            self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 trajectory = sample_trajectory(
                     self.policy,
@@ -196,43 +222,39 @@ class Trainer:
                     velocity=self.gradient.sampler(batch, noise_keys(batch, seed, update), table),
                 )
             trajectories.append(trajectory)
+            first = self.own_videos.start + done * rollout.micro_batch_size
+            rows = [row for row in range(len(batch)) if (first + row) % world.sp == world.sp_rank]
+            if not rows:
+                continue
             with self._phase("decode"):
-                videos = self.decoder.decode(trajectory.final)
+                videos = self.decoder.decode(trajectory.final[rows])
             # At once, so that rewards in a process of their own work while the next batch is sampled.
             with self._phase("reward"):
-                self._pending.append(self.reward.submit(videos, batch, self.config.reward.on_failure))
+                pending = self.reward.submit(videos, [batch[row] for row in rows], self.config.reward.on_failure)
+                self._pending.append(([first + row for row in rows], pending))
         return trajectories
 
+    def _samples(self) -> list[Sample]:
+        """The samples of the next rollout on all ranks, group after group."""
+        prompts = self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
+        embeds = [self.embeds[p.text].to(self.device) for p in prompts]
+        return make_groups(prompts, embeds, self.config.rollout.num_generations)
+
     def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
-        """Wait for the scores of the last rollout, and turn them into advantages."""
+        """Wait for the scores of the last rollout on all ranks, and turn them into advantages."""
         config = self.config
-        results = []
-        for done, pending in enumerate(self._pending):
-            self.progress("reward", done, len(trajectories))
-            results.append(pending.result())
+        columns, failed, seconds = gather_scores(
+            self._pending, self.videos_per_rollout, self.world, partial(self.progress, "reward")
+        )
         if config.reward.placement == "process":
-            metrics["time/reward_worker"] = sum(result.seconds for result in results)
-        collected = [result.scores for result in results]
-        failed = [result.failed for result in results]
+            metrics["time/reward_worker"] = seconds
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
-        kept_groups = ~torch.cat(failed).view(groups).any(1)
+        kept_groups = ~failed.view(groups).any(1)
         if not kept_groups.any():
             raise TrainingError(
                 f"Update {self.update + 1}: the reward failed in every group of the rollout, so there is nothing to "
                 "train on. Set reward.on_failure to stop to see the first error."
             )
-        # A micro-batch that failed as a whole has no scores; its groups are dropped, so the filler is never read.
-        names = {name for scores in collected for name in scores}
-        for scores in collected:
-            if scores and set(scores) != names:
-                raise RewardError(
-                    f"The rewards returned the scores {sorted(scores)} for some videos and {sorted(names)} in all; "
-                    "every video needs the same ones."
-                )
-        columns = {
-            name: torch.cat([s.get(name, lost.double()) for s, lost in zip(collected, failed, strict=True)])
-            for name in sorted(names)
-        }
         components = {name: values.view(groups)[kept_groups] for name, values in columns.items()}
         result = weighted_advantages(
             components,
@@ -246,32 +268,40 @@ class Trainer:
         advantages[kept_groups] = result.advantages
         table = trajectories[0].table
         metrics |= reward_metrics(components, self.reward.overall(components), result, ~kept_groups, table)
+        kept = kept_groups.repeat_interleave(groups[1])
         return ScoredRollout(
             trajectories=trajectories,
-            advantages=advantages.flatten(),
-            kept=kept_groups.repeat_interleave(groups[1]),
+            advantages=advantages.flatten()[self.own_videos],
+            kept=kept[self.own_videos],
+            num_kept=int(kept.sum()),
             orders=[trained_steps(key, table, config.training) for t in trajectories for key in t.keys],
         )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
         """One optimizer step with the gradient of the trained steps at `positions` of every sample's order."""
-        weight, learning_rate = self.kl_weight.weight, self.optimizer.learning_rate
-        terms = self.gradient.accumulate(scored, positions, weight)
-        grad_norm = self.optimizer.clip_gradients()
-        self._check_finite(scored, terms, grad_norm, len(positions))
+        weight, learning_rate = self.kl_weight.weight, self.engine.learning_rate
+        own = self.gradient.accumulate(scored, positions, weight)
+        grad_norm = self.engine.clip_gradients()
+        terms = self._gather_terms(scored, own, grad_norm, len(positions))
+        deviation = float((terms.ratio - 1).abs().max())
+        # At the first update of a rollout the policy is the one that made it: anything but 0 is a fault.
+        if metrics.setdefault("ratio/first_max_deviation", deviation) > RATIO_TOLERANCE and self._first_update:
+            self.engine.zero_grad()
+            raise TrainingError(
+                f"Update {self.update + 1}: the policy that is trained is not the one that made the rollout (their "
+                f"ratio differs from 1 by {deviation:.1e}). The weights were not changed. Compare with model.kernels "
+                "reference, model.forward stock and model.attention sdpa, one after the other, to find the part."
+            )
+        self._first_update = False
         with record_function(PHASE_PREFIX + "optimizer"):
-            self.optimizer.step()
+            self.engine.step()
         self.update += 1
         if self.ema is not None and self.config.training.ema_decay:
             self.ema.average(self.config.training.ema_decay)
 
-        kept = scored.kept_rows(len(positions)).to(self.device)
-        terms = PolicyTerms(*(column[kept] for column in terms))
         self.kl_weight = next_kl_weight(
             self.kl_weight, weighted_kl(terms, self.config.objective), self.config.kl_weight
         )
-        # At the first update of a rollout the policy is the one that made it: anything but 0 is a fault.
-        metrics.setdefault("ratio/first_max_deviation", float((terms.ratio - 1).abs().max()))
         # With several updates per rollout the last one's values stand for the iteration.
         metrics |= update_metrics(terms) | {
             "kl/weight": weight,
@@ -286,7 +316,7 @@ class Trainer:
         config = self.config
         num_steps = config.evaluation.num_steps or config.rollout.num_steps
         table = transition_table("ode", sigma_schedule(num_steps, config.rollout.shift), 0.0)
-        with self.evaluated_weights():
+        with self.evaluated_weights(), self.engine.phase("evaluation"):
             return evaluate(
                 self.policy,
                 self.decoder,
@@ -298,7 +328,8 @@ class Trainer:
                 batch_size=config.evaluation.batch_size,
                 keep_videos=keep_videos,
                 device=self.device,
-                on_batch=lambda done, total: self.progress("evaluation", done, total),
+                world=self.world,
+                on_batch=partial(self.progress, "evaluation"),
             )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
@@ -308,69 +339,70 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ state
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Weights for a checkpoint, by file stem."""
-        result: dict[str, Mapping[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.parameters.items()}}
-        if self.anchor is not None:
-            result["anchor"] = self.anchor.state_dict()
-        if self.ema is not None:
-            result["ema"] = self.ema.state_dict()
-        return result
+        """Tensors of a checkpoint by group: weights, optimizer, and where the run has them anchor and ema."""
+        snapshots = {name: snapshot.tensors() for name, snapshot in self._snapshots().items()}
+        return {**self.engine.tensors(), **snapshots}
 
-    def counters(self) -> dict[str, Any]:
-        """JSON-able state for a checkpoint."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, fit for JSON.
+
+        The trainer draws from no global generator; a custom reward may. Ranks other than 0 take over rank 0's.
+        """
+        version, words, gauss = random.getstate()
         return {
             "update": self.update,
             "rollouts": self.rollouts,
             "anchor_update": self.anchor_update,
             "kl_weight": self.kl_weight.to_dict(),
+            "optimizer": self.engine.state(),
+            "rng": {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, list(words), gauss]},
         }
 
-    def binary_state(self) -> dict[str, Any]:
-        """State that only torch can serialise. The trainer draws from no global generator; a custom reward may."""
-        version, words, gauss = random.getstate()
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-            "python_rng": [version, list(words), gauss],
-        }
+    def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+        """ValueError unless the weights of a checkpoint have this run's names and shapes. Nothing is changed.
 
-    def check_fit(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """ValueError unless the weights of a checkpoint have this run's names and shapes. Nothing is changed."""
-        check_same_tensors(self.parameters, tensors["weights"], "weights")
-        for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)):
-            if snapshot is not None:
-                if name not in tensors:
-                    raise ValueError(f"The checkpoint has no {name} weights, but this run's config needs them.")
-                check_same_tensors(snapshot.values, tensors[name], name)
+        Args:
+            shapes: group -> name -> whole shape.
+        """
+        own = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        check_same_shapes(own, shapes["weights"], "weights")
+        for group in self._snapshots():
+            if group not in shapes:
+                raise ValueError(f"The checkpoint has no {group} weights, but this run's config needs them.")
+            check_same_shapes(own, shapes[group], group)
 
-    def load(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any], binary: Mapping[str, Any]
-    ) -> None:
-        """Take over the state of a checkpoint. ValueError when it does not fit this run."""
-        self.check_fit(tensors)
-        self.load_weights(tensors["weights"])
-        for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)):
-            if snapshot is not None:
-                snapshot.load_state_dict(tensors[name])
-        self.optimizer.load_state_dict(binary["optimizer"])
-        torch.set_rng_state(binary["torch_rng"].cpu())
-        version, words, gauss = binary["python_rng"]
+    def load(self, tensors: TensorSource, state: Mapping[str, Any]) -> None:
+        """Take over the state of a checkpoint that fits. Collective."""
+        self.engine.load_tensors(tensors)
+        for group, snapshot in self._snapshots().items():
+            snapshot.load_tensors(tensors, group)
+        self.engine.load_state(state["optimizer"])
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]["torch"]), dtype=torch.uint8))
+        version, words, gauss = state["rng"]["python"]
         random.setstate((version, tuple(words), gauss))
-        self.update = int(counters["update"])
-        self.rollouts = int(counters["rollouts"])
-        self.anchor_update = int(counters["anchor_update"])
-        self.kl_weight = KLWeightState.from_dict(counters["kl_weight"])
+        self.update = int(state["update"])
+        self.rollouts = int(state["rollouts"])
+        self.anchor_update = int(state["anchor_update"])
+        self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over trained weights alone, as the averaged ones too. ValueError unless names and shapes agree."""
-        check_same_tensors(self.parameters, weights, "weights")
-        for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
-        if self.ema is not None:
-            self.ema.refresh()
+    def _snapshots(self) -> dict[str, Snapshot]:
+        return {
+            name: snapshot for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)) if snapshot is not None
+        }
 
     # ------------------------------------------------------------------------------------------ helpers
+
+    def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel) -> Engine:
+        """The engine of `distributed.engine` over the transformer, whose trained weights are settled."""
+        config = self.config
+        gathering = parallelize(transformer, config, self.world, self.device)
+        if config.distributed.engine == "deepspeed":
+            from sage_fast.distributed.deepspeed import DeepSpeedEngine
+
+            return DeepSpeedEngine(
+                transformer, config.optimizer, config.distributed, self.world, mode=config.training.mode
+            )
+        return TorchEngine(trainable_parameters(transformer), config.optimizer, self.world, gathering)
 
     def _make_gradient(self) -> PolicyGradient:
         """The way of `training.update` to get the gradient."""
@@ -384,6 +416,7 @@ class Trainer:
         if training.update == "two_phase":
             return TwoPhaseGradient(
                 self.policy,
+                self.engine,
                 self.kernels,
                 config.objective,
                 split=split,
@@ -404,6 +437,7 @@ class Trainer:
             training,
             num_generations=config.rollout.num_generations,
             split=split,
+            first_video=self.own_videos.start,
         )
 
     @contextmanager
@@ -437,31 +471,57 @@ class Trainer:
                 f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
             )
 
-    def _check_finite(self, scored: ScoredRollout, terms: PolicyTerms, grad_norm: float, steps: int) -> None:
-        """Stop before the optimizer sees a number that is not finite, naming the prompts it came from."""
-        bad = (~terms.loss.isfinite()).cpu()
-        if not bad.any() and torch.isfinite(torch.tensor(grad_norm)):
+    def _gather_terms(self, scored: ScoredRollout, own: PolicyTerms, grad_norm: float, num_steps: int) -> PolicyTerms:
+        """The terms that were trained on, of all ranks, in CPU memory; (N,) each, in the order of one process.
+
+        TrainingError before the optimizer sees a number that is not finite, naming the prompts it came from.
+        """
+        matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
+        bad = ~matrix[0].isfinite()
+        names: set[str] = set()
+        if bad.any():
+            rows = [s for t in scored.trajectories for _ in range(num_steps) for s in t.samples]
+            names = {
+                f"{s.prompt.index} ({s.prompt.text!r})" for s, wrong in zip(rows, bad.tolist(), strict=True) if wrong
+            }
+        everywhere = self.world.gather((matrix[:, scored.kept_rows(num_steps)], sorted(names)))
+        culprits = [(rank, names) for rank, (_, names) in enumerate(everywhere) if names]
+        if culprits or not math.isfinite(grad_norm):
+            where = f"the gradient norm ({grad_norm})"
+            if culprits:
+                rank, found = culprits[0]
+                on_rank = f"on rank {rank} " if self.world.size > 1 else ""
+                where = f"{on_rank}the loss of prompt {', '.join(found[:3])}"
+            self.engine.zero_grad()
+            raise TrainingError(
+                f"Update {self.update + 1}: {where} is not finite. The weights were not changed, and the last "
+                "checkpoint is intact. Start a new run with a lower optimizer.learning_rate, or with model.dtype "
+                "float32."
+            )
+        # Ranks that share a video have the same terms.
+        return PolicyTerms(*torch.cat([columns for columns, _ in everywhere[:: self.world.sp]], dim=1))
+
+    def _check_lockstep(self) -> None:
+        """Where a forward communicates weights, all ranks must run as many dense batches.
+
+        A batch of prompts with different numbers of tokens runs as several. ConfigError where that could happen.
+        """
+        if not self.engine.sharded:
             return
-        rows = [s for t in scored.trajectories for _ in range(steps) for s in t.samples]
-        names = sorted(
-            {f"{s.prompt.index} ({s.prompt.text!r})" for s, wrong in zip(rows, bad.tolist(), strict=True) if wrong}
-        )
-        where = f"the loss of prompt {', '.join(names[:3])}" if names else f"the gradient norm ({grad_norm})"
-        self.optimizer.zero_grad()
-        raise TrainingError(
-            f"Update {self.update + 1}: {where} is not finite. The weights were not changed, and the last checkpoint "
-            "is intact. Start a new run with a lower optimizer.learning_rate, or with model.dtype float32."
-        )
+        rollout, evaluation = self.config.rollout, self.config.evaluation
 
+        def ragged(prompts: Sequence[Prompt]) -> bool:
+            return len({(len(self.embeds[p.text].text), len(self.embeds[p.text].glyph)) for p in prompts}) > 1
 
-def resolve_device(name: str) -> str:
-    """`auto` becomes cuda where there is one. ConfigError for a device torch cannot use."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"model.device is {name!r}, which torch cannot use here: {error}. Use auto or cpu."
-        ) from error
-    return name
+        if rollout.num_generations % rollout.micro_batch_size and ragged(self.schedule.prompts):
+            raise ConfigError(
+                f"rollout.micro_batch_size is {rollout.micro_batch_size}, which mixes prompts of different lengths, "
+                "but weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many "
+                f"forwards. Set it to a divisor of rollout.num_generations = {rollout.num_generations}."
+            )
+        if evaluation.every and evaluation.batch_size > 1 and ragged([s.prompt for s in self.eval_samples]):
+            raise ConfigError(
+                f"evaluation.batch_size is {evaluation.batch_size}, which mixes prompts of different lengths, but "
+                "weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many forwards. "
+                "Set it to 1."
+            )

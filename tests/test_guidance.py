@@ -51,7 +51,7 @@ def batch(trainer: Trainer) -> tuple[Tensor, Tensor, list[PromptEmbeds]]:
 def gradients(trainer: Trainer) -> Tensor:
     """All gradients as one vector, which are then forgotten."""
     result = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
-    trainer.optimizer.zero_grad()
+    trainer.engine.zero_grad()
     return result
 
 
@@ -226,13 +226,13 @@ def train(
         if smooth:
             use_smooth_velocity(trainer, patch)
             move_weights(trainer)
-        step = trainer.optimizer.step
+        step = trainer.engine.step
 
         def observed() -> None:
             found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
             step()
 
-        patch.setattr(trainer.optimizer, "step", observed)
+        patch.setattr(trainer.engine, "step", observed)
         records = [trainer.iterate() for _ in range(iterations)]
     return records, found
 

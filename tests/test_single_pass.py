@@ -82,13 +82,13 @@ def train(
             use_smooth_velocity(trainer, patch)
         if moved:
             move_weights(trainer)
-        step = trainer.optimizer.step
+        step = trainer.engine.step
 
         def observed() -> None:
             found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
             step()
 
-        patch.setattr(trainer.optimizer, "step", observed)
+        patch.setattr(trainer.engine, "step", observed)
         records = [trainer.iterate() for _ in range(iterations)]
     return records, found, [p.detach() for p in trainer.parameters.values()]
 
@@ -308,8 +308,8 @@ def test_forwards_of_the_transformer_per_phase(
     monkeypatch.setattr(trainer, "_phase", entering)
     trainer.policy.transformer.register_forward_pre_hook(count)
     steps: list[int] = []
-    optimize = trainer.optimizer.step
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: (steps.append(1), optimize()))
+    optimize = trainer.engine.step
+    monkeypatch.setattr(trainer.engine, "step", lambda: (steps.append(1), optimize()))
     for iteration in range(4):
         counts.clear()
         steps.clear()

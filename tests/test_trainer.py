@@ -154,8 +154,8 @@ def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun, forwa
         trainer = build_trainer(tiny_run(f"--training.mode={mode}", f"--model.forward={forward}"))
         dead = dead_modules(trainer.policy.transformer)
         assert not any(is_dead(name, dead) for name in trainer.parameters)
-        trainer.optimizer.zero_grad()
-        trainer.optimizer.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
+        trainer.engine.zero_grad()
+        trainer.engine.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
         trainer.iterate()
         without = {name.split(".")[0] for name, p in trainer.parameters.items() if p.grad is None}
         # No toy prompt quotes text, and the fused forward does not embed what is not there.
@@ -282,7 +282,7 @@ def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:
 
 def test_muon_takes_matrices_and_adamw_the_rest(tiny_run: MakeRun) -> None:
     trainer = build_trainer(tiny_run("--optimizer.name=muon", "--training.mode=full"))
-    muon, adamw = trainer.optimizer.optimizers
+    muon, adamw = trainer.engine.optimizer.optimizers
     assert type(muon).__name__ == "Muon" and type(adamw).__name__ == "AdamW"
     assert all(p.ndim == 2 for group in muon.param_groups for p in group["params"])
     assert sum(len(g["params"]) for o in (muon, adamw) for g in o.param_groups) == len(trainer.parameters)
@@ -298,14 +298,14 @@ def test_learning_rate_warms_up(tiny_run: MakeRun) -> None:
 def test_gradients_are_clipped_to_the_global_norm(tiny_run: MakeRun) -> None:
     trainer = build_trainer(tiny_run("--optimizer.max_grad_norm=1e-6"))
     norms: list[float] = []
-    step = trainer.optimizer.step
+    step = trainer.engine.step
 
     def spy() -> None:
         grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
         norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
         step()
 
-    trainer.optimizer.step = spy  # type: ignore[method-assign]
+    trainer.engine.step = spy  # type: ignore[method-assign]
     assert trainer.iterate()["grad_norm"] > 1e-6
     assert norms[0] == pytest.approx(1e-6, rel=1e-2)
 

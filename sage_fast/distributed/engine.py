@@ -13,6 +13,18 @@ from torch import Tensor, nn
 Phase = Literal["rollout", "anchor", "update", "evaluation"]
 
 
+class TensorSource(Protocol):
+    """A checkpoint's tensors, by group and name; of any number of ranks and any engine."""
+
+    def load_into(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Fill tensors in place, which may be shards; only these groups and names are read. Collective."""
+        ...
+
+    def read(self, group: str, name: str) -> Tensor:
+        """One whole tensor, in CPU memory."""
+        ...
+
+
 class Snapshot(Protocol):
     """Values of the trained weights at some moment: the KL anchor, or their moving average."""
 
@@ -26,6 +38,14 @@ class Snapshot(Protocol):
 
     def applied(self) -> AbstractContextManager[None]:
         """Within the context the model computes with these values. Collective."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The values by the names of the weights, for a checkpoint; as `Engine.tensors`."""
+        ...
+
+    def load_tensors(self, source: TensorSource, group: str) -> None:
+        """Take over the values of a checkpoint's group. Collective."""
         ...
 
 
@@ -83,8 +103,10 @@ class Engine(Protocol):
         """
         ...
 
-    def load_tensors(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `tensors` of any engine on any number of ranks has given, whole. Collective."""
+    def load_tensors(self, source: TensorSource) -> None:
+        """Take over weights and optimizer state that `tensors` of any engine on any number of ranks has given.
+        Collective.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -60,14 +60,18 @@ class JointAttention(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's tokens: q, k, v (B, N + L, H, D) with the video tokens first.
 
-        q may hold the video tokens alone. lse is whatever `backward` needs of it.
+        q may hold the video tokens alone; where it holds all, out has text rows too. lse is whatever `backward` needs
+        of it.
         """
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Gradients of q, k and v.
+
+        Under sequence parallelism gradients of the text are this rank's part of them: the ranks' parts add up.
+        """
         ...
 
 

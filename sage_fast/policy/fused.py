@@ -55,15 +55,19 @@ class SequenceLayout(Protocol):
     """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
 
     The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
-    exchanges tokens and heads.
+    exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
     """
 
     def split(self, tokens: Tensor, dim: int) -> Tensor:
         """This rank's share of all video tokens, which lie along `dim`; differentiable."""
         ...
 
-    def join(self, tokens: Tensor, dim: int) -> Tensor:
-        """All video tokens from the ranks' shares; differentiable."""
+    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
+        """All `num_video` video tokens from the ranks' shares; differentiable."""
+        ...
+
+    def attention(self, local: JointAttention, num_video: int) -> JointAttention:
+        """What the blocks of a video of so many tokens attend with; `local` is attention on one device."""
         ...
 
 
@@ -86,14 +90,14 @@ class Acceleration:
         self.blocks: list[Any] = list(transformer.transformer_blocks)
         self.attention_choice, self.deterministic = attention, deterministic
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
-        self.attention: JointAttention | None = None
-        """What the blocks attend with; None chooses by device. Sequence parallelism sets its own."""
         self.sequence: SequenceLayout | None = None
-        """Which video tokens are computed here; None is all of them."""
+        """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
         self.adaln = adaln
         self.table: ModulationTable | None = None
         self.rotary: tuple[Tensor, Tensor]
-        """cos and sin of the video tokens of the forward that runs."""
+        """cos and sin of the video tokens of the forward that runs, those that are computed here."""
+        self.num_video = 0
+        """Video tokens of the forward that runs, on all ranks that share them."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._glyphs = WeakTensorKeyDictionary()
@@ -158,19 +162,21 @@ class Acceleration:
         checkpointing: Checkpointing = self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
-        key = (device, dtype, checkpointing, id(self.attention))
+        # Blocks keep their settings for the backward, so what they exchange by is that of their own forward.
+        sequence = None if self.sequence is None else (self.sequence, self.num_video)
+        key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
             kernels = select_transformer_kernels(self.kernels_choice, device, dtype)
-            attention = self.attention
-            if attention is None:
-                backend = resolve_backend(
-                    self.attention_choice,
-                    device=device,
-                    dtype=dtype,
-                    head_dim=self.transformer.config["attention_head_dim"],
-                    deterministic=self.deterministic,
-                )
-                attention = LocalAttention(backend, self.deterministic)
+            backend = resolve_backend(
+                self.attention_choice,
+                device=device,
+                dtype=dtype,
+                head_dim=self.transformer.config["attention_head_dim"],
+                deterministic=self.deterministic,
+            )
+            attention: JointAttention = LocalAttention(backend, self.deterministic)
+            if self.sequence is not None:
+                attention = self.sequence.attention(attention, self.num_video)
             self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload)
         return self._settings[key]
 
@@ -215,6 +221,7 @@ class Acceleration:
         text = self.embed_text(prompts, timestep, dtype)
         x = self.embed_latents(latents.to(dtype))
         cos, sin = self.rope(latents)
+        self.num_video = x.shape[1]
         if self.sequence is not None:
             x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
         table = self.modulation(known, timestep)
@@ -225,7 +232,7 @@ class Acceleration:
             x, text = block(x, text, activated, *modulations)
         tokens = self.project_out(x, activated)
         if self.sequence is not None:
-            tokens = self.sequence.join(tokens, 1)
+            tokens = self.sequence.join(tokens, 1, self.num_video)
         return self.unpatchify(tokens, latents.shape[2:])
 
     def embed_time(self, timestep: Tensor) -> Tensor:

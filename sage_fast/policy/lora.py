@@ -4,6 +4,7 @@ Adapters are peft's, through diffusers' `add_adapter`, and are saved in diffuser
 loads them. Trained weights are float32 masters, also over a bfloat16 transformer.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,21 @@ def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
 def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """Qualified name -> parameter of everything that is trained, in a fixed order."""
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def base_digest(transformer: nn.Module) -> str:
+    """SHA-256 of names, shapes and the first and last numbers of the base weights: cheap for 8.3 B parameters, and
+    different for any two sets of weights that were trained. Adapters do not count.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:
+            continue
+        flat = parameter.detach().flatten()
+        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu()
+        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
+    return digest.hexdigest()
 
 
 def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:

@@ -3,21 +3,29 @@
 Only what is trained is copied, so with LoRA none of these duplicates the frozen transformer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sage_fast.distributed.engine import TensorSource
 
 
 class WeightSnapshot:
     """Values of a model's trained weights at some moment.
 
-    The tensors live on the parameters' device and in their dtype, and are in the state dict of a checkpoint.
+    The tensors live on the parameters' device, in their dtype and sharded like them, and are in every checkpoint.
+
+    Args:
+        parameters: qualified name -> trained weight.
+        changed: called when the weights have taken other values.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], changed: Callable[[], None] = lambda: None) -> None:
         self._parameters = parameters
+        self._changed = changed
         self.values: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
@@ -34,7 +42,9 @@ class WeightSnapshot:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the context the model computes with these values; storage is exchanged, nothing is copied."""
+        """Within the context the model computes with these values; the storage of whole weights is exchanged, not
+        copied.
+        """
         self._exchange()
         try:
             yield
@@ -43,28 +53,33 @@ class WeightSnapshot:
 
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.data, self.values[name] = self.values[name], parameter.data
+            if isinstance(parameter, DTensor):
+                # FSDP2 gathers from the storage that it made itself.
+                here, there = parameter.detach().to_local(), self.values[name].to_local()  # type: ignore[attr-defined]
+                kept = here.clone()
+                here.copy_(there)
+                there.copy_(kept)
+            else:
+                parameter.data, self.values[name] = self.values[name], parameter.data
+        self._changed()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """The values by name; live, not copies."""
         return dict(self.values)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a checkpoint. ValueError unless names and shapes agree."""
-        check_same_tensors(self.values, state, "snapshot")
-        for name, value in state.items():
-            self.values[name].copy_(value)
+    def load_tensors(self, source: TensorSource, group: str) -> None:
+        """Take the values of a checkpoint's group."""
+        source.load_into({group: self.values})
 
 
-def check_same_tensors(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> None:
+def check_same_shapes(here: Mapping[str, Sequence[int]], there: Mapping[str, Sequence[int]], what: str) -> None:
     """ValueError unless both mappings hold the same names with the same shapes."""
     if missing := sorted(set(here) - set(there)):
         raise ValueError(f"The checkpoint's {what} lacks {len(missing)} of this run's tensors, such as {missing[0]!r}.")
     if extra := sorted(set(there) - set(here)):
         raise ValueError(f"The checkpoint's {what} has {len(extra)} tensors this run lacks, such as {extra[0]!r}.")
-    for name, value in here.items():
-        if value.shape != there[name].shape:
+    for name, shape in here.items():
+        if tuple(shape) != tuple(there[name]):
             raise ValueError(
-                f"The checkpoint's {what} has {name!r} of shape {tuple(there[name].shape)}, "
-                f"this run's is {tuple(value.shape)}."
+                f"The checkpoint's {what} has {name!r} of shape {tuple(there[name])}, this run's is {tuple(shape)}."
             )

@@ -1,0 +1,197 @@
+"""The transformer over the processes of a run, and how long its weights stay gathered.
+
+Order matters, and is that of `parallelize`: what replaces a forward comes before what wraps the module's call.
+
+Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
+* training.mode full: every weight is a float32 master, sharded over the dp_shard * sp ranks of a replica. A block is
+  gathered in `distributed.param_dtype`, its gradient is summed in float32 and scattered back.
+* training.mode lora: the frozen weights are sharded likewise, in their own dtype. Adapters are small (225 MB at rank
+  32) and stay whole on every rank, outside FSDP: one sum per update replaces one per backward, anchor and average
+  exchange them as on one process, and the single pass can differentiate with respect to them.
+"""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.distributed.engine import Phase
+from sage_fast.distributed.ulysses import shard_sequence
+from sage_fast.distributed.world import World
+from sage_fast.policy.forward import choose_forward
+from sage_fast.policy.modulation import adaln_layers
+
+# Our callers do not write into the outputs of blocks, which is what FSDP2 warns of.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def parallelize(
+    transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World, device: torch.device
+) -> "Gathering":
+    """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
+
+    Args:
+        transformer: whole, in CPU memory; afterwards on `device`, or sharded there.
+        config: the run.
+        world: the ranks.
+        device: this rank's.
+
+    Returns:
+        What decides when sharded weights are gathered and given back.
+
+    Raises:
+        ConfigError: settings that cannot be had together, or on this model.
+    """
+    zero = config.distributed.engine == "deepspeed"
+    shards = world.dp_shard * world.sp > 1 or config.training.mode == "full"
+    sharded = world.fsdp_mesh is not None and shards and not zero
+    if not sharded:
+        transformer.to(device)
+    # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
+    model = config.model
+    if (sharded or zero) and model.adaln == "auto":
+        # Weights that are gathered at one time and not at another would be a table now and then.
+        model = replace(model, adaln="weights")
+    acceleration = choose_forward(transformer, model)
+    # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
+    if world.sp > 1:
+        if acceleration is None:
+            raise ConfigError(
+                f"distributed.sp is {world.sp}, but sequence parallelism lives in the fused forward and model.forward "
+                "is stock. Set model.forward to fused, or distributed.sp to 1."
+            )
+        assert world.sp_group is not None
+        shard_sequence(acceleration, world.sp_group)
+    # 3. FSDP2 (or, in an engine of its own, DeepSpeed) around the calls of the blocks and of the
+    # transformer, last, because it moves the weights.
+    if not sharded:
+        return Gathering(transformer, "never")
+    _check_offload(config)
+    shard_weights(transformer, config, world, device)
+    return Gathering(transformer, _keep(transformer, config, device))
+
+
+def shard_weights(
+    transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World, device: torch.device
+) -> None:
+    """FSDP2 on every block, and on the rest of the transformer as one more unit."""
+    section, full = config.distributed, config.training.mode == "full"
+    adapters = set() if full else {p for p in transformer.parameters() if p.requires_grad}
+    for adapter in adapters:
+        adapter.data = adapter.data.to(device)
+    whole = set(adapters)
+    if config.model.adaln in ("table", "offload"):
+        # A table is computed from whole weights; with `offload` they are in CPU memory.
+        layers = [layer for block in transformer.transformer_blocks for layer in adaln_layers(block)]
+        if config.model.adaln == "table":
+            nn.ModuleList(layers).to(device)
+        whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}
+    for name, buffer in transformer.named_buffers():
+        owner, _, last = name.rpartition(".")
+        transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
+    offload: OffloadPolicy = (
+        CPUOffloadPolicy(pin_memory=device.type == "cuda") if section.cpu_offload else OffloadPolicy()
+    )
+    settings: dict[str, Any] = {
+        "mesh": world.fsdp_mesh if world.dp_replicate > 1 else world.fsdp_mesh["shard"],  # type: ignore[index]
+        # Inputs are not cast: a timestep of bfloat16 is another noise level.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, section.param_dtype) if full else None,
+            reduce_dtype=torch.float32 if full else None,
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": offload,
+        "ignored_params": whole,
+        "reshard_after_forward": True,
+    }
+    # Block after block from CPU memory, so that a GPU never holds more than its shards and one block.
+    blocks: list[Any] = list(transformer.transformer_blocks)
+    for block in blocks:
+        fully_shard(block, **settings)
+    root: Any = fully_shard(transformer, **settings)
+    for module in fsdp_modules(root):
+        # Every rank contributes its part of the gradient of one whole loss, ranks of a video (sp) like those with
+        # other videos: parts are added. FSDP2 would take their mean. (Plain sums, since gloo has no scaled ones.)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if full and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            # A rank whose prompts have no glyph tokens has no gradient for their projection.
+            module.set_reduce_scatter_unused_params(True)
+    # The next block's weights travel while this one computes.
+    for this, following in itertools.pairwise(blocks):
+        this.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([this])
+
+
+class Gathering:
+    """When the sharded weights of a transformer are gathered, and when they are given back."""
+
+    def __init__(self, transformer: nn.Module, keep: Literal["never", "rollout", "always"]) -> None:
+        self.modules = fsdp_modules(transformer)
+        self.keep = keep
+        if keep == "always":
+            self._stay_gathered(True)
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Keep weights gathered through a phase without gradients, where the setting says so."""
+        stays = self.keep == "rollout" and name != "update"
+        if stays:
+            self._stay_gathered(True)
+        try:
+            yield
+        finally:
+            if stays:
+                self._stay_gathered(False)
+                self.give_back()
+
+    def give_back(self) -> None:
+        """Free gathered weights, which are stale once the shards have changed."""
+        for module in self.modules:
+            module.reshard()
+
+    def sum_over_replicas(self, now: bool) -> None:
+        """Whether the next backward sums gradients over replicas too, or leaves that to a later one."""
+        for module in self.modules:
+            module.set_requires_all_reduce(now, recurse=False)
+
+    def _stay_gathered(self, stay: bool) -> None:
+        for module in self.modules:
+            module.set_reshard_after_forward(not stay, recurse=False)
+            module.set_reshard_after_backward(not stay, recurse=False)
+
+
+def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
+    """The units of a sharded transformer, itself first; none of a whole one."""
+    return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+
+
+def _keep(transformer: nn.Module, config: RunConfig, device: torch.device) -> Literal["never", "rollout", "always"]:
+    """What `distributed.keep_gathered` means on this device."""
+    section = config.distributed
+    if section.keep_gathered != "auto":
+        return section.keep_gathered
+    if section.cpu_offload:
+        return "never"
+    if config.training.mode == "full":
+        return "rollout"
+    size = sum(p.numel() * p.element_size() for p in transformer.parameters())
+    room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
+    return "always" if size <= room else "rollout"
+
+
+def _check_offload(config: RunConfig) -> None:
+    section = config.distributed
+    if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
+        raise ConfigError(
+            f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
+            f"{section.keep_gathered}, which keeps them there. Set keep_gathered to auto or never."
+        )

@@ -1,0 +1,332 @@
+"""Ulysses sequence parallelism: P ranks share the tokens of a video, and inside the attention its heads.
+
+Rank r holds video tokens r n to (r + 1) n - 1, n = N / P rounded up; the last shares end in zero rows, which no real
+token sees. The text, a few hundred tokens, is on every rank. A layer communicates twice each way:
+
+    forward   1. q, k, v of the share, all heads       ->  q, k, v of all video tokens, H / P heads
+                 attention over [video, text]; the text's q, k, v are here already and give their slice of the heads
+              2. result, all tokens, H / P heads       ->  result of the share and of the text, all heads
+    backward  3. gradient of 2., with q, k, v, result of the share  ->  all tokens, H / P heads
+                 backward of the attention
+              4. gradients of q, k, v                  ->  those of the share, all heads
+
+A block keeps q, k, v and the result as tokens of its share or computes them again, so 3. carries them once more; that
+takes no memory. Checkpointing "full" repeats 1. and 2. in the backward. A forward ends in one all-gather of velocities.
+In the last layer the text has no queries, so no result either.
+
+**Gradients are parts.** Every rank computes the same loss from the joined velocity, and what it leaves in `.grad` is
+its part: dL/dw = sum of the ranks' gradients, not their mean. Proof, from the loss backwards:
+* What is shared out (a video token's x, q, k, v) has its whole gradient, on the rank that holds it: the gradient of the
+  joined velocity is the same everywhere, and a rank takes the rows of its share.
+* What all ranks hold (weights, modulation, text) has parts: a rank adds up what its own tokens and heads contribute.
+  All compute the text stream alike, and a backward is linear in the gradient it is given, so from parts come parts.
+* In the attention rank r needs the whole gradient of its heads: 3. brings the video's, and of the text's parts their
+  sum. It then has the whole dq, dk, dv of its heads: 4. returns the video's rows; the text's stay, and are zero for the
+  other heads.
+
+Copies besides the communication, S = B n D elements, a share; text is left out: forward 3 S packed for 1. (with B > 1
+also 3 S unpacked), 1 S packed and 1 S unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
+
+Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+
+Shapes: B batch, N video tokens, n those of a share, L text tokens, H heads, D width of them all, P ranks; d head dim.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from sage_fast.policy.block import Checkpointing, JointAttention
+
+if TYPE_CHECKING:
+    from sage_fast.policy.fused import Acceleration
+
+
+def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group share the video tokens of every forward of this transformer from now on.
+
+    All of them then call it with the same latents, timesteps and prompts, and get the same velocities. A group of one
+    rank changes nothing.
+
+    Args:
+        acceleration: of the transformer; None stands for a transformer with diffusers' own forward, which is refused.
+        group: P ranks; P divides the number of heads. On a GPU an NCCL group, on a CPU a gloo one.
+
+    Raises:
+        ValueError: not accelerated, or heads that P ranks cannot share.
+    """
+    if acceleration is None or acceleration.transformer.__dict__.get("_acceleration") is not acceleration:
+        raise ValueError(
+            "This transformer runs diffusers' own forward, which computes every token on every rank. Sequence "
+            "parallelism needs the fused one: set model.forward to fused, or distributed.sp to 1."
+        )
+    degree = dist.get_world_size(group)
+    heads: int = acceleration.transformer.config["num_attention_heads"]
+    if heads % degree:
+        allowed = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
+        raise ValueError(
+            f"{degree} ranks cannot share {heads} attention heads evenly. Set distributed.sp to a divisor: {allowed}."
+        )
+    acceleration.sequence = Ulysses(group, dist.get_rank(group), degree) if degree > 1 else None
+
+
+# -------------------------------------------------------------------------------------------------------------- bytes
+
+
+class LayerBytes(NamedTuple):
+    """Bytes that a rank sends to others in one layer."""
+
+    forward: int
+    """Of the two all-to-alls of a forward pass, with or without gradients."""
+    backward: int
+    """Of the two all-to-alls of a backward pass, and of the forward's where checkpointing repeats them."""
+
+
+def share_of(num_video: int, degree: int) -> int:
+    """n, the video tokens of every share: N / P, rounded up."""
+    return -(-num_video // degree)
+
+
+def all_to_all_bytes(
+    *,
+    batch: int,
+    num_video: int,
+    num_text: int,
+    width: int,
+    degree: int,
+    itemsize: int,
+    checkpointing: Checkpointing = "none",
+    last: bool = False,
+) -> LayerBytes:
+    """What a rank sends to the P - 1 others in one layer; of each buffer 1/P stays where it is.
+
+        forward    (P - 1)/P * itemsize * B * (3 n D  +  n D + L D)          q, k, v; then the result
+        backward   (P - 1)/P * itemsize * B * (5 n D + L D  +  3 n D)        dout, q, k, v, out; then dq, dk, dv
+
+    L D is the text's result and its gradient, which the last layer does not have. Checkpointing "full" does the
+    forward's part once more in the backward.
+
+    Args:
+        batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize: bytes of an element.
+        checkpointing: of the blocks, see `policy/block.py`.
+        last: whether it is the last layer.
+    """
+    share = share_of(num_video, degree)
+    text = 0 if last else num_text
+    unit = batch * width * itemsize // degree * (degree - 1)
+    forward = unit * (4 * share + text)
+    backward = unit * (8 * share + text)
+    return LayerBytes(forward, backward + forward if checkpointing == "full" else backward)
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """A `SequenceLayout`: rank `rank` of the `degree` ranks of `group` computes its share of the video tokens."""
+
+    group: dist.ProcessGroup
+    rank: int
+    degree: int
+
+    def split(self, tokens: Tensor, dim: int) -> Tensor:
+        """This rank's n of N tokens along `dim`, a copy, so that the others' memory is free afterwards.
+
+        Its gradient is zero outside the share.
+        """
+        share: Tensor = _Split.apply(tokens, dim, self)
+        return share
+
+    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
+        """All N tokens, gathered along `dim`. Of their gradient, the same on every rank, the share takes its rows."""
+        tokens: Tensor = _Join.apply(share, dim, num_video, self)
+        return tokens
+
+    def attention(self, local: JointAttention, num_video: int) -> "UlyssesAttention":
+        """`local` over the tokens of all ranks."""
+        return UlyssesAttention(self, local, num_video)
+
+    def take(self, tokens: Tensor, dim: int) -> Tensor:
+        """The rows of this share, padded with zeros."""
+        size = share_of(tokens.shape[dim], self.degree)
+        rows = self.rows(tokens, dim)
+        share = tokens.new_empty([*tokens.shape[:dim], size, *tokens.shape[dim + 1 :]])
+        held = rows.shape[dim]
+        share.narrow(dim, 0, held).copy_(rows)
+        share.narrow(dim, held, size - held).zero_()
+        return share
+
+    def rows(self, tokens: Tensor, dim: int) -> Tensor:
+        """The rows of this share without padding, a view; possibly none."""
+        num_video = tokens.shape[dim]
+        size = share_of(num_video, self.degree)
+        first = min(self.rank * size, num_video)
+        return tokens.narrow(dim, first, min(size, num_video - first))
+
+    def exchange(self, send: Tensor, received: Tensor | None = None) -> Tensor:
+        """(P, ...): row p goes to rank p, and row p of the result came from there. Both are contiguous."""
+        received = torch.empty_like(send) if received is None else received
+        dist.all_to_all_single(received, send, group=self.group)
+        return received
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ulysses":
+        # A copy of a transformer computes with the same ranks; a process group cannot be copied.
+        return self
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, dim: int, layout: Ulysses) -> Tensor:
+        ctx.dim, ctx.layout, ctx.num_video = dim, layout, tokens.shape[dim]
+        return layout.take(tokens, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        whole = grad.new_zeros([*grad.shape[: ctx.dim], ctx.num_video, *grad.shape[ctx.dim + 1 :]])
+        rows = ctx.layout.rows(whole, ctx.dim)
+        rows.copy_(grad.narrow(ctx.dim, 0, rows.shape[ctx.dim]))
+        return whole, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, dim: int, num_video: int, layout: Ulysses) -> Tensor:
+        ctx.dim, ctx.layout = dim, layout
+        # Tokens first: the ranks' shares then lie one after the other.
+        rows = share.movedim(dim, 0).contiguous()
+        gathered = rows.new_empty(layout.degree * rows.shape[0], *rows.shape[1:])
+        dist.all_gather(list(gathered.chunk(layout.degree)), rows, group=layout.group)
+        return gathered[:num_video].movedim(0, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.layout.take(grad, ctx.dim), None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class UlyssesAttention:
+    """A `JointAttention` over the shares of all ranks: `local` computes 1/P of the heads for all tokens.
+
+    `num_video` is N; the tensors that blocks hand over have n video tokens. The lse is local's, of this rank's heads.
+    """
+
+    layout: Ulysses
+    local: JointAttention
+    num_video: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
+        """As in `JointAttention`: q, k, v (B, n + L, H, d) of the share and the text, q possibly without the text."""
+        share, whole, degree = num_video, self.num_video, self.layout.degree
+        assert share == share_of(whole, degree)
+        (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
+        num_queries = whole + q.shape[1] - share
+
+        send = k.new_empty(degree, batch, share, 3, heads // degree, dim)
+        for i, part in enumerate((q, k, v)):
+            send[:, :, :, i].copy_(self._by_rank(part[:, :share]))
+        # The shares of one sample arrive in order, with room for the text behind them, in place of the padding.
+        joint = k.new_empty(batch, degree * share + num_text, 3, heads // degree, dim)
+        if batch == 1:
+            self.layout.exchange(send, joint[0, : degree * share])
+        else:
+            _paste(self.layout.exchange(send), joint[:, :whole])
+        del send
+        for i, part in enumerate((q, k, v)):
+            text = self._own_heads(part[:, share:])
+            joint[:, whole : whole + text.shape[1], i].copy_(text)
+        q, k, v = joint[:, : whole + num_text].unbind(2)
+        out, lse = self.local.forward(q[:, :num_queries], k, v, whole)
+        del joint, q, k, v
+
+        send = out.new_empty(degree, batch, share + num_queries - whole, heads // degree, dim)
+        _cut(out[:, :whole], send[:, :, :share])
+        send[:, :, share:].copy_(out[:, whole:])
+        received = self.layout.exchange(send)
+        result = out.new_empty(batch, received.shape[2], heads, dim)
+        self._by_rank(result).copy_(received)
+        return result, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As in `JointAttention`; of the text, the gradients are whole for this rank's heads and zero for others."""
+        share, whole, degree = num_video, self.num_video, self.layout.degree
+        (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
+        query_text = q.shape[1] - share
+
+        # Of the text, its gradient alone is not here yet. It goes behind the shares.
+        send = k.new_empty(degree, batch * (5 * share + query_text), heads // degree, dim)
+        video = send[:, : 5 * batch * share].unflatten(1, (5, batch, share))
+        for i, part in enumerate((grad, q, out, k, v)):
+            video[:, i].copy_(self._by_rank(part[:, :share]))
+        text = send[:, 5 * batch * share :].unflatten(1, (batch, query_text))
+        text.copy_(self._by_rank(grad[:, share:]))
+        received = self.layout.exchange(send)
+        del send, video, text
+
+        queries = k.new_empty(3, batch, whole + query_text, heads // degree, dim)
+        keys = k.new_empty(2, batch, whole + num_text, heads // degree, dim)
+        video = received[:, : 5 * batch * share].unflatten(1, (5 * batch, share))
+        _paste(video[:, : 3 * batch], queries.flatten(0, 1)[:, :whole])
+        _paste(video[:, 3 * batch :], keys.flatten(0, 1)[:, :whole])
+        all_grad, all_q, all_out, all_k, all_v = *queries.unbind(0), *keys.unbind(0)
+        all_grad[:, whole:] = received[:, 5 * batch * share :].sum(0).unflatten(0, (batch, query_text))
+        del received, video
+        for part, own in ((all_q, q), (all_out, out), (all_k, k), (all_v, v)):
+            part[:, whole:].copy_(self._own_heads(own[:, share:]))
+        grads = self.local.backward(all_grad, all_q, all_k, all_v, all_out, lse, whole)
+        del queries, keys, all_grad, all_q, all_out, all_k, all_v, part
+
+        send = k.new_empty(degree, 3, batch, share, heads // degree, dim)
+        for i, part in enumerate(grads):
+            _cut(part[:, :whole], send[:, i])
+        received = self.layout.exchange(send)
+        dq, dk, dv = (self._as_tokens(received[:, i], part[:, whole:]) for i, part in enumerate(grads))
+        return dq, dk, dv
+
+    def _by_rank(self, tokens: Tensor) -> Tensor:
+        """(B, tokens, H, d) as (P, B, tokens, H / P, d): the heads of every rank, a view."""
+        return tokens.unflatten(2, (self.layout.degree, -1)).permute(2, 0, 1, 3, 4)
+
+    def _own_heads(self, tokens: Tensor) -> Tensor:
+        """(B, tokens, H, d) to this rank's heads (B, tokens, H / P, d), a view."""
+        return self._by_rank(tokens)[self.layout.rank]
+
+    def _as_tokens(self, share: Tensor, text: Tensor) -> Tensor:
+        """(B, n + text, H, d) of a share by rank (P, B, n, H / P, d), and of text that has this rank's heads alone."""
+        degree, batch, size, heads, dim = share.shape
+        result = share.new_empty(batch, size + text.shape[1], degree * heads, dim)
+        self._by_rank(result[:, :size]).copy_(share)
+        result[:, size:].zero_()
+        self._own_heads(result[:, size:]).copy_(text)
+        return result
+
+
+def _cut(tokens: Tensor, shares: Tensor) -> None:
+    """Write tokens (B, N, ...) into shares (P, B, n, ...), and zero into the padding."""
+    size = shares.shape[2]
+    full, rest = divmod(tokens.shape[1], size)
+    shares[:full].copy_(tokens[:, : full * size].unflatten(1, (full, size)).transpose(0, 1))
+    if full < shares.shape[0]:
+        shares[full, :, :rest].copy_(tokens[:, full * size :])
+        shares[full, :, rest:].zero_()
+        shares[full + 1 :].zero_()
+
+
+def _paste(shares: Tensor, tokens: Tensor) -> None:
+    """Write shares (P, B, n, ...) without their padding into tokens (B, N, ...)."""
+    size = shares.shape[2]
+    full, rest = divmod(tokens.shape[1], size)
+    tokens[:, : full * size].unflatten(1, (full, size)).copy_(shares[:full].transpose(0, 1))
+    if rest:
+        tokens[:, full * size :].copy_(shares[full, :, :rest])

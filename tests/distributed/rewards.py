@@ -1,0 +1,13 @@
+"""A reward for comparing runs: videos are bytes, and what a rounding does to one byte must not show."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class BrightShare:
+    """Share of the bright pixels of each colour."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        bright = (videos > 120).float().mean(dim=(1, 3, 4))
+        return {"red": bright[:, 0], "green": bright[:, 1]}

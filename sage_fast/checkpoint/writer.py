@@ -172,7 +172,7 @@ class CheckpointWriter:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with
             if error is None:
                 raise
             # What has ended the run is what its user must see.

@@ -341,6 +341,9 @@ def costs_block(results: Results) -> str:
         for name, found in device.values.get("checkpoint", {}).items():
             label = {"toy": "saving the toy run", "lora": "saving a LoRA run of HunyuanVideo-1.5"}[name]
             rows.append((label, f"{_seconds(found['seconds'])} s", f"{found['bytes'] / 1e6:.0f} MB"))
+            if "background" in found:
+                share = f"{found['background_over_foreground']:.2f} of it"
+                rows.append((f"{label}, in the background", f"{_seconds(found['background']['seconds'])} s", share))
         host = device.values.get("host", {"passed": False})
         if host["passed"]:
             what = "until the call returns" if host["device"] == "cuda" else "with its tiny arithmetic"

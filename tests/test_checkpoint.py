@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,18 @@ def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) ->
 
 
 def test_the_manifest_describes_every_other_file(tmp_path: Path) -> None:
-    def adapter(folder: Path) -> None:
+    def adapter(folder: Path) -> Callable[[], object]:
         (folder / "lora").mkdir()
         (folder / "lora/adapter.safetensors").write_bytes(b"weights")
+        return lambda: (folder / "lora/README.md").write_text("written later")
 
     with CheckpointWriter(tmp_path, keep_last=1) as saver:
         folder = saver.save(1, contents(), extra=adapter)
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     del files["manifest.json"]
-    assert set(files) == {"lora/adapter.safetensors", "shards/.metadata", "shards/__0_0.distcp", "state.json"}
+    lora, shards = {"lora/adapter.safetensors", "lora/README.md"}, {"shards/.metadata", "shards/__0_0.distcp"}
+    assert set(files) == {"state.json"} | lora | shards
     assert manifest["files"] == {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
     }
@@ -190,6 +192,18 @@ def test_a_checkpoint_has_no_name_before_it_is_complete(tmp_path: Path, gate: th
         gate.set()
         saver.wait()
         assert [p.name for p in tmp_path.iterdir()] == ["update-000001"]
+
+
+def test_what_extra_returns_is_called_in_the_background(tmp_path: Path) -> None:
+    threads = []
+
+    def extra(folder: Path) -> Callable[[], None]:
+        threads.append(threading.current_thread().name)
+        return lambda: threads.append(threading.current_thread().name)
+
+    with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as saver:
+        saver.save(1, contents(), extra=extra)
+    assert threads[0] == threading.current_thread().name and threads[1].startswith("checkpoint")
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, gate: threading.Event) -> None:

@@ -13,14 +13,16 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.cli import main
-from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.export import export
 from sage_fast.policy.hunyuan15 import velocity
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
+from sage_fast.policy.trained import whole_parameters
 from sage_fast.run import Run
 from sage_fast.toy.components import load_components
-from tests.tiny_checkpoints import build_pipeline, save_official_layout
+from tests.tiny_checkpoints import build_pipeline, save_diffusers_layout, save_official_layout
 
 MakeRun = Callable[..., RunConfig]
 
@@ -102,6 +104,40 @@ def test_a_full_run_exports_its_transformer_bit_for_bit(
     assert main(["export", str(checkpoint), "--output", str(folder)]) == 0
     assert torch.equal(probe(run, run_readme(folder)), trained(run))
     assert json.loads((folder / "export.json").read_text())["format"] == "full"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_full_run_of_a_public_model_is_exported_from_disk(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Neither the base model nor the checkpoint is loaded; what cannot be trained is the base model's."""
+    base = save_diffusers_layout(tmp_path / "model").transformer.float()
+    config = tiny_run("--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}", "--training.mode=full")
+    trained = {name: torch.randn(p.shape) for name, p in whole_parameters(base).items()}
+    data = CheckpointData(tensors={"weights": trained}, state={"trainer": {"update": 3}, "config": to_dict(config)})
+    with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
+        folder = writer.save(3, data)
+    with monkeypatch.context() as patch:
+        patch.setattr(HunyuanVideo15Transformer3DModel, "from_pretrained", None)
+        result = export(folder, tmp_path / "o", dtype=dtype)
+    assert result.update == 3 and result.format == "full"
+    exported = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "o", torch_dtype=dtype).state_dict()
+    untrained = base.state_dict().keys() - trained.keys()
+    assert exported.keys() == base.state_dict().keys() and len(untrained) > 10
+    for name, value in (base.state_dict() | trained).items():
+        assert torch.equal(exported[name], value.to(dtype)), name
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tiny_run: MakeRun, tmp_path: Path) -> None:
+    run = trained_run(tiny_run, "--training.mode=full")
+    save_diffusers_layout(tmp_path / "model")
+    with pytest.raises(ConfigError, match="does not fit its base model"):
+        export(
+            run.directory,
+            tmp_path / "o",
+            overrides=["--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}"],
+        )
+    assert not list((tmp_path / "o").glob("*.safetensors"))
 
 
 def test_a_full_export_in_another_dtype_rounds_once(tiny_run: MakeRun, tmp_path: Path) -> None:

@@ -66,8 +66,23 @@ class CheckpointData:
             raise ValueError(f"CheckpointData.tensors has the group {wrong[0]!r}; a group's name has no dot.")
 
 
+Extra = Callable[[Path], Callable[[], object] | None]
+"""What adds files to a checkpoint: see `CheckpointWriter.save`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A checkpoint to write. local: this rank's part of every tensor, by key. plan: which part that is."""
+
+    update: int
+    state: str
+    plan: SavePlan
+    local: Mapping[str, Tensor]
+    more: Callable[[], object] | None
+
+
 class CheckpointWriter:
-    """Writes the checkpoints of a run. Every method but the properties is collective.
+    """Writes the checkpoints of a run. Every method is collective.
 
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
@@ -97,7 +112,7 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
 
-    def save(self, update: int, data: CheckpointData, extra: Callable[[Path], None] | None = None) -> Path:
+    def save(self, update: int, data: CheckpointData, extra: Extra | None = None) -> Path:
         """Write a checkpoint, and drop all but the newest `keep_last` when it is there.
 
         The tensors may be changed in place as soon as this returns. An earlier checkpoint that is still being written
@@ -106,7 +121,8 @@ class CheckpointWriter:
         Args:
             update: optimizer updates done.
             extra: called on every rank before this returns, with the folder being written; for files in other layouts,
-                which rank 0 alone may write. It may communicate.
+                which rank 0 alone may write. It may communicate. A function that it returns is called when the tensors
+                are written; it must not communicate, nor need what training changes.
 
         Returns:
             The folder as it will be named; when the call is asynchronous it is there after `wait`.
@@ -121,13 +137,13 @@ class CheckpointWriter:
         # The parts as the mesh has them; torch alone knows where a DTensor's part belongs.
         plan = create_default_local_save_plan(tensors, self.world.is_main)
         self._agree(update, lambda: self._make_folder(update))
-        if extra is not None:
-            self._agree(update, lambda: extra(self._partial(update)))
+        more = None if extra is None else self._agree(update, lambda: extra(self._partial(update)))
         local = self._agree(update, lambda: self._copy({key: _local(tensor) for key, tensor in tensors.items()}))
+        job = _Job(update=update, state=state, plan=plan, local=local, more=more)
         if self._thread is None:
-            self._write(update, state, plan, local)
+            self._write(job)
         else:
-            self._pending = self._thread.submit(self._write, update, state, plan, local)
+            self._pending = self._thread.submit(self._write, job)
         return self._final(update)
 
     def wait(self) -> None:
@@ -156,7 +172,7 @@ class CheckpointWriter:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with
             if error is None:
                 raise
             # What has ended the run is what its user must see.
@@ -195,24 +211,32 @@ class CheckpointWriter:
         self._copies = copies
         return copies
 
-    def _write(self, update: int, state: str, plan: SavePlan, local: dict[str, Tensor]) -> None:
+    def _write(self, job: _Job) -> None:
         """Write, sum and publish."""
-        mine = self._agree(update, lambda: self._write_files(update, state, plan, local))
+        mine = self._agree(job.update, lambda: self._write_files(job))
         files = {name: entry for part in self._gather(mine) for name, entry in part.items()}
-        self._agree(update, lambda: self._publish(update, files))
+        self._agree(job.update, lambda: self._publish(job.update, files))
 
-    def _write_files(self, update: int, state: str, plan: SavePlan, local: dict[str, Tensor]) -> dict[str, FileEntry]:
+    def _write_files(self, job: _Job) -> dict[str, FileEntry]:
         """Write this rank's part, and describe the files that it answers for."""
-        partial = self._partial(update)
+        partial = self._partial(job.update)
         # Not ahead of time from the GPU: everything is in CPU memory, or goes there tensor by tensor.
         storage = FileSystemWriter(partial / SHARDS, sync_files=True, per_thread_copy_ahead=0)
-        alone = self._group is None
-        if alone:
+        planner = _CopiesPlanner(job.plan)
+        if self._group is None:
             one_process_is_meant()
-        save(local, storage_writer=storage, planner=_CopiesPlanner(plan), process_group=self._group, no_dist=alone)
+        save(
+            job.local,
+            storage_writer=storage,
+            planner=planner,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        if job.more is not None:
+            job.more()
         mine = list((partial / SHARDS).glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            (partial / STATE).write_text(state, encoding="utf-8")
+            (partial / STATE).write_text(job.state, encoding="utf-8")
             mine += [p for p in partial.rglob("*") if p.is_file() and not p.match(f"{SHARDS}/__*")]
         return describe_files(mine, partial)
 

@@ -5,15 +5,19 @@ loads them. Trained weights are float32 masters, also over a bfloat16 transforme
 """
 
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import nn
 
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
@@ -127,13 +131,30 @@ def save_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> No
     A stock transformer takes it by `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`; without the file
     name diffusers guesses, and refuses to below a folder named `checkpoints`.
     """
-    with _quiet_casts():
-        transformer.save_lora_adapter(folder, weight_name=ADAPTER_FILE)
+    copy_lora(transformer, folder)()
+
+
+def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Callable[[], None]:
+    """Copy the adapter as it is now into CPU memory; what is returned writes it as `save_lora` does.
+
+    The file is the one of diffusers' `save_lora_adapter`, which can only write at once.
+    """
+    ((name, config),) = transformer.peft_config.items()
+    weights = get_peft_model_state_dict(transformer, adapter_name=name)
+    copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in weights.items()}
+    described = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)}
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(copies, folder / ADAPTER_FILE, metadata=metadata)
+
+    return write
 
 
 @contextmanager
 def _quiet_casts() -> Iterator[None]:
-    """Silence diffusers' warning about float32 modules, which `save_lora_adapter` triggers with a cast to nothing."""
+    """Silence diffusers' warning about modules to be kept in float32, of which this class has none."""
     log = logging.getLogger("diffusers.models.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)

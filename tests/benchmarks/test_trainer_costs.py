@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import trainer_costs
+from sage_fast.checkpoint import CheckpointData
 from sage_fast.trainer import Trainer
 
 TINY_TOY = [
@@ -52,6 +53,7 @@ def test_the_lora_state_has_the_size_of_a_run() -> None:
     # Rank 32 on the eight 2048 x 2048 layers of a block; the last block has no text output, and no text queries.
     assert count == (8 + 6) * 2 * 32 * 2048
     assert data.tensors["anchor"].keys() == data.tensors["weights"].keys()
+    assert data.tensors["optimizer"].keys() == {f"{name}.momentum_buffer" for name in data.tensors["weights"]}
 
 
 def test_a_checkpoint_is_written_and_forgotten(tmp_path: Path) -> None:
@@ -61,6 +63,16 @@ def test_a_checkpoint_is_written_and_forgotten(tmp_path: Path) -> None:
     # Weights, anchor, momentum, and the adapter once more.
     assert 4 * weights <= found["bytes"] < 4.1 * weights
     assert found["seconds"]["rounds"] == 2 and list(tmp_path.iterdir()) == []
+    background = found["background"]
+    assert background["seconds"]["rounds"] == 2
+    assert 0 < background["seconds"]["median"] < background["until_saved"]["median"]
+    assert found["background_over_foreground"] == background["seconds"]["median"] / found["seconds"]["median"]
+
+
+def test_saving_in_the_background_holds_training_up_less(tmp_path: Path) -> None:
+    weights = {str(number): torch.ones(1000, 1000) for number in range(10)}
+    data = CheckpointData(tensors={"weights": weights}, state={})
+    assert trainer_costs.checkpoint_stall(data, tmp_path, rounds=3)["background_over_foreground"] < 0.7
 
 
 def test_the_host_share_is_refused_when_velocities_differ(monkeypatch: pytest.MonkeyPatch) -> None:

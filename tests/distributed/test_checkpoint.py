@@ -113,7 +113,8 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("size", "degrees"), [(4, {"dp_shard": 4}), (2, {"dp_shard": 2}), (2, {"dp_shard": 1, "dp_replicate": 2})]
+    ("size", "degrees"),
+    [(4, {"dp_shard": 4}), (2, {"dp_shard": 2}), (2, {"dp_shard": 1, "dp_replicate": 2}), (1, {})],
 )
 def test_another_number_of_ranks_reads_it_bit_for_bit(of_four: Path, size: int, degrees: dict[str, int]) -> None:
     for found in run_ranks(load, size, str(of_four), degrees):

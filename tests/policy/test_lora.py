@@ -1,0 +1,44 @@
+"""The adapter's file is the one that diffusers writes, and can be written later."""
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, save_lora, trainable_parameters
+from tests.policy.oracle import tiny_transformer
+
+
+def test_an_adapter_is_written_as_diffusers_writes_it_and_as_it_was(tmp_path: Path) -> None:
+    transformer = tiny_transformer()
+    add_lora(transformer, rank=3, alpha=5, target_modules=["attn.to_q", "ff.net.2"], seed=0)
+    parameters = trainable_parameters(transformer)
+    with torch.no_grad():
+        for number, parameter in enumerate(parameters.values()):
+            parameter.fill_(number + 1)
+    transformer.save_lora_adapter(tmp_path / "theirs", weight_name=ADAPTER_FILE)
+    save_lora(transformer, tmp_path / "ours")
+    write = copy_lora(transformer, tmp_path / "later")
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    write()
+    expected = load_file(tmp_path / "theirs" / ADAPTER_FILE)
+    assert len(expected) == len(parameters)
+    for folder in ("ours", "later"):
+        found = load_file(tmp_path / folder / ADAPTER_FILE)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert described(tmp_path / folder) == described(tmp_path / "theirs")
+
+
+def described(folder: Path) -> dict[str, object]:
+    """What diffusers reads of the adapter's configuration: rank, alpha and layers, whatever their order."""
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        metadata = dict(file.metadata())
+    config = json.loads(metadata.pop(LORA_ADAPTER_METADATA_KEY))
+    assert metadata == {"format": "pt"}
+    return config | {"target_modules": sorted(config["target_modules"])}

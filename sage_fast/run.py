@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from sage_fast.generate import video_file_name
 from sage_fast.interrupt import GracefulStop
 from sage_fast.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.objective import kl_uses
-from sage_fast.policy.lora import cast_weights, save_lora
+from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.progress import RunProgress, peak_memory_gib
 from sage_fast.prompts import read_prompts
 from sage_fast.provenance import write_environment
@@ -336,11 +336,11 @@ class Run:
         """Save a checkpoint; `pending` are the metrics of an update whose evaluation is still to be made."""
         trainer, mode = self.trainer, self.config.training.mode
 
-        def add_adapter(folder: Path) -> None:
-            if mode == "lora":
-                with trainer.evaluated_weights():
-                    if self.world.is_main:
-                        save_lora(trainer.policy.transformer, folder / "lora")
+        def add_adapter(folder: Path) -> Callable[[], None] | None:
+            if mode != "lora":
+                return None
+            with trainer.evaluated_weights():
+                return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
         state = {
             "trainer": trainer.state(),

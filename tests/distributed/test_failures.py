@@ -1,0 +1,240 @@
+"""Whole runs on several ranks: one that dies, hangs or meets NaN ends all; what was saved goes on bit for bit."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.metrics import read_metrics
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import free_port, run_ranks, try_ranks
+
+UPDATES = 4
+
+
+def run_file(tiny_model: Path, folder: Path, **sections: dict[str, Any]) -> Path:
+    tree = json.loads(json.dumps(TINY_RUN))
+    tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
+    tree["training"] = {"num_updates": UPDATES}
+    tree["checkpoint"] = {"every": 1, "keep_last": 3}
+    tree["model"] = {"path": str(tiny_model), "adaln": "weights"}
+    tree["num_threads"] = 1
+    tree["distributed"] = {"startup_timeout_seconds": 60, "timeout_seconds": 20}
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tree | {"output_dir": str(folder / "run")}))
+    return file
+
+
+def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
+    """The command line on this rank, its terminal going to a file; `disturb(rank)` first."""
+    from sage_fast import cli
+
+    rank = int(os.environ["RANK"])
+    terminal = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    if disturb is not None:
+        disturb(rank)
+    return cli.main(words)
+
+
+def kill_at(victim: int, call: int, rank: int) -> None:
+    """Let the rank `victim` die at its progress report number `call`."""
+    from sage_fast.distributed.watchdog import Watchdog
+
+    report, calls = Watchdog.progress, iter(range(10**6))
+
+    def progress(self: Watchdog, phase: str, done: int = 0, total: int = 1) -> None:
+        report(self, phase, done, total)
+        if rank == victim and next(calls) == call:
+            time.sleep(1.2)  # its last line is in the store
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Watchdog.progress = progress  # type: ignore[method-assign]
+
+
+def hang_at(victim: int, phase: str, rank: int) -> None:
+    """Let the rank `victim` stop in a phase of the second update."""
+    from sage_fast.distributed.watchdog import Watchdog
+
+    report, seen = Watchdog.progress, []
+
+    def progress(self: Watchdog, name: str, done: int = 0, total: int = 1) -> None:
+        report(self, name, done, total)
+        seen.extend([name] if name == phase and done == 0 else [])
+        if rank == victim and len(seen) == 2:
+            time.sleep(600)
+
+    Watchdog.progress = progress  # type: ignore[method-assign]
+
+
+def poison(victim: int, rank: int) -> None:
+    """NaN velocities with a graph, on one rank."""
+    from sage_fast.policy.guidance import GuidedPolicy
+
+    velocity = GuidedPolicy.velocity
+
+    def poisoned(self: GuidedPolicy, *rest: Any) -> torch.Tensor:
+        v = velocity(self, *rest)
+        return v * float("nan") if torch.is_grad_enabled() and rank == victim else v
+
+    GuidedPolicy.velocity = poisoned  # type: ignore[method-assign]
+
+
+class Disturb:
+    """A picklable call of one of the above."""
+
+    def __init__(self, kind: Any, *arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def __call__(self, rank: int) -> None:
+        self.kind(*self.arguments, rank)
+
+
+def terminal(log: Path, ranks: int) -> str:
+    """What the ranks have printed since the last call."""
+    texts = []
+    for rank in range(ranks):
+        file = Path(f"{log}-{rank}")
+        texts.append(file.read_text() if file.exists() else "")
+        file.unlink(missing_ok=True)
+    return "".join(texts)
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    shards = {"distributed": {"dp_shard": 2, "startup_timeout_seconds": 60, "timeout_seconds": 20}}
+    whole = run_file(tiny_model, tmp_path / "whole", training={"mode": "full", "num_updates": UPDATES}, **shards)
+    killed = run_file(tiny_model, tmp_path / "killed", training={"mode": "full", "num_updates": UPDATES}, **shards)
+    log = tmp_path / "log"
+    assert [code for _, code in try_ranks(sage_fast, 2, str(log), ["train", str(whole)])] == [0, 0], terminal(log, 2)
+    terminal(log, 2)
+    moments = random.Random(4)
+    for _ in range(3):
+        victim, call = moments.randrange(2), moments.randrange(4, 40)
+        start = time.monotonic()
+        words = ["train", str(killed), "--resume=auto"]
+        results = try_ranks(sage_fast, 2, str(log), words, Disturb(kill_at, victim, call))
+        text = terminal(log, 2)
+        assert results[victim] == ("gone", -signal.SIGKILL), text
+        assert results[1 - victim] == ("gone", 1), text
+        assert time.monotonic() - start < 60
+        assert re.search(rf"rank {victim} .*phase \w+", text, re.IGNORECASE), text
+        assert "Traceback" not in text, text
+    assert [code for _, code in try_ranks(sage_fast, 2, str(log), ["train", str(killed), "--resume=auto"])] == [0, 0]
+    assert numbers(tmp_path / "killed/run") == numbers(tmp_path / "whole/run"), terminal(log, 2)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(mode: str, tiny_model: Path, tmp_path: Path) -> None:
+    settings = {"training": {"mode": mode, "num_updates": UPDATES}, "optimizer": {"name": "muon"}}
+    file = run_file(tiny_model, tmp_path, **settings)
+    log = tmp_path / "log"
+    for ranks, updates in ((4, 1), (2, 2), (1, UPDATES)):
+        words = ["train", str(file), f"--rollout.batch_size={8 // ranks}", f"--training.num_updates={updates}"]
+        words += ["--rollout.micro_batch_size=2", "--resume=auto", "--evaluation.every=0"]
+        words += ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"] if ranks == 4 else []
+        assert [code for _, code in try_ranks(sage_fast, ranks, str(log), words)] == [0] * ranks, terminal(log, ranks)
+    straight = tmp_path / "straight"
+    words = ["train", str(file), "--rollout.batch_size=8", f"--output_dir={straight}", "--evaluation.every=0"]
+    assert try_ranks(sage_fast, 1, str(log), words) == [("gone", 0)], terminal(log, 1)
+    for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
+        for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
+            assert given[name] == pytest.approx(expected[name], rel=1e-3), name
+    # Another number of videos would be another run.
+    words = ["train", str(file), "--rollout.batch_size=4", "--resume=auto", "--evaluation.every=0"]
+    assert try_ranks(sage_fast, 1, str(log), [*words, "--training.num_updates=6"]) == [("gone", 2)]
+    assert "Set rollout.batch_size to 8" in terminal(log, 1)
+
+
+def test_a_rank_that_hangs_is_named_with_its_phase_and_prompt(tiny_model: Path, tmp_path: Path) -> None:
+    file = run_file(tiny_model, tmp_path, distributed={"startup_timeout_seconds": 60, "timeout_seconds": 4})
+    log = tmp_path / "log"
+    start = time.monotonic()
+    results = try_ranks(sage_fast, 2, str(log), ["train", str(file)], Disturb(hang_at, 1, "update"))
+    text = terminal(log, 2)
+    assert [kind for kind, _ in results] == ["gone"] * 2 and all(code for _, code in results), text
+    assert time.monotonic() - start < 60
+    assert re.search(r"rank 1 .*phase update.*prompt \d+ \('a ", text, re.IGNORECASE), text
+
+
+def test_nan_on_one_rank_is_told_once_by_all(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = ["train", str(run_file(tiny_model, tmp_path))]
+    results = try_ranks(sage_fast, 2, str(log), words, Disturb(poison, 1))
+    text = terminal(log, 2)
+    assert results == [("gone", 1)] * 2, text
+    assert len(re.findall(r"Update 1: on rank 1 the loss of prompt \d+ \('a .*not finite", text)) == 1, text
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
+def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
+    file = run_file(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
+    (results,) = run_ranks(stop_one, 1, str(tmp_path), str(file), how)
+    assert results == [0, 0]
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    assert checkpoint.name == f"update-{read_metrics(tmp_path / 'run/metrics.jsonl')[-1]['update']:06d}"
+
+
+def stop_one(folder: str, file: str, how: str) -> list[int]:
+    """Start two ranks, and ask the second to stop after two updates."""
+    port, environment = free_port(), {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD" not in k}
+    ranks = []
+    for rank in range(2):
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "sage_fast", "train", file]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    log = Path(folder) / "run/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while (not log.exists() or len(log.read_text().splitlines()) < 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if how == "STOP":
+        (Path(folder) / "run/STOP").touch()
+    else:
+        ranks[1].send_signal(signal.SIGTERM)
+    return [rank.wait(60) for rank in ranks]
+
+
+def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_path: Path) -> None:
+    """The command of the README, with a worker that dies once."""
+    file = run_file(tiny_model, tmp_path)
+    dies_once = tmp_path / "dies_once.py"
+    dies_once.write_text(
+        "import os, signal, sys\n"
+        "from sage_fast import cli, trainer\n"
+        "iterate = trainer.Trainer.iterate\n"
+        "def dies(self):\n"
+        "    if self.update == 2 and self.world.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return iterate(self)\n"
+        "trainer.Trainer.iterate = dies\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    command += [f"--master_port={free_port()}", str(dies_once), "train", str(file)]
+    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    end = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert end.returncode == 0, end.stderr
+    assert [row["update"] for row in numbers(tmp_path / "run")] == list(range(UPDATES + 1))
+    assert "as with --resume auto" in end.stderr
+    assert "Done: " in end.stdout

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,8 +94,9 @@ def compute(case: Case, group: Any = None) -> Result:
 
 
 def relative_error(given: Tensor, expected: Tensor, *, least: float = 0.0) -> float:
-    """Largest error over the largest expected value, or over `least` where that is larger."""
-    return float((given - expected).abs().max()) / max(float(expected.abs().max()), least)
+    """Largest error over the largest expected value, or over `least` where that is larger; infinite of a NaN."""
+    error = float((given - expected).abs().max())
+    return error / max(float(expected.abs().max()), least) if math.isfinite(error) else math.inf
 
 
 def gradient_errors(parts: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -135,6 +135,18 @@ def sequence() -> str:
     return _table([*header, "computing divides", "videos per GPU-hour", "bound"], rows)
 
 
+def strong() -> str:
+    """More GPUs for as many videos per update: they can only share videos."""
+    rows = []
+    for size in SIZES:
+        first = recipe("lora", size, 64, "--rollout.batch_size=1").seconds_per_rollout
+        for sp in (1, 2, 4, 8):
+            plan = recipe("lora", size, 64 * sp, f"--distributed.sp={sp}", "--rollout.batch_size=1")
+            times = first / plan.seconds_per_rollout
+            rows.append([size, str(plan.gpus), str(sp), _number(plan.seconds_per_rollout), f"{times:.1f}x"])
+    return _table(["size", "GPUs", "sp", "s per update of 64 videos", "faster"], rows)
+
+
 def replicas() -> str:
     """Weights of 512 GPUs over one node, eight, or all."""
     rows = []
@@ -280,6 +292,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "phases-lora": lambda: phases("lora"),
     "phases-full": lambda: phases("full"),
     "sequence": sequence,
+    "strong": strong,
     "replicas": replicas,
     "presets": presets,
     "beyond": beyond,

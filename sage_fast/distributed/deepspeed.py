@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 behind the trainer's `Engine`.
 
 DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
-gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things are done otherwise here:
+gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things differ:
 
 * **Gathering weights (stage 3)**: `deepspeed_gathering.py` says how, and why not as DeepSpeed does.
 * **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by it:

@@ -5,7 +5,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -64,15 +65,16 @@ def make_policy(mode: str, *, bf16: bool = False, forward: str = "fused") -> Gui
 
 
 def pull_video(policy: GuidedPolicy, update: int, video: int, pull: Pull, scale: float = 1.0) -> Tensor:
-    """One video's part of an update's gradient. Videos of even number have glyph tokens and both branches at once; in
-    the others the branches are split, with a forward without a graph between one's forward and its backward.
+    """One video's part of an update's gradient. Of both ranks' first videos one has glyph tokens, and of their second
+    ones. Videos of even number have both branches at once; in the others the branches are split, with a forward without
+    a graph between one's forward and its backward.
     """
     cotangent = scale * torch.randn(1, 4, 2, 3, 4, generator=torch.Generator().manual_seed(100 * update + video))
     split = bool(video % 2)
     return policy.velocity_and_gradient(
         latents(1, seed=10 * update + video),
         torch.tensor([0.7017 - 0.1 * video]),
-        [prompt(5, 0 if split else 2, seed=video)],
+        [prompt(5, 2 if video in (1, 2) else 0, seed=video)],
         lambda velocity: [cotangent],
         split=split,
         pull=pull,
@@ -133,7 +135,9 @@ class Source:
 def start(number: int, folder: str) -> World:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(number)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS, timeout=timedelta(seconds=100)
+    )
     mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
     return World(rank=number, size=RANKS, local_rank=number, dp_shard=RANKS, mesh=mesh)
 
@@ -247,7 +251,7 @@ def follow_stock(world: World, folder: str) -> list[float]:
         if checkpointing:
             policy.transformer.enable_gradient_checkpointing()
             policy.transformer.train()
-        engine = engine_of(policy, "full", world, f"{folder}/zero3.json")
+        engine = engine_of(policy, "full", world, f"{folder}/zero3-stock.json")
         for update in range(2):
             norms.append(pull_update(policy, engine, update))
             engine.step()
@@ -257,17 +261,13 @@ def follow_stock(world: World, folder: str) -> list[float]:
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-def write(folder: Path, stage: int, *, bf16: bool = False) -> None:
-    """A configuration with buckets that a pull fills several of, and few weights that stay whole."""
+def write(folder: Path, stage: int, kind: str = "") -> None:
+    """A configuration with buckets that a pull fills several of, and few weights that stay whole; for `-stock` none."""
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 20_000}
     if stage == 3:
-        section["stage3_param_persistence_threshold"] = 40
-    name = f"zero{stage}-bf16.json" if bf16 else f"zero{stage}.json"
-    (folder / name).write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": bf16}}))
-
-
-Found = Callable[..., Any]
-"""found(mode, key, group): what the ranks have written under a key, whole."""
+        section["stage3_param_persistence_threshold"] = 0 if kind == "-stock" else 40
+    document = {"zero_optimization": section, "bf16": {"enabled": kind == "-bf16"}}
+    (folder / f"zero{stage}{kind}.json").write_text(json.dumps(document))
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,8 @@ def children(folder: Path, plain: dict[str, dict[str, Any]]) -> Path:
     """The folder with all that two ranks have found."""
     for stage in STAGES:
         write(folder, stage)
-        write(folder, stage, bf16=True)
+        write(folder, stage, "-bf16")
+    write(folder, 3, "-stock")
     spawn(follow, (str(folder),), nprocs=RANKS, join=True)
     return folder
 

@@ -167,7 +167,9 @@ class Watchdog:
             with self._lock:
                 verdict = self._read_verdict()
                 culprits = self._table.failed() or self._table.dead(time.monotonic())
-                if verdict is None and (culprits or self._lost is not None or time.monotonic() > deadline):
+                if self._lost is not None:
+                    return self._without_store().text
+                if verdict is None and (culprits or time.monotonic() > deadline):
                     verdict = self._agree(self._describe(culprits) if culprits else self._describe_unknown(error), [])
                 if verdict is not None:
                     return verdict.text
@@ -246,17 +248,18 @@ class Watchdog:
         if self._lost is not None:
             # Without an agent rank 0 hosts the store, and at the end of a run may be the first to leave.
             over = 0 in self._table and self._table[0].state == FINISHED
-            if over or now - self._lost < 5 * self._interval:
-                return None
-            if 0 not in self._table or self._agent_hosts:
-                return _Verdict(f"The store of the launcher no longer answers: the first node is gone. {ADVICE}")
-            return _Verdict(f"Rank 0, which hosts the store, is gone. It was in {self._table[0].doing()}. {ADVICE}")
+            return None if over or now - self._lost < 5 * self._interval else self._without_store()
         # A rank that failed has said so itself, and the collectives of the others should fail too. NCCL's may not.
         culprits = self._table.failed(since=now - 10 * self._interval) or self._table.dead(now)
         if culprits:
             return self._agree(self._describe(culprits), [])
         late = self._table.late(now, self.timeout)
         return self._agree(self._describe(late), late) if late else None
+
+    def _without_store(self) -> _Verdict:
+        if 0 not in self._table or self._agent_hosts:
+            return _Verdict(f"The store of the launcher no longer answers: its node is gone. {ADVICE}")
+        return _Verdict(f"Rank 0, which hosts the store, is gone. It was in {self._table[0].doing()}. {ADVICE}")
 
     def _describe(self, culprits: Sequence[int]) -> str:
         return self._table.describe(culprits, time.monotonic())

@@ -31,9 +31,8 @@ fi
 assignments=$("$PYTHON" -m sage_fast.distributed.hostfile "$hostfile" ${node_option[@]+"${node_option[@]}"})
 eval "$assignments"
 
-# What each GPU was waiting for when a collective did not come to its end; torch up to 2.8 reads the second name.
+# What each GPU was waiting for when a collective did not come to its end; the watchdog writes it down, and so does NCCL.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
-export TORCH_NCCL_TRACE_BUFFER_SIZE=${TORCH_NCCL_TRACE_BUFFER_SIZE:-$TORCH_FR_BUFFER_SIZE}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # torch up to 2.11 has no --shutdown-timeout; the variable is read by those that know it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_SECONDS:-900}

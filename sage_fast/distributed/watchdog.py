@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -146,6 +147,9 @@ class Watchdog:
         if self._store is None:
             return
         if isinstance(error, Exception) and is_communication_error(error):
+            if threading.current_thread() is threading.main_thread():
+                # torchrun asks the others to end as soon as one has died. This process does, when it has said why.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             message = self.explain(error)
             self._end(FOLLOWED)
             raise RankFailure(message) from error
@@ -299,11 +303,11 @@ class Watchdog:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / f"stacks-rank{self.rank}.txt").open("w") as file:
+            with (self.directory / f"stacks_rank_{self.rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
             trace = _flight_recorder()
             if trace is not None:
-                (self.directory / f"nccl-rank{self.rank}").write_bytes(trace)
+                (self.directory / f"nccl_trace_rank_{self.rank}").write_bytes(trace)
         except OSError as error:
             print(f"[rank {self.rank}] {error}", file=sys.stderr)
 

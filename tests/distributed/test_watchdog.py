@@ -108,7 +108,7 @@ def test_a_hanging_rank_is_named_and_all_end(tmp_path: Path, agent: int, culprit
     assert f"Rank {culprit} has been in phase {phase} 3/4 (prompt 2: 'a red fox {culprit}')" in ended.printed
     assert f"{others} wait for it." in ended.printed
     assert ended.printed.count("error: ") == 1
-    assert "test_watchdog.py" in (tmp_path / "watchdog" / f"stacks-rank{culprit}.txt").read_text()
+    assert "test_watchdog.py" in (tmp_path / "watchdog" / f"stacks_rank_{culprit}.txt").read_text()
     assert TIMEOUT - 1 < ended.seconds < TIMEOUT + 8
 
 
@@ -120,6 +120,33 @@ def test_a_killed_rank_is_named_and_all_end(tmp_path: Path, agent: int, culprit:
     assert f"it was in phase {phase} 3/4 (prompt 2: 'a red fox {culprit}')" in ended.printed
     assert ended.seconds < 8
     assert ended.printed.count("error: ") == 1
+
+
+def die_under_torchrun(watchdog: Watchdog) -> None:
+    """Rank 1 dies, and the others are told to end, as torchrun does a moment later."""
+    assert watchdog.directory is not None
+    pids = watchdog.directory.parent / "pids"
+    with pids.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    dist.barrier()
+    watchdog.progress("reward", 0, 2)
+    time.sleep(2 * INTERVAL)
+    if rank() == 1:
+        others = [int(pid) for pid in pids.read_text().split() if int(pid) != os.getpid()]
+        if os.fork() == 0:
+            os.closerange(3, 1000)  # the connections are those of the rank, and close when it dies
+            time.sleep(0.15)
+            for other in others:
+                os.kill(other, signal.SIGTERM)
+            os._exit(0)
+        kill()
+    dist.barrier()
+
+
+def test_who_is_told_to_end_still_says_why(tmp_path: Path, agent: int) -> None:
+    ended = run(die_under_torchrun, tmp_path, agent)
+    assert ended.codes == [1, -9, 1]
+    assert "Rank 1 is dead" in ended.printed and "phase reward 1/2" in ended.printed
 
 
 def wait_alone(watchdog: Watchdog) -> None:
@@ -194,6 +221,16 @@ def lower(seconds: float) -> float:
 
 def test_process_groups_wait_no_longer_than_the_steady_timeout() -> None:
     assert try_ranks(lower, 2, 0.5, timeout=20) == [("gone", 0), ("gone", 0)]
+
+
+def test_what_nccl_has_recorded_is_kept_beside_the_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog = Watchdog(3, 8, None, timeout=1.0, directory=tmp_path / "failure")
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    for variable, kept in (("0", False), ("2000", True)):
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", variable)
+        watchdog._dump()
+        assert (tmp_path / "failure" / "nccl_trace_rank_3").exists() == kept
+    assert (tmp_path / "failure" / "nccl_trace_rank_3").read_bytes() == b"trace"
 
 
 def test_an_error_of_the_model_is_no_error_of_communication() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
+from sage_fast.distributed.launch import configure_logging, end_process, report_error, world_size
 
 COMMANDS = {
     "train": train,
@@ -47,13 +48,17 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options, overrides = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    configure_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        return _run(options, overrides)
+        status = _run(options, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        status = 130
+    if world_size() > 1:
+        # The ordinary way out could wait for collectives that nobody will answer.
+        end_process(status)
+    return status
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -62,23 +67,24 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         return COMMANDS[options.command].run(options, overrides)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(f"error: {error}")
         return 2
     except (RuntimeError, OSError, MemoryError) as error:
         if not _is_expected(error):
             raise
-        print(f"error: {_describe(error, options.command)}", file=sys.stderr)
+        report_error(f"error: {_describe(error, options.command)}")
         return 1
 
 
 def _is_expected(error: Exception) -> bool:
     """Whether the message alone tells the user what happened; anything else keeps its traceback."""
     from sage_fast.checkpoint import CheckpointError
+    from sage_fast.distributed.watchdog import RankFailure
     from sage_fast.policy.base import DecodeError
     from sage_fast.rewards.base import RewardError
     from sage_fast.trainer import TrainingError
 
-    expected = TrainingError | RewardError | CheckpointError | DecodeError | OSError
+    expected = RankFailure | TrainingError | RewardError | CheckpointError | DecodeError | OSError
     return isinstance(error, expected) or _is_out_of_memory(error)
 
 

@@ -17,8 +17,10 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config import ConfigError, RunConfig
+from sage_fast.distributed.launch import rank_device
 from sage_fast.footprint import Footprint, checkpoint_bytes, estimate
 from sage_fast.machine import Check, Status, hardware, host_memory, software, version_of
+from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.plan import describe
 from sage_fast.policy.base import check_guidance, shift_difference
 from sage_fast.policy.description import ModelDescription
@@ -26,7 +28,6 @@ from sage_fast.policy.loading import find_checkpoint
 from sage_fast.registry import MODEL_FAMILIES, REWARDS, resolve
 from sage_fast.requirements import Requirement, model_requirements, reward_requirements, weight_sizes
 from sage_fast.run import load_prompts
-from sage_fast.trainer import resolve_device
 
 ATTENTION = "sage_fast.policy.attention"
 
@@ -114,7 +115,7 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
 def _device(config: RunConfig) -> str | None:
     """The device a run would use; None where torch cannot use the one that is named."""
     try:
-        return resolve_device(config.model.device)
+        return str(rank_device(config.model.device))
     except ConfigError:
         return None
 
@@ -122,7 +123,7 @@ def _device(config: RunConfig) -> str | None:
 def _settings(config: RunConfig) -> Iterator[Check]:
     section = "configuration"
     try:
-        device = resolve_device(config.model.device)
+        device = str(rank_device(config.model.device))
         yield Check(section=section, name="model.device", status="ok", detail=device)
         if device == "cpu" and _is_large(config):
             yield Check(
@@ -155,7 +156,31 @@ def _settings(config: RunConfig) -> Iterator[Check]:
             detail="wandb is not installed",
             fix="pip install wandb, or leave logging.wandb_project out",
         )
+    yield from _processes(config)
     yield _output_dir(config)
+
+
+def _processes(config: RunConfig) -> Iterator[Check]:
+    """How many processes a run needs, where one is not enough, and whether this machine has a GPU for each."""
+    needed = least_gpus(config)
+    if needed == 1:
+        return
+    section = config.distributed
+    degrees = f"dp_replicate {section.dp_replicate}, dp_shard {section.dp_shard}, sp {section.sp}".replace(
+        "None", "null"
+    )
+    detail = f"{needed}, started by torchrun or SLURM ({degrees})"
+    here = torch.cuda.device_count()
+    if _device(config) == "cpu" or here >= needed:
+        yield Check(section="configuration", name="processes", status="ok", detail=detail)
+        return
+    yield Check(
+        section="configuration",
+        name="processes",
+        status="warning",
+        detail=f"{detail}; this machine has {here} GPU(s)",
+        fix="start it on several machines (docs/distributed.md), or set other degrees under `distributed`",
+    )
 
 
 def _resolvable(name: str, table: dict[str, str], key: str) -> Check:
@@ -308,18 +333,19 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     description, device = _description(config), _device(config)
     if description is None or device is None:
         return
-    try:
-        footprint = estimate(config, description, weight_sizes(config), on_gpu=device.startswith("cuda"))
-    except ConfigError as error:
-        yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
-        return
-    if device.startswith("cuda"):
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
         available, where = torch.cuda.get_device_properties(device).total_memory / 1e9, device
     else:
         memory = host_memory()
         if memory is None:
             return
         available, where = memory / 1e9, "the CPU"
+    try:
+        footprint = estimate(config, description, weight_sizes(config), on_gpu=on_gpu, memory_gb=available)
+    except ConfigError as error:
+        yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
+        return
     detail = f"about {footprint.total:.0f} GB of {available:.0f} GB on {where}"
     status: Status = "ok"
     if footprint.total > available:
@@ -338,16 +364,17 @@ def _memory(config: RunConfig) -> Iterator[Check]:
 
 def _assumptions(config: RunConfig, footprint: Footprint) -> str:
     return (
-        f"one process; {footprint.tokens:,} video tokens; {config.model.forward} forward, "
-        f"{config.model.checkpointing} checkpointing, {config.training.guidance} guidance; the peak is in "
-        f"{footprint.phase}, each part at its own peak; predicted, not measured: `sage-fast plan` has every phase"
+        f"{footprint.processes} process(es), each with as much; {footprint.tokens:,} video tokens; "
+        f"{config.model.forward} forward, {config.model.checkpointing} checkpointing, {config.training.guidance} "
+        f"guidance; the peak is in {footprint.phase}, each part at its own peak; predicted, not measured: "
+        "`sage-fast plan` has every phase"
     )
 
 
 def _save_memory(config: RunConfig) -> str:
     """The setting that saves most of what is not used yet."""
     if config.training.mode == "full":
-        return "training.mode full needs several GPUs, which the trainer does not use yet: --training.mode=lora"
+        return "more GPUs that share the weights (configs/hv15_480p_full_8gpu.yaml), or --training.mode=lora"
     if config.rollout.micro_batch_size > 1:
         return "--rollout.micro_batch_size=1"
     if config.model.dtype == "float32":

@@ -14,7 +14,7 @@ from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
-from sage_fast.rewards.base import PendingScores, Scorer
+from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
@@ -212,14 +212,14 @@ def evaluate(
     batch_size: int,
     keep_videos: Collection[int] = (),
     device: torch.device | str = "cpu",
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: Callable[[int, int, str], None] | None = None,
     on_video: Callable[[int, Tensor], None] | None = None,
     world: World = ALONE,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
     """Generate and score one video per sample. Collective: batches go round the data-parallel ranks.
 
     Args:
-        on_batch: called as on_batch(batches done, all batches) before each batch of this rank.
+        on_batch: called as on_batch(batches done, all batches, the videos) before each batch of this rank.
         on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, so that videos can
             go to files instead of memory; on the rank that has it.
         world: the ranks.
@@ -232,11 +232,11 @@ def evaluate(
     batches = list(micro_batches(samples, batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
-        if on_batch is not None:
-            on_batch(done, len(rounds))
         # A rank without a batch left samples the first one again and forgets it: ranks that share weights run in step.
         number = done * world.dp_degree + world.dp_rank
         batch = batches[number if number < len(batches) else 0]
+        if on_batch is not None:
+            on_batch(done, len(rounds), describe_batch(batch))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
         first = number * batch_size
         # Ranks that share a video take turns at decoding and scoring.

@@ -10,7 +10,8 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,13 +21,15 @@ import torch
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
+from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import load_config
 from sage_fast.files import replacing
 from sage_fast.policy.loading import DEFAULT_REPOSITORY, find_checkpoint, likely_repository
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import use_weights
+from sage_fast.policy.snapshot import check_same_shapes
+from sage_fast.policy.streamed import open_transformer, save_transformer
+from sage_fast.policy.trained import use_weights, whole_parameters
 from sage_fast.registry import MODEL_FAMILIES, resolve
 
 Format = Literal["lora", "full"]
@@ -99,7 +102,11 @@ def export(
         with replacing(folder / ADAPTER_FILE) as partial:
             shutil.copyfile(checkpoint.folder / "lora" / ADAPTER_FILE, partial)
     else:
-        _save_transformer(config, checkpoint.tensors["ema" if averaged else "weights"], folder, dtype)
+        weights = checkpoint.tensors["ema" if averaged else "weights"]
+        if config.training.mode == "lora":
+            _save_merged_transformer(config, weights, folder, dtype)
+        else:
+            _save_trained_transformer(config, weights, folder, dtype or getattr(torch, config.model.dtype))
     result = Export(
         folder=folder,
         format=chosen,
@@ -181,31 +188,52 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         return load_config(file, overrides)
 
 
-def _save_transformer(
-    config: RunConfig, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None
-) -> None:
-    """Write the whole transformer with the trained weights in it, by `save_pretrained`."""
-    try:
-        components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
-        ) from error
-    transformer = components.transformer
+def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype) -> None:
+    """Write the transformer of a run that trained every weight; what cannot be trained is the base model's."""
+    with _naming_the_model():
+        transformer, base = open_transformer(config.model)
+    with _naming_the_checkpoint():
+        check_same_shapes(_shapes(whole_parameters(transformer)), _shapes(weights.meta), "weights")
+    save_transformer(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype)
+
+
+def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the base transformer with the trained adapter merged into it, by `save_pretrained`."""
+    with _naming_the_model():
+        transformer = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
-    try:
+    with _naming_the_checkpoint():
         use_weights(transformer, config, weights)
-    except ValueError as error:
-        raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
     if dtype is not None:
         # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
-    if config.training.mode == "lora":
-        transformer.fuse_lora(safe_fusing=True)
-        transformer.unload_lora()
+    transformer.fuse_lora(safe_fusing=True)
+    transformer.unload_lora()
     transformer.save_pretrained(folder)
+
+
+@contextmanager
+def _naming_the_model() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
+        ) from error
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _naming_the_checkpoint() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
 
 
 def _scheduler_code(config: RunConfig) -> str:

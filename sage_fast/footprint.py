@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from math import prod
 
 from sage_fast.config import ConfigError, RunConfig
-from sage_fast.objective import anchor_kind
-from sage_fast.planning.memory import CUDA_RUNTIME, count_weights, model_calls, plan_memory
+from sage_fast.planning.layout import least_gpus, plan_layout
+from sage_fast.planning.memory import CUDA_RUNTIME, model_calls, plan_memory
+from sage_fast.planning.plan import checkpoint_bytes as bytes_of_checkpoint
 from sage_fast.planning.plan import resident_bytes
+from sage_fast.planning.weights import count_weights, gathered_weights
 from sage_fast.policy.description import ModelDescription
 
 GB = 1e9
 
 GROUPS = {
-    "weights": ("transformer",),
+    "weights": ("transformer", "gathered weights", "weights in flight"),
     "gradients, optimizer, anchor": (
         "adapters",
         "gradients",
@@ -39,6 +41,8 @@ GROUPS = {
 class Footprint:
     """Gigabytes (1e9 bytes): `total` at the peak, in `phase`; each part at its own peak, so they add up to more.
 
+    processes: GPUs that share the work, each of which needs that much.
+
     Example: `Footprint(parts={"weights": 16.7, "activations": 29.7, ...}, total=62.7, phase="update", tokens=32760)`
     """
 
@@ -46,31 +50,43 @@ class Footprint:
     total: float
     phase: str
     tokens: int
+    processes: int = 1
 
 
 def estimate(
-    config: RunConfig, description: ModelDescription, sizes: Mapping[str, float] | None = None, *, on_gpu: bool = True
+    config: RunConfig,
+    description: ModelDescription,
+    sizes: Mapping[str, float] | None = None,
+    *,
+    on_gpu: bool = True,
+    memory_gb: float = 80.0,
 ) -> Footprint:
-    """Peak memory of training with a configuration, on its one process.
+    """Peak memory of training with a configuration, on each of the fewest GPUs that its degrees fit.
 
     Args:
         description: of the model.
         sizes: gigabytes of the weights beside it that are known: `vae`, and rewards by name.
+        memory_gb: of a GPU; it decides whether gathered weights stay.
 
     Raises:
-        ConfigError: the video's size or the options do not fit the model.
+        ConfigError: the video's size, the degrees or the options do not fit the model.
     """
     video = config.video
     try:
         latent = description.latent_shape(video.num_frames, video.height, video.width)
+        tokens, heads = prod(latent[1:]), description.transformer["num_attention_heads"]
+        layout = plan_layout(config, least_gpus(config), heads, tokens)
+        weights = count_weights(config, description.transformer)
         memory = plan_memory(
             config,
             description,
             on_gpu=on_gpu,
-            calls=model_calls(config, description, on_gpu),
-            weights=count_weights(config, description.transformer),
+            calls=model_calls(config, description, on_gpu, layout.sp),
+            weights=weights,
             sizes=sizes or {},
             runtime=CUDA_RUNTIME if on_gpu else resident_bytes(),
+            layout=layout,
+            gathered=gathered_weights(config, weights, description.num_layers, layout, memory_gb * GB),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -78,12 +94,9 @@ def estimate(
         group: max(sum(phase.get(name, 0.0) for name in names) for phase in memory.phases.values()) / GB
         for group, names in GROUPS.items()
     }
-    return Footprint(parts=parts, total=memory.peak / GB, phase=memory.peak_phase, tokens=prod(latent[1:]))
+    return Footprint(parts=parts, total=memory.peak / GB, phase=memory.peak_phase, tokens=tokens, processes=layout.gpus)
 
 
 def checkpoint_bytes(config: RunConfig, description: ModelDescription) -> int:
-    """Bytes of one checkpoint: float32 weights, optimizer state, anchor and average, and the adapter once more."""
-    weights = count_weights(config, description.transformer)
-    copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
-    copies += anchor_kind(config.objective.kl_mode) != "none"
-    return 4 * (weights.trained * copies + weights.moments)
+    """Bytes of one checkpoint, all ranks together."""
+    return int(bytes_of_checkpoint(config, count_weights(config, description.transformer)))

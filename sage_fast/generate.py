@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from sage_fast import media
 from sage_fast.config import ConfigError, RunConfig
+from sage_fast.distributed.launch import rank_device
 from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.forward import choose_forward
@@ -27,7 +28,6 @@ from sage_fast.records import Prompt, Sample
 from sage_fast.registry import MODEL_FAMILIES, resolve
 from sage_fast.rollout import sample_trajectory
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
-from sage_fast.trainer import resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = torch.device(resolve_device(config.model.device))
+    device = rank_device(config.model.device)
     try:
         components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
         components.check_guidance(config.rollout.guidance_scale)

@@ -22,11 +22,12 @@ from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveSettings, PolicyTerms
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds, Sample, Trajectory
+from sage_fast.rewards.base import describe_batch
 from sage_fast.rollout import StepVelocity, TrajectoryStep, gather_latents, gather_step
 from sage_fast.sde import TransitionTable
 
-Progress = Callable[[str, int, int], None]
-"""Called as progress(phase, done, total) while an iteration runs."""
+Progress = Callable[[str, int, int, str], None]
+"""Called as progress(phase, done, total, subject) while an iteration runs; the subject names the videos in work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ class TwoPhaseGradient:
         result = []
         with self._anchor.applied():
             for done, (rows, trajectory) in enumerate(scored.batches()):
-                self.progress("anchor", done, len(scored.trajectories))
+                self.progress("anchor", done, len(scored.trajectories), describe_batch(trajectory.samples))
                 embeds = [s.embeds for s in trajectory.samples]
                 result.append(
                     [
@@ -211,7 +212,7 @@ class TwoPhaseGradient:
             row_weights = scored.kept[rows].double() / count
             for position in positions:
                 number = done * len(positions) + position - positions[0]
-                self.progress("update", number, total)
+                self.progress("update", number, total, describe_batch(trajectory.samples))
                 self.engine.last_pull(number + 1 == total)
                 loss = StepLoss(
                     kernels=self.kernels,

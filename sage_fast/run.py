@@ -34,6 +34,8 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
+from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
 from sage_fast.files import replacing
@@ -48,7 +50,7 @@ from sage_fast.provenance import write_environment
 from sage_fast.records import Prompt
 from sage_fast.registry import MODEL_FAMILIES, resolve
 from sage_fast.rewards.worker import load_scorer
-from sage_fast.trainer import Trainer, resolve_device
+from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
         reward = load_scorer(
             config.reward,
             [p.text for p in (*prompts, *eval_prompts)],
-            device=resolve_device(config.model.device),
+            device=str(rank_device(config.model.device)),
             fps=config.video.fps,
         )
         return Trainer(config, components, reward, prompts, eval_prompts, world=world)
@@ -131,16 +133,28 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
         raise ConfigError(str(error)) from error
 
 
+def train(config: RunConfig) -> RunResult:
+    """Train in the processes that a launcher has started, or in this one.
+
+    Raises:
+        RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
+    """
+    section = config.distributed
+    world = start_world(section, config.training.mode, rank_device(config.model.device))
+    stacks = Path(config.output_dir) / "failure"
+    with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
+        return Run(config, world, watchdog).train()
+
+
 class Run:
     """One call of `sage-fast train`; on many ranks, each has one, and rank 0 writes the files."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, world: World = ALONE, watchdog: Watchdog | None = None) -> None:
         self.config = config
+        self.world = world
+        self.watchdog = watchdog or start_watchdog(ALONE, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
-        self.world = start_world(
-            config.distributed, config.training.mode, torch.device(resolve_device(config.model.device))
-        )
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config, self.world)
@@ -165,11 +179,17 @@ class Run:
             self._prepare_directory(resumed)
         metrics = self._open_metrics()
         with (
-            GracefulStop() as stop,
+            GracefulStop(self.directory, announce=world.is_main) as stop,
             RunProgress(total, resumed, shown=world.is_main) as progress,
             self._open_writer() as writer,
         ):
-            trainer.progress = progress.phase
+
+            def tell(phase: str, done: int, total: int, subject: str) -> None:
+                self.watchdog.progress(phase, done, total)
+                self.watchdog.working_on(subject)
+                progress.phase(phase, done, total)
+
+            trainer.progress = tell
             try:
                 # A fresh start trusts nothing that an earlier attempt left behind.
                 metrics.truncate_after(resumed if checkpoint else -1)
@@ -186,7 +206,9 @@ class Run:
                 seconds_saving = 0.0
                 while trainer.update < total and not world.any(stop.requested):
                     record = trainer.iterate() | {"time/checkpoint": seconds_saving}
-                    stops, peaks = zip(*world.gather((stop.requested, peak_memory_gib(trainer.device))), strict=True)
+                    use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
+                    everywhere = world.gather((stop.requested, peak_memory_gib(trainer.device)))
+                    stops, peaks = zip(*everywhere, strict=True)
                     stopping, record["memory/peak_gib"] = any(stops), max(peaks)
                     done = trainer.update >= total
                     evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))

@@ -7,11 +7,11 @@ in `gradient.py` and `single_pass.py`, files and progress in `run.py`. Everythin
 
 import logging
 import math
-import os
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from sage_fast.config import ConfigError, RunConfig, check_batch
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
+from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import parallelize
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
@@ -41,7 +42,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_parameters
 from sage_fast.policy.snapshot import check_same_shapes
 from sage_fast.records import Prompt, Sample, Trajectory
-from sage_fast.rewards.base import PendingScores, Scorer
+from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
@@ -84,14 +85,14 @@ class Trainer:
         reward: Scorer,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
-        progress: Progress = lambda phase, done, total: None,
+        progress: Progress = lambda phase, done, total, subject: None,
         world: World = ALONE,
     ) -> None:
         self.config = config
         self.world = world
         self.reward = reward
         self.progress = progress
-        self.device = torch.device(resolve_device(config.model.device))
+        self.device = rank_device(config.model.device)
         self.kernels = select_kernels(config.model.kernels, self.device)
         self.decoder = components.video_decoder
         video = config.video
@@ -206,7 +207,7 @@ class Trainer:
         seed, update = self.config.seed, self.update
         trajectories, self._pending = [], []
         for done, batch in enumerate(batches):
-            self.progress("rollout", done, len(batches))
+            self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 trajectory = sample_trajectory(
                     self.policy,
@@ -243,7 +244,7 @@ class Trainer:
         """Wait for the scores of the last rollout on all ranks, and turn them into advantages."""
         config = self.config
         columns, failed, seconds = gather_scores(
-            self._pending, self.videos_per_rollout, self.world, lambda done, total: self.progress("reward", done, total)
+            self._pending, self.videos_per_rollout, self.world, partial(self.progress, "reward")
         )
         if config.reward.placement == "process":
             metrics["time/reward_worker"] = seconds
@@ -328,7 +329,7 @@ class Trainer:
                 keep_videos=keep_videos,
                 device=self.device,
                 world=self.world,
-                on_batch=lambda done, total: self.progress("evaluation", done, total),
+                on_batch=partial(self.progress, "evaluation"),
             )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
@@ -524,18 +525,3 @@ class Trainer:
                 "weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many forwards. "
                 "Set it to 1."
             )
-
-
-def resolve_device(name: str) -> str:
-    """`auto` becomes cuda where there is one. ConfigError for a device torch cannot use."""
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
-    if name == "auto":
-        return "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"model.device is {name!r}, which torch cannot use here: {error}. Use auto or cpu."
-        ) from error
-    return name

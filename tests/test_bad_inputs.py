@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from sage_fast import cli
-from sage_fast.checkpoint import CheckpointError, list_checkpoints, save_checkpoint, verify_checkpoint
+from sage_fast.checkpoint import (
+    CheckpointData,
+    CheckpointError,
+    CheckpointWriter,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
@@ -409,10 +416,11 @@ def test_a_missing_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_named_by_the_user_is_refused(tiny_run: MakeRun) -> None:
     run = Run(tiny_run()).train().output_dir
     newest = list_checkpoints(run / "checkpoints")[-1]
-    data = bytearray((newest / "state.pt").read_bytes())
+    (shard,) = (newest / "shards").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
-    (newest / "state.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"state\.pt is missing, truncated or altered"):
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is missing, truncated or altered"):
         Run(tiny_run(f"--resume={newest}"))
 
 
@@ -454,10 +462,8 @@ def test_a_checkpoint_of_another_model(tiny_run: MakeRun, tmp_path: Path) -> Non
     state["config"] = json.loads(json.dumps(state["config"]))
     state["config"]["lora"]["rank"] = 4
     (other / "state.json").write_text(json.dumps(state))
-    from sage_fast.checkpoint import _write_manifest
-
     (other / "manifest.json").unlink()
-    _write_manifest(other, 2)
+    write_manifest(other, 2, describe_files((p for p in other.rglob("*") if p.is_file()), other))
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*of shape"):
         Run(config)
     assert not (tmp_path / "second").exists()
@@ -476,9 +482,10 @@ def test_generate_without_a_checkpoint(tiny_run: MakeRun, tmp_path: Path, capsys
 
 
 def test_saving_over_a_file_in_the_way(tmp_path: Path) -> None:
-    from sage_fast.checkpoint import CheckpointData
-
     (tmp_path / "checkpoints").write_text("a file")
-    data = CheckpointData(tensors={"weights": {"w": torch.ones(1)}}, state={}, binary={})
-    with pytest.raises(CheckpointError, match="Could not write checkpoint"):
-        save_checkpoint(tmp_path / "checkpoints", 1, data, keep_last=1)
+    data = CheckpointData(tensors={"weights": {"w": torch.ones(1)}}, state={})
+    with (
+        pytest.raises(CheckpointError, match="Could not write checkpoint"),
+        CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer,
+    ):
+        writer.save(1, data)

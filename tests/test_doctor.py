@@ -19,7 +19,7 @@ from sage_fast.config_file import dump_config, load_config
 from sage_fast.doctor import can_run, examine, to_text
 from sage_fast.footprint import estimate
 from sage_fast.machine import Check
-from sage_fast.planning.memory import count_weights
+from sage_fast.planning.weights import count_weights
 from sage_fast.policy.description import ModelDescription
 from sage_fast.policy.loading import load_components
 from sage_fast.requirements import is_repository, requirements
@@ -309,7 +309,7 @@ def test_a_repository_and_a_folder_to_be_are_told_apart(
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
     properties: Any = SimpleNamespace(total_memory=gigabytes * 1e9)
-    monkeypatch.setattr(doctor, "resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(doctor, "rank_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 

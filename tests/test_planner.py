@@ -18,11 +18,12 @@ from sage_fast.cli import main
 from sage_fast.config import ConfigError, RunConfig
 from sage_fast.config_file import load_config
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
-from sage_fast.planning.memory import _call, count_weights
+from sage_fast.planning.memory import _call
 from sage_fast.planning.plan import Plan, describe, make_plan
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
+from sage_fast.planning.weights import count_weights
 from sage_fast.planning.work import anchor_share, forward_work, unused_work, visits
 from sage_fast.policy import accelerate
 from sage_fast.policy.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
@@ -219,14 +220,6 @@ def test_seconds_are_work_over_ceilings() -> None:
     assert by_name["anchor"].predicted == pytest.approx(0.9 * by_name["rollout"].predicted)
 
 
-def test_replicas_communicate_their_gradients() -> None:
-    config = load_config(B)
-    found = make_plan(config, DEVICES["h100"], gpus=8, sizes={})
-    assert found.communication == pytest.approx(2 * 7 / 8 * 4 * 56_360_960)
-    assert "the trainer runs on one process today" in to_text(found, [])
-    assert "communication" in [phase.name for phase in found.phases]
-
-
 def test_single_pass_without_a_kl_saves_a_forward() -> None:
     two = small_plan("--objective.kl_mode=none")
     one = small_plan("--objective.kl_mode=none", "--training.update=single_pass")
@@ -376,11 +369,14 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpus", "0"], "--gpus is 0"),
         (["--memory", "-1"], "--memory is -1"),
-        (["--gpus", "2"], "for a CPU"),
+        (["--gpus", "2"], "2 processes and a CPU"),
+        (["--gpus", "3", "--device", "h100", "--distributed.sp=2"], "do not fit 3 process(es)"),
+        (["--device", "h100", "--distributed.sp=3"], "does not divide the model's 4 attention heads"),
+        (["--gpus", "1", "--rollout.num_generations=3"], "group would be incomplete"),
         (["--video.height=17"], "multiple of 4"),
         (["--model.family=json:loads"], "describe_model"),
     ],
-    ids=["gpus", "memory", "cpus", "video", "family"],
+    ids=["gpus", "memory", "cpus", "ranks", "heads", "groups", "video", "family"],
 )
 def test_what_cannot_be_planned(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "configs/toy_cpu.yaml", *words]) == 2

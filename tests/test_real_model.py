@@ -14,7 +14,7 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 from sage_fast import media
-from sage_fast.checkpoint import load_checkpoint
+from sage_fast.checkpoint import open_checkpoint
 from sage_fast.cli import main
 from sage_fast.metrics import read_metrics
 from tests.tiny_checkpoints import save_diffusers_layout
@@ -87,7 +87,7 @@ def test_the_shipped_recipe_trains(world: World) -> None:
         assert row["reward/CLIPScore_mean"] != 0 and row["reward/PickScore_mean"] != 0
     assert rows[-1]["eval/paired_gain"] != 0
     assert (world.run / "reward.png").exists() and (world.run / "before_after.png").exists()
-    assert load_checkpoint(world.run / "checkpoints/update-000002").state["trainer"]["update"] == 2
+    assert open_checkpoint(world.run / "checkpoints/update-000002").state["trainer"]["update"] == 2
 
 
 def test_resuming_a_finished_run_needs_the_same_words(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +219,7 @@ def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world:
     words = ["--model.dtype=float32", "--model.forward=stock", "--model.checkpointing=none"]
     config = load_config(world.run / "config.yaml", words)
     generator = load_generator(config, [Prompt(text='a sign that says "OPEN"', index=0)])
-    checkpoint = load_checkpoint(world.run / "checkpoints/update-000002")
+    checkpoint = open_checkpoint(world.run / "checkpoints/update-000002")
     generator.use_weights(checkpoint.tensors["ema"])
     stock = HunyuanVideo15Pipeline.from_pretrained(world.model, torch_dtype=torch.float32).transformer
     x = torch.randn(1, *generator.latent_shape, generator=torch.Generator().manual_seed(0))

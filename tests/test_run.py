@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint import list_checkpoints, open_checkpoint
 from sage_fast.config import RunConfig
 from sage_fast.config_file import dump_config, load_config
 from sage_fast.metrics import read_metrics
@@ -163,7 +163,8 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
         assert process.returncode == -signal.SIGKILL
     # A machine that died while writing: the newest checkpoint is there but cut short.
     newest = list_checkpoints(tmp_path / "killed/checkpoints")[-1]
-    with (newest / "weights.safetensors").open("r+b") as file:
+    (shard,) = (newest / "shards").glob("*.distcp")
+    with shard.open("r+b") as file:
         file.truncate(100)
     end = subprocess.run(
         command(files["killed"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250, text=True
@@ -264,9 +265,10 @@ def test_with_an_average_it_is_what_is_evaluated_generated_and_shipped(tiny_run:
     newest = list_checkpoints(run / "checkpoints")[-1]
     shipped = load_file(newest / "lora/pytorch_lora_weights.safetensors")
     name = "transformer_blocks.0.attn.to_q.lora_A"
-    average = load_file(newest / "ema.safetensors")[f"{name}.default.weight"]
+    saved = open_checkpoint(newest)
+    average = saved.read("ema", f"{name}.default.weight")
     assert torch.equal(shipped[f"{name}.weight"], average)
-    assert not torch.equal(average, load_file(newest / "weights.safetensors")[f"{name}.default.weight"])
+    assert not torch.equal(average, saved.read("weights", f"{name}.default.weight"))
 
 
 def test_a_fresh_start_does_not_trust_an_old_baseline(tiny_run: MakeRun) -> None:

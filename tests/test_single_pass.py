@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import list_checkpoints, load_checkpoint
+from sage_fast.checkpoint import list_checkpoints, open_checkpoint
 from sage_fast.config import ConfigError, LoraConfig, RunConfig
 from sage_fast.metrics import read_metrics
 from sage_fast.objective import KL_MODES
@@ -369,7 +369,7 @@ def test_a_run_killed_between_rollout_and_update_resumes_to_the_bit(
     run("killed", "--resume=auto").train()
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     whole, resumed = (
-        load_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "killed")
+        open_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "killed")
     )
     for stem, tensors in whole.tensors.items():
         assert all(torch.equal(resumed.tensors[stem][name], value) for name, value in tensors.items())

@@ -182,7 +182,8 @@ class CheckpointWriter:
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in CPU memory that is kept for the next save; pinned for those of a GPU."""
         if self._thread is None:
-            return dict(tensors)  # they are written before anybody can change them
+            # They are written before anybody can change them.
+            return {key: tensor.contiguous() for key, tensor in tensors.items()}
         copies: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             copy = self._copies.get(key)

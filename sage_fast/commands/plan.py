@@ -13,6 +13,7 @@ examples:
   sage-fast plan configs/hv15_480p_lora_1gpu.yaml
   sage-fast plan configs/hv15_480p_lora_1gpu.yaml --memory 48
   sage-fast plan configs/hv15_480p_lora_1gpu.yaml --device b200 --gpus 8 --json
+  sage-fast plan configs/hv15_480p_full_64gpu.yaml
   sage-fast plan configs/toy_cpu.yaml
 
 Nothing is loaded or downloaded: shapes run on torch's meta device. Exit status: 0 if the configuration fits, 1 if not.
@@ -35,7 +36,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--device", choices=DEVICES, help="default: what model.device means; auto is h100, and cpu for a small model"
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="1e9 bytes that may be used; default: the device's")
-    parser.add_argument("--gpus", type=int, default=1, help="data-parallel replicas to predict for; default 1")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="processes, one per GPU; default: the fewest that the `distributed` section fits",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -43,26 +49,28 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan; 1 when the configuration does not fit."""
     from sage_fast.config import ConfigError
     from sage_fast.planning.devices import choose_device
+    from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.plan import describe, make_plan
     from sage_fast.planning.search import options as find_options
     from sage_fast.planning.text import to_json, to_text
     from sage_fast.requirements import weight_sizes
 
-    if options.gpus < 1:
+    if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
     config = load_run_config(options.config, overrides)
     description = describe(config)
     device, on_gpu = choose_device(options.device, config, description.width)
-    if not on_gpu and options.gpus > 1:
-        raise ConfigError(f"--gpus is {options.gpus}, but the plan is for a CPU. Give --device h100, or leave it out.")
+    gpus = least_gpus(config) if options.gpus is None else options.gpus
+    if not on_gpu and gpus > 1:
+        raise ConfigError(f"The plan is for {gpus} processes and a CPU. Give --device h100, or --gpus 1.")
     sizes = weight_sizes(config)
     plan = make_plan(
         config,
         device,
         on_gpu=on_gpu,
-        gpus=options.gpus,
+        gpus=gpus,
         memory_gb=options.memory,
         description=description,
         sizes=sizes,

@@ -45,9 +45,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_config(config), end="")
         return 0
 
-    from sage_fast.run import Run
+    from dataclasses import replace
 
-    result = Run(config).train()
+    from sage_fast.distributed.launch import adopt_slurm, effective_resume, rank
+    from sage_fast.run import train
+
+    adopt_slurm()
+    result = train(replace(config, resume=effective_resume(config.resume)))
+    if rank() != 0:
+        return 0
     if not result.finished:
         words = ["train", *options.config, *_without_resume(overrides), "--resume", "auto"]
         print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")

@@ -1,22 +1,15 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 behind the trainer's `Engine`.
 
 DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
-gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things are done here instead:
+gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things are done otherwise here:
 
-* **Gathering weights (stage 3).** DeepSpeed gathers a module's weights when the module is called. The fused forward
-  calls blocks but reads the weights inside them, and reads `x_embedder.proj`, `cond_type_embed` and `norm_out` without
-  calling them. Leaf modules would gather a block as a whole, but they sum its gradient in a hook that runs before the
-  gradient exists where no input of the block needs one (the first block under LoRA), and twice where two graphs share a
-  backward pass (guidance). So DeepSpeed's module hooks are taken off, and `BlockGathering` gathers a block around its
-  call and in its backward pass, the next one ahead of its use; the rest of the transformer, as large as two blocks,
-  stays whole from its first use to the next step. Ranks then gather the same things in the same order whatever their
-  prompts contain, which DeepSpeed's record of module calls does not survive.
+* **Gathering weights (stage 3)**: `deepspeed_gathering.py` says how, and why not as DeepSpeed does.
 * **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by it:
   exact where it is a power of two, else one rounding. Ranks that share a video contribute parts of the sum like others.
 * **When an update's gradient is complete** the trainer says by calling `clip_gradients`; DeepSpeed's counting of
   micro-batches is off (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. What is used of it beyond its documented interface is in this file alone.
+Tested with DeepSpeed 0.19.8. All that is used of it beyond its documented interface is in this file.
 """
 
 import importlib
@@ -30,20 +23,26 @@ from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from packaging.version import Version
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import AdamW
 
 from sage_fast.config import ConfigError, OptimizerConfig
 from sage_fast.distributed.deepspeed_config import ZeroConfig, read_config
+from sage_fast.distributed.deepspeed_gathering import BlockGathering, always_read_glyphs
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import World
 from sage_fast.policy.fused import Acceleration
 from sage_fast.policy.lora import cast_weights, trainable_parameters
 
+OLDEST = "0.19.8"
+"""DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used beyond its documented interface."""
 STATES = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, besides the number of steps."""
+CHUNK = 2**26
+"""Elements that are exchanged at a time: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class DeepSpeedEngine:
             exact = {n: p.data for n, p in self.parameters.items() if not torch.equal(p, p.bfloat16().to(p.dtype))}
             if transformer.dtype != torch.bfloat16:
                 cast_weights(transformer, torch.bfloat16)
-        _always_read_glyphs(transformer)
+        always_read_glyphs(transformer)
         own = AdamW(
             list(self.parameters.values()),
             lr=optimizer_config.learning_rate,
@@ -234,23 +233,37 @@ class DeepSpeedEngine:
 
     # ------------------------------------------------------------------------------------------------- partitions
 
-    @torch.no_grad()
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within the context the trained weights are whole and float32 on every rank, as an adapter is saved. The model
+        cannot compute then. Collective.
+        """
+        kept = {name: p.data for name, p in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                whole = self._spread(self.masters, name)
+                dist.all_reduce(whole)
+                parameter.data = whole.view(self.shapes[name])
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = kept[name]
+
     def gather_whole(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Weights, or what is partitioned like them, whole and in CPU memory, each on one rank. Collective."""
         result = {}
         for name, owner in self._owners():
-            fragment, shape = self.fragments[name], self.shapes[name]
-            whole = torch.zeros(shape.numel(), device=flats[0].device)
-            whole[fragment.start :][: fragment.numel] = flats[fragment.flat][fragment.offset :][: fragment.numel]
+            whole = self._spread(flats, name)
             dist.reduce(whole, owner)
             if owner == self.world.rank:
-                result[name] = whole.view(shape).cpu()
+                result[name] = whole.view(self.shapes[name]).cpu()
         return result
 
     def load_whole(self, flats: Sequence[Tensor], read: Callable[[str], Tensor]) -> None:
-        """Fill this rank's partitions from whole tensors by the names of the weights."""
+        """Fill this rank's partitions from whole tensors by the names of the weights; only what lies here is read."""
         for name in self.parameters:
-            self._put(flats, name, read(name))
+            if self.fragments[name].numel:
+                self._put(flats, name, read(name))
 
     def weights_changed(self) -> None:
         """Give the model the values of the masters. Collective."""
@@ -260,6 +273,14 @@ class DeepSpeedEngine:
         for index in range(len(self.masters)):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.parameter_offload.partition_all_parameters()
+
+    @torch.no_grad()
+    def _spread(self, flats: Sequence[Tensor], name: str) -> Tensor:
+        """This rank's part of a weight at its place among zeros, flat: the ranks' sum is the weight."""
+        fragment = self.fragments[name]
+        whole = torch.zeros(self.shapes[name].numel(), device=flats[0].device)
+        whole[fragment.start :][: fragment.numel] = flats[fragment.flat][fragment.offset :][: fragment.numel]
+        return whole
 
     @torch.no_grad()
     def _put(self, flats: Sequence[Tensor], name: str, whole: Tensor) -> None:
@@ -315,10 +336,11 @@ class ZeroSnapshot:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for value, master in zip(self.values, self._engine.masters, strict=True):
-            kept = master.clone()
-            master.copy_(value)
-            value.copy_(kept)
+        for values, masters in zip(self.values, self._engine.masters, strict=True):
+            for value, master in zip(values.split(CHUNK), masters.split(CHUNK), strict=True):
+                kept = master.clone()
+                master.copy_(value)
+                value.copy_(kept)
         self._engine.weights_changed()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -328,119 +350,6 @@ class ZeroSnapshot:
     def load_tensors(self, source: TensorSource, group: str) -> None:
         """As in `Snapshot`."""
         self._engine.load_whole(self.values, lambda name: source.read(group, name))
-
-
-class BlockGathering:
-    """Gathers the weights of a ZeRO-3 transformer where they are needed.
-
-    A block's are whole around its call and from its backward pass to that of the block before, and those of the next
-    block are on their way meanwhile: two blocks at a time. The stock forward keeps more, because torch's linear layers
-    save their transposed weight for the backward pass.
-    """
-
-    def __init__(self, transformer: nn.Module) -> None:
-        self._statuses = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
-        blocks: Any = transformer.transformer_blocks
-        self._blocks: list[list[Any]] = [list(block.parameters()) for block in blocks]
-        within = {id(p) for block in self._blocks for p in block}
-        self._rest: list[Any] = [p for p in transformer.parameters() if id(p) not in within]
-        self._handles: dict[int, Any] = {}
-        """Gathering that is under way, by block."""
-        self._backward: int | None = None
-        """The block that is in its backward pass."""
-        transformer.register_forward_pre_hook(lambda module, arguments: self._gather_rest(), prepend=True)
-        for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda module, arguments, index=index: self._before_forward(index))
-            block.register_forward_hook(
-                lambda module, arguments, outputs, index=index: self._after_forward(index, arguments, outputs)
-            )
-
-    def end_backward(self) -> None:
-        """Give back what the backward pass has left gathered."""
-        for index in list(self._handles):
-            self._finish(index)
-            self._release(index)
-        if self._backward is not None:
-            self._release(self._backward)
-        self._backward = None
-
-    def _gather_rest(self) -> None:
-        self._wait(self._start(self._rest))
-
-    def _before_forward(self, index: int) -> None:
-        self._finish(index)
-        if not _in_backward():
-            self._prefetch(index + 1)
-
-    def _after_forward(self, index: int, inputs: Sequence[Any], outputs: Any) -> None:
-        if _in_backward():
-            return  # computed again for the backward pass that is under way, which needs the weights
-        self._release(index)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        for output in outputs:
-            # The last block hands its text through: that is an output of the block before.
-            if isinstance(output, Tensor) and output.requires_grad and not any(output is given for given in inputs):
-                output.register_hook(lambda grad: self._before_backward(index))
-
-    def _before_backward(self, index: int) -> None:
-        """Autograd runs nodes in the reverse order of their making, and adds to the gradients of weights at once: when
-        it comes to an output of this block, every other block is done.
-        """
-        if self._backward == index:
-            return
-        if self._backward is not None:
-            self._release(self._backward)
-        self._backward = index
-        self._finish(index)
-        self._prefetch(index - 1)
-
-    # ------------------------------------------------------------------------------------------------- collectives
-
-    def _prefetch(self, index: int) -> None:
-        if 0 <= index < len(self._blocks) and index not in self._handles:
-            self._handles[index] = self._start(self._blocks[index])
-
-    def _finish(self, index: int) -> None:
-        """Have a block whole."""
-        handle = self._handles.pop(index, None)
-        self._wait(self._start(self._blocks[index]) if handle is None else handle)
-
-    def _start(self, parameters: Sequence[Any]) -> Any:
-        missing = [p for p in parameters if p.ds_status == self._statuses.NOT_AVAILABLE]
-        return missing[0].all_gather_coalesced(missing) if missing else None
-
-    def _wait(self, handle: Any) -> None:
-        if handle is not None:
-            with torch.no_grad():
-                handle.wait()
-
-    def _release(self, index: int) -> None:
-        whole = [p for p in self._blocks[index] if p.ds_status == self._statuses.AVAILABLE and not p.ds_persist]
-        if whole:
-            whole[0].partition(whole)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _always_read_glyphs(transformer: nn.Module) -> None:
-    """Give the weights that only prompts with glyph tokens read a gradient of zero in every other backward pass.
-
-    ZeRO sums gradients in the order in which autograd finds them, bucket by bucket: a weight that has a gradient on one
-    rank alone would shift all that follow, and one that has none in the first pull would add to the last update's.
-    """
-    modules: Any = transformer
-    unread = [p for p in modules.context_embedder_2.parameters() if p.requires_grad]
-    if not unread:
-        return
-
-    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        return output + sum(p.flatten()[:0].sum() for p in unread)
-
-    modules.context_embedder.register_forward_hook(add_nothing)
 
 
 def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> None:
@@ -464,6 +373,9 @@ def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> Non
 def _import_deepspeed(device: torch.device) -> Any:
     """The package, for this kind of device. ConfigError where it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if device.type == "cpu":
+        # Else it starts `numactl` whenever it sums gradients, to count devices.
+        os.environ.setdefault("LOCAL_SIZE", "1")
     try:
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")
@@ -472,6 +384,11 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"distributed.engine is deepspeed, which cannot be imported here ({error}). Run "
             "`pip install 'sage-fast[deepspeed]'`, or set distributed.engine to fsdp."
         ) from error
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise ConfigError(
+            f"distributed.engine is deepspeed, and DeepSpeed {deepspeed.__version__} is installed, but {OLDEST} is the "
+            "oldest that works. Run `pip install -U 'sage-fast[deepspeed]'`, or set distributed.engine to fsdp."
+        )
     # On a CPU it would compile an operator of its own for the communication, at run time, which takes a minute.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed

@@ -324,6 +324,10 @@ class _Check:
                 self.unknown(name, known, "zero_optimization.")
             elif value != "auto":
                 taken[name] = value
+        if stage == 3:
+            # Else DeepSpeed replaces torch.nn.functional.linear, for reward models too, by one that rounds the product
+            # before it adds the bias.
+            taken["memory_efficient_linear"] = False
         return (2 if stage == 2 else 3), taken, silent
 
     def bf16(self) -> bool:

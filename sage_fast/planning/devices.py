@@ -21,6 +21,13 @@ SMALL_MODEL = 1024
 LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE, CONVOLUTION_SHARE = 0.9, 0.9, 0.8, 0.5
 """Share of each ceiling that a run is taken to reach."""
 
+LINK_SHARE = 0.8
+"""Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are taken to reach."""
+
+ADAPTER = 46.0
+"""GB/s of a network adapter of 400 Gbit/s, one per GPU: NCCL's developers say to expect 46 to 48 (NVIDIA/nccl-tests,
+issue 290). Those of an A100 are taken to have 200 Gbit/s."""
+
 _PRODUCT, _BANDWIDTH = 798 / 989, 3.0 / 3.35
 _BACKWARD = 0.866
 """FlashAttention's backward over forward speed on an H100, both counted as the formulas do: 561 / 648, 516 / 595."""
@@ -32,8 +39,9 @@ class Device:
 
     memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and in float32 without TF32.
     attention: backend -> TFLOP/s forward and backward (five products) in bfloat16, head dimension 128; the first one is
-    what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s between GPUs of a node,
-    one direction. source: where the figures are from.
+    what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to others of its
+    node, network: to other nodes, both in one direction and as collectives reach them. source: where the figures are
+    from.
 
     Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
     """
@@ -45,6 +53,7 @@ class Device:
     attention: Mapping[str, tuple[float, float]]
     bandwidth: float
     link: float
+    network: float
     source: str
 
     def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
@@ -78,7 +87,8 @@ DEVICES = {
         matmul_float32=67 * _PRODUCT,
         attention=_HOPPER_ATTENTION,
         bandwidth=3.0,
-        link=360,
+        link=LINK_SHARE * 450,
+        network=ADAPTER,
         source="bfloat16 product and copy measured; attention published (arXiv 2407.08608)",
     ),
     "h200": Device(
@@ -88,7 +98,8 @@ DEVICES = {
         matmul_float32=67 * _PRODUCT,
         attention=_HOPPER_ATTENTION,
         bandwidth=4.8 * _BANDWIDTH,
-        link=360,
+        link=LINK_SHARE * 450,
+        network=ADAPTER,
         source="an H100's products and attention; bandwidth 0.9 of the vendor's 4.8 TB/s",
     ),
     "a100": Device(
@@ -98,7 +109,8 @@ DEVICES = {
         matmul_float32=19.5 * _PRODUCT,
         attention={"flash2": (0.73 * 312, 0.73 * 312 * _BACKWARD)},
         bandwidth=2.04 * _BANDWIDTH,
-        link=240,
+        link=LINK_SHARE * 300,
+        network=ADAPTER / 2,
         source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
     ),
     "b200": Device(
@@ -108,7 +120,8 @@ DEVICES = {
         matmul_float32=80 * _PRODUCT,
         attention={"flash4": (1600, 1600 * _BACKWARD), "cudnn": (1230, 1230 * _BACKWARD), "flash2": (370.0, 322.0)},
         bandwidth=8.0 * _BANDWIDTH,
-        link=720,
+        link=LINK_SHARE * 900,
+        network=ADAPTER,
         source="0.81 of the vendor's 2250 TFLOP/s, 0.9 of 8 TB/s; attention 0.71 of 2250 (FlashAttention-4's abstract)",
     ),
 }
@@ -139,6 +152,7 @@ def measure_cpu(memory_gb: float) -> Device:
         attention={"sdpa": (product / 2, product / 2), "flash2": (product / 2, product / 2)},
         bandwidth=bandwidth,
         link=0.0,
+        network=0.0,
         source="a product and a copy measured now; attention at half the product's rate",
     )
 

@@ -1,24 +1,27 @@
-"""Memory of a run by component and phase, in bytes, on its one process.
+"""Memory of a run by component and phase, in bytes, on each of its GPUs.
 
 Exact: weights, adapters, gradients, optimizer state, copies, accumulators, trajectories (counted), and what graphs keep
 and what works beside them (traced on the meta device). Taken from elsewhere: weights beside the transformer, what
 decoding and scoring need, the runtime, and a reserve for fragmentation.
+
+With weights over R ranks (`distributed/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
+gradients, optimizer state, anchor and average. With P ranks per video each computes n = N / P video tokens and all text
+tokens, and attends with 1/P of the heads.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
 from sage_fast.config import RunConfig
+from sage_fast.distributed.ulysses import share_of
 from sage_fast.objective import anchor_kind, kl_uses
-from sage_fast.planning.trace import Call, Cost, meta_transformer, trace
+from sage_fast.planning.layout import Layout
+from sage_fast.planning.trace import Call, Cost, trace
+from sage_fast.planning.weights import Gathered, Weights, compute_dtype, gathered_weights, hashable
 from sage_fast.policy.description import ModelDescription
-from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
-from sage_fast.policy.modulation import adaln_layers
 from sage_fast.registry import REWARDS, resolve
 
 GB = 1e9
@@ -43,83 +46,6 @@ STOCK_KEPT, STOCK_WORKING = {"none": 28.3, "full": 1.0}, 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Numbers of parameters.
-
-    trained: of those that get a gradient. moments: optimizer state. adaln: of the modulation layers, which may leave
-    the GPU. largest: of the largest trained tensor. muon_flops: of one step of Muon's orthogonalisation.
-
-    Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`, adapters not included.
-    """
-
-    total: int
-    trained: int
-    moments: int
-    adaln: int
-    largest: int
-    muon_flops: float
-
-
-def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
-    """Parameters of a transformer and of what a config trains of it, counted on the meta device."""
-    modules = tuple(config.lora.target_modules) if config.training.mode == "lora" else None
-    layers = transformer["num_layers"]
-    key = hashable(transformer)
-    if layers <= 3:
-        return _count(key, layers, modules, config.lora.rank, config.optimizer.name)
-    two, three = (_count(key, n, modules, config.lora.rank, config.optimizer.name) for n in (2, 3))
-
-    def line(name: str) -> Any:
-        return getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name))
-
-    return Weights(
-        **{name: line(name) for name in ("total", "trained", "moments", "adaln", "muon_flops")}, largest=three.largest
-    )
-
-
-def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A transformer's config as a key."""
-    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(transformer.items()))
-
-
-@cache
-def _count(
-    key: tuple[tuple[str, Any], ...], layers: int, modules: tuple[str, ...] | None, rank: int, optimizer: str
-) -> Weights:
-    transformer = meta_transformer(dict(key), torch.float32, layers)
-    total = sum(p.numel() for p in transformer.parameters())
-    adaln = sum(
-        p.numel()
-        for block in transformer.transformer_blocks
-        for layer in adaln_layers(block)
-        for p in layer.parameters()
-    )
-    if modules is None:
-        train_all(transformer)
-    else:
-        add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
-    moments, flops = 0, 0.0
-    trained = trainable_parameters(transformer)
-    for name, parameter in trained.items():
-        # As `OptimizerSet` divides them.
-        if optimizer == "muon" and parameter.ndim == 2 and "embed.weight" not in name:
-            moments += parameter.numel()
-            short, long = sorted(parameter.shape)
-            # Five Newton-Schulz steps: X X^T, its square, and their product with X.
-            flops += 5 * (4 * short * short * long + 2 * short**3)
-        else:
-            moments += 2 * parameter.numel()
-    return Weights(
-        total=total,
-        trained=sum(p.numel() for p in trained.values()),
-        moments=moments,
-        adaln=adaln,
-        largest=max(p.numel() for p in trained.values()),
-        muon_flops=flops,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Calls:
     """Cost of the calls that a configuration makes of the model, each for one micro-batch.
 
@@ -134,14 +60,19 @@ class Calls:
     evaluation: Cost
 
 
-def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Calls:
-    """Trace, or for diffusers' own forward estimate, what the phases are made of."""
+def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, sp: int = 1) -> Calls:
+    """Trace, or for diffusers' own forward estimate, what the phases are made of on each of a video's `sp` ranks."""
     rollout, training = config.rollout, config.training
+    if training.mode == "full" and config.model.dtype != "float32":
+        raise ValueError(
+            f"training.mode full needs float32 master weights, but model.dtype is {config.model.dtype}. Set it to "
+            "float32 (distributed.param_dtype is what is computed with), or training.mode to lora."
+        )
     batch = rollout.micro_batch_size
 
     def cost(*, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False) -> Cost:
         call = _call(config, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
-        return trace(call) if config.model.forward == "fused" else _stock(call)
+        return _share(call, sp) if config.model.forward == "fused" else _stock(call)
 
     nothing = Cost()
     two_phase = training.update == "two_phase"
@@ -153,6 +84,29 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool) 
         late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
         single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
         evaluation=cost(batch=config.evaluation.batch_size, gradient=False),
+    )
+
+
+def _share(call: Call, sp: int) -> Cost:
+    """Cost of a call on one of the ranks that share its video tokens."""
+    whole = trace(call)
+    if sp == 1:
+        return whole
+    config = dict(call.transformer)
+    channels, *grid = call.latent
+    share = share_of(prod(grid), sp)
+    # As many tokens on a line: all but attention is what a rank does. Attention is of all tokens and 1/P of the heads.
+    # (The text refiner's, which every rank repeats, is one part in 10^5 of it.)
+    part = trace(replace(call, latent=(channels, 1, 1, share)))
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    # What an all-to-all sends and what it receives: q, k and v; in the backward also the result and its gradient.
+    exchanged = 5 * share + call.text_tokens if call.gradient else 3 * share
+    buffers = 2 * call.batch * width * exchanged * getattr(torch, call.dtype).itemsize
+    return replace(
+        part,
+        attention=whole.attention / sp,
+        attention_backward=whole.attention_backward / sp,
+        working=part.working + buffers,
     )
 
 
@@ -171,7 +125,7 @@ def _call(
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),
         text_tokens=description.text_tokens,
-        dtype=model.dtype,
+        dtype=compute_dtype(config),
         trained=config.training.mode,
         rank=config.lora.rank,
         target_modules=tuple(config.lora.target_modules),
@@ -251,21 +205,30 @@ def plan_memory(
     weights: Weights,
     sizes: Mapping[str, float],
     runtime: float,
+    layout: Layout | None = None,
+    gathered: Gathered | None = None,
 ) -> Memory:
     """Memory of every phase.
 
     Args:
         sizes: gigabytes of the weights beside the transformer that are known: `vae`, and rewards by name.
         runtime: bytes of the process before it loads anything.
+        layout, gathered: how GPUs share the work and the weights; None is one GPU.
     """
     model, rollout, training, objective = config.model, config.rollout, config.training, config.objective
-    item = getattr(torch, model.dtype).itemsize
+    layout = layout or Layout()
+    gathered = gathered or gathered_weights(config, weights, description.num_layers, layout, 0.0)
+    item = getattr(torch, compute_dtype(config)).itemsize
     lora = training.mode == "lora"
     latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
     latent_bytes = 4 * prod(latent)
-    resident = weights.total - (weights.adaln if lora and model.adaln == "offload" and on_gpu else 0)
+    offloaded = item * weights.adaln / layout.weight_shards if lora and model.adaln == "offload" and on_gpu else 0.0
     anchor = anchor_kind(objective.kl_mode) != "none"
-    copy = 4.0 * weights.trained
+    # What there is once per trained weight is sharded with it; adapters are whole on every rank.
+    held = 1.0 if lora else 1 / layout.weight_shards
+    if not lora and gathered.sharded and config.distributed.cpu_offload:
+        held = 0.0
+    copy = 4.0 * weights.trained * held
 
     scored = rewards_here(config)
     rewards = {name: sizes.get(name, REWARD_GB.get(name, 0.0)) * GB for name in scored}
@@ -274,14 +237,14 @@ def plan_memory(
     accumulators = 0.0
     if single_pass:
         needs_kl = any(kl_uses(objective.kl_mode))
-        groups = rollout.batch_size // rollout.num_generations if needs_kl else 0
+        groups = -(-rollout.batch_size // rollout.num_generations) if needs_kl else 0
         accumulators = copy * (rollout.batch_size + groups)
 
     always = {
         "runtime": runtime,
-        "transformer": float(resident * item),
+        "transformer": max(0.0, gathered.resident - offloaded),
         "adapters": copy if lora else 0.0,
-        "optimizer state": 4.0 * weights.moments,
+        "optimizer state": 4.0 * weights.moments * held,
         "anchor": copy if anchor else 0.0,
         "average (EMA)": copy if training.ema_decay is not None else 0.0,
         "video decoder": sizes.get("vae", description.decoder_gb) * GB,
@@ -289,6 +252,9 @@ def plan_memory(
         "rewards' tables": float(sum(kept for kept, _ in scoring)),
         "tables": _tables(config, description, latent, item),
     }
+    if gathered.sharded and gathered.keep == "always":
+        always["gathered weights"] = gathered.whole
+    through, passing = _in_flight(gathered)
     steps = rollout.num_steps
     trajectories = {"trajectories": float(rollout.batch_size * (2 * steps + 1) * latent_bytes)}
     if not on_gpu:
@@ -322,13 +288,18 @@ def plan_memory(
             "reward models": always["reward models"],
             "prompt encoder": description.encoder_gb * GB,
         },
-        "rollout": always | trajectories | collected | working(calls.single_pass if single_pass else calls.velocity),
-        "decode": always | trajectories | collected | {"decoding": decoding(rollout.micro_batch_size)},
-        "reward": always | trajectories | collected | {"scoring": one_video},
-        "anchor": always | anchored | collected | working(calls.velocity),
-        "update": always | anchored | gradients | working(calls.gradient),
+        "rollout": always
+        | through
+        | trajectories
+        | collected
+        | working(calls.single_pass if single_pass else calls.velocity),
+        "decode": always | through | trajectories | collected | {"decoding": decoding(rollout.micro_batch_size)},
+        "reward": always | through | trajectories | collected | {"scoring": one_video},
+        "anchor": always | through | anchored | collected | working(calls.velocity),
+        "update": always | passing | anchored | gradients | working(calls.gradient),
         "optimizer": always | anchored | gradients | {"optimizer step": step},
         "evaluation": always
+        | through
         | {"trajectories": float(evaluated)}
         | _larger(
             working(calls.evaluation), {"decoding": decoding(config.evaluation.batch_size)}, {"scoring": one_video}
@@ -344,11 +315,21 @@ def plan_memory(
     if not config.evaluation.every:
         del phases["evaluation"]
     for parts in phases.values():
-        comes_and_goes = ["kept activations", "working set", "decoding", "optimizer step"]
+        comes_and_goes = ["kept activations", "working set", "decoding", "optimizer step", "weights in flight"]
         comes_and_goes += ["scoring"] if on_gpu else ["trajectories", "anchor velocities"]
         share = FRAGMENTATION if on_gpu else CPU_FRAGMENTATION
         parts["fragmentation"] = share * sum(parts.get(name, 0.0) for name in comes_and_goes)
     return Memory(phases=phases)
+
+
+def _in_flight(gathered: Gathered) -> tuple[dict[str, float], dict[str, float]]:
+    """Gathered weights of the phases without a gradient, and of the update."""
+    if not gathered.sharded:
+        return {}, {}
+    kept = {"gathered weights": gathered.whole}
+    flying = {"weights in flight": gathered.flying}
+    sums = {"weights in flight": (0.0 if gathered.keep == "always" else gathered.flying) + gathered.summed}
+    return {"never": flying, "rollout": kept, "always": {}}[gathered.keep], sums
 
 
 def _larger(*parts: dict[str, float]) -> dict[str, float]:

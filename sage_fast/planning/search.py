@@ -89,6 +89,8 @@ def _changes(plan: Plan) -> Iterator[Change]:
     sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
     for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
         yield "rollout.micro_batch_size", size
+    if plan.gathered.sharded and plan.gathered.keep != "never" and not config.distributed.cpu_offload:
+        yield "distributed.keep_gathered", "never"
     if config.evaluation.every and config.evaluation.batch_size > 1:
         yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
     if not plan.tiled and (model.decode_memory_gib is None or model.decode_memory_gib > 8):

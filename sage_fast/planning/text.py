@@ -4,15 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
-from sage_fast.planning.plan import HOST_LINK, Plan
+from sage_fast.planning.plan import HOST_LINK, Phase, Plan
 from sage_fast.planning.search import Option
+from sage_fast.planning.weights import compute_dtype
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
-    lines = [*_head(plan), *_memory(plan), *_time(plan), *_options(plan, options), *_assumptions(plan), ""]
+    lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options)]
+    lines += [*_assumptions(plan), ""]
     return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
 
 
@@ -28,6 +31,12 @@ def _head(plan: Plan) -> Iterator[str]:
     unit, size = ("TFLOP", 1e12) if plan.forward.total > 1e11 else ("MFLOP", 1e6)
     linear, attention = plan.forward.linear / size, plan.forward.attention / size
     yield f"  one forward of one sample: {linear:,.1f} + {attention:,.1f} {unit} (linear + attention)"
+    if plan.gpus > 1:
+        layout = plan.layout
+        yield (
+            f"  {plan.gpus} GPUs = {layout.replicate} replicas x {layout.shard} shards x {layout.sp} ranks per video "
+            f"(dp_replicate, dp_shard, sp): {layout.data_parallel * config.rollout.batch_size} videos per rollout"
+        )
     yield ""
 
 
@@ -41,7 +50,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     shown = [p for p in parts if max(v.get(p, 0.0) for v in plan.memory.phases.values()) >= 0.5 * size / 10**digits]
     width = max(map(len, [*shown, "total"]))
     columns = [max(len(phase), 7) for phase in phases]
-    where = "on each GPU" if plan.gpus > 1 else f"on {plan.device.name}"
+    where = f"on each {plan.device.name}" if plan.gpus > 1 else f"on {plan.device.name}"
     yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
 
     def row(name: str, cells: Sequence[str]) -> str:
@@ -62,35 +71,80 @@ def _time(plan: Plan) -> Iterator[str]:
     big = plan.forward.total > 1e11
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
-    yield "time per video, predicted"
-    yield (f"  {'':<13}  {'linear':>9}  {'attention':>9}  {'elementwise':>11}  {'predicted':>10}  {'at ceilings':>11}")
-    yield f"  {'':<13}  {flop_unit:>9}  {flop_unit:>9}  {byte_unit:>11}  {'s':>10}  {'s':>11}"
-    for phase in plan.phases:
-        cost = phase.cost
-        attention = cost.attention + cost.attention_backward
-        yield (
-            f"  {phase.name:<13}  {cost.linear / flop_size:>9,.1f}  {attention / flop_size:>9,.1f}  "
-            f"{cost.elementwise / byte_size:>11,.2f}  {_number(phase.predicted):>10}  {_number(phase.bound):>11}"
-        )
-    flops = sum(phase.cost.linear for phase in plan.phases) / flop_size
-    attention = sum(p.cost.attention + p.cost.attention_backward for p in plan.phases) / flop_size
-    moved = sum(phase.cost.elementwise for phase in plan.phases) / byte_size
+    several = plan.gpus > 1
+    shared = f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
+    waits = f"  {'of it waiting':>13}" if several else ""
+    yield f"time per video{shared}, predicted"
     yield (
-        f"  {'total':<13}  {flops:>9,.1f}  {attention:>9,.1f}  {moved:>11,.2f}  "
-        f"{_number(plan.seconds_per_video):>10}  {_number(plan.bound_per_video):>11}"
+        f"  {'':<13}  {'linear':>9}  {'attention':>9}  {'elementwise':>11}  "
+        f"{'predicted':>10}{waits}  {'at ceilings':>11}"
     )
+    seconds = f"  {'s':>13}" if several else ""
+    yield f"  {'':<13}  {flop_unit:>9}  {flop_unit:>9}  {byte_unit:>11}  {'s':>10}{seconds}  {'s':>11}"
+
+    def row(name: str, phases: Sequence[Phase]) -> str:
+        linear = sum(phase.cost.linear for phase in phases) / flop_size
+        attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
+        moved = sum(phase.cost.elementwise for phase in phases) / byte_size
+        waiting = f"  {_number(sum(phase.waiting for phase in phases)):>13}" if several else ""
+        return (
+            f"  {name:<13}  {linear:>9,.1f}  {attention:>9,.1f}  {moved:>11,.2f}  "
+            f"{_number(sum(phase.predicted for phase in phases)):>10}{waiting}  "
+            f"{_number(sum(phase.bound for phase in phases)):>11}"
+        )
+
+    yield from (row(phase.name, [phase]) for phase in plan.phases)
+    yield row("total", plan.phases)
     hours, batch = plan.videos_per_gpu_hour, plan.config.rollout.batch_size
     iteration = _span(plan.seconds_per_rollout)
     yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
-    if plan.gpus > 1:
+    if several:
         yield (
-            f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour; each sends "
-            f"{plan.communication / 1e9:.2f} GB of gradients per optimizer update"
+            f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour, at most {plan.weak_scaling:.1%} of "
+            f"{plan.gpus} times one GPU (weak scaling)"
         )
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}"
+    if several:
+        yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
+
+
+def _exchanges(plan: Plan) -> Iterator[str]:
+    """What one GPU exchanges per iteration and per evaluation."""
+    if not plan.exchanges:
+        return
+    rows = merged(plan.exchanges)
+    width = max(len(purpose) for _, purpose, _ in rows)
+    yield "exchange of one GPU per rollout and its updates (and per evaluation)"
+    yield (
+        f"  {'':<10}  {'':<{width}}  {'':<14}  {'calls':>9}  {'NVLink GB':>10}  {'network GB':>10}  {'s':>8}  "
+        f"{'waited s':>8}"
+    )
+    for (phase, purpose, kind), exchanges in rows.items():
+        near = sum(e.bytes * (1 - e.network_share) for e in exchanges) / 1e9
+        far = sum(e.bytes * e.network_share for e in exchanges) / 1e9
+        seconds = sum(e.seconds(plan.device) for e in exchanges)
+        waited = sum(e.exposed(plan.device) for e in exchanges)
+        yield (
+            f"  {phase:<10}  {purpose:<{width}}  {kind.replace('_', '-'):<14}  "
+            f"{sum(e.count for e in exchanges):>9,.0f}  {near:>10,.2f}  {far:>10,.2f}  {_number(seconds):>8}  "
+            f"{_number(waited):>8}"
+        )
+    yield ""
+
+
+def merged(exchanges: Sequence[Exchange]) -> dict[tuple[str, str, str], list[Exchange]]:
+    """Exchanges of one phase, purpose and kind together."""
+    rows: dict[tuple[str, str, str], list[Exchange]] = {}
+    for exchange in exchanges:
+        rows.setdefault((exchange.phase, exchange.purpose, exchange.kind), []).append(exchange)
+    return rows
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
 
 
 def _number(seconds: float) -> str:
@@ -119,7 +173,7 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
             f"{_number(option.plan.seconds_per_video):>11}"
         )
     if not plan.fits and not options[0].plan.fits:
-        smaller = "--training.mode=lora, or " if plan.config.training.mode == "full" else ""
+        smaller = "more GPUs (--gpus), --training.mode=lora, or " if plan.config.training.mode == "full" else ""
         yield f"  beyond that: {smaller}a smaller video.num_frames, video.height and video.width, or more memory"
     yield ""
 
@@ -127,7 +181,7 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on."""
     config, device = plan.config, plan.device
-    product, _, _, attention = device.rates(config.model.dtype, config.model.attention)
+    product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
     fused = config.model.forward == "fused"
     counted = "traced on the meta device" if fused else "estimated: diffusers' own forward cannot be traced"
     lines = [
@@ -155,13 +209,35 @@ def assumptions(plan: Plan) -> list[str]:
     if plan.tiled:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
     if plan.gpus > 1:
-        lines.append(
-            f"{plan.gpus} data-parallel replicas, a prediction: the trainer runs on one process today; "
-            "communication is not overlapped"
-        )
+        lines += _several(plan)
+    elif plan.gathered.sharded:
+        lines.append("one process under torchrun: FSDP gathers from one rank, and nothing is exchanged")
     else:
         lines.append("one process, so no communication")
     return lines
+
+
+def _several(plan: Plan) -> Iterator[str]:
+    device, layout = plan.device, plan.layout
+    fabric = f"exchange (reported, not measured here): NVLink {device.link:,.0f} GB/s"
+    if plan.gpus > layout.node:
+        fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
+    yield f"{fabric}; latencies of NCCL's rings"
+    if plan.gathered.sharded:
+        kept = {
+            "never": "gathered for every forward and backward",
+            "rollout": "kept gathered through rollout, anchor and evaluation, gathered for every pass of an update",
+            "always": "kept gathered",
+        }
+        yield (
+            f"weights are {kept[plan.gathered.keep]} (distributed.keep_gathered); what is gathered or summed hides "
+            "behind a block's computation"
+        )
+    if layout.sp > 1:
+        yield "all-to-alls hide behind nothing; a video is decoded and scored by one of its ranks"
+    if plan.gathered.sharded and plan.config.distributed.cpu_offload:
+        yield "the way of shards over PCIe, and the optimizer on the CPU, are not predicted"
+    yield "no rank waits for another: prompts of one length, GPUs of one speed, rewards in time"
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -200,13 +276,30 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
                 "elementwise_bytes": phase.cost.elementwise,
                 "seconds": phase.predicted,
                 "seconds_at_ceilings": phase.bound,
+                "seconds_waiting": phase.waiting,
             }
             for phase in plan.phases
         },
         "seconds_per_video": plan.seconds_per_video,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
-        "communication_bytes": plan.communication,
+        "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
+        "weak_scaling": plan.weak_scaling,
+        "checkpoint_bytes_per_gpu": plan.checkpoint,
+        "exchanges": [
+            {
+                "phase": e.phase,
+                "purpose": e.purpose,
+                "kind": e.kind,
+                "count": e.count,
+                "bytes_sent": e.bytes,
+                "network_share": e.network_share,
+                "ranks": e.group.ranks,
+                "seconds": e.seconds(plan.device),
+                "seconds_waiting": e.exposed(plan.device),
+            }
+            for e in plan.exchanges
+        ],
         "options": [
             {
                 "changes": dict(option.changes),

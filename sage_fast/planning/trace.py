@@ -176,11 +176,15 @@ def meta_transformer(
 @cache
 def _trace(call: Call, num_layers: int) -> Cost:
     dtype = getattr(torch, call.dtype)
-    transformer = meta_transformer(dict(call.transformer), dtype, num_layers)
     if call.trained == "lora":
+        transformer = meta_transformer(dict(call.transformer), dtype, num_layers)
         add_lora(transformer, rank=call.rank, alpha=None, target_modules=call.target_modules, seed=0)
     else:
+        transformer = meta_transformer(dict(call.transformer), torch.float32, num_layers)
         train_all(transformer)
+        # What computes is the masters as FSDP gathers them.
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.to(dtype)
     accelerate(transformer, attention="sdpa", kernels=call.kernels, checkpointing=call.checkpointing, adaln=call.adaln)
     prompt = PromptEmbeds(
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),

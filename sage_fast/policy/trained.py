@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config import RunConfig
@@ -30,13 +30,18 @@ def use_weights(
         add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=config.seed)
         parameters = trainable_parameters(transformer)
     else:
-        dead = dead_modules(transformer)
-        parameters = {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
+        parameters = whole_parameters(transformer)
     saved = weights.meta if isinstance(weights, SavedTensors) else weights
     check_same_shapes({n: p.shape for n, p in parameters.items()}, {n: w.shape for n, w in saved.items()}, "weights")
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
     transformer.requires_grad_(False)
+
+
+def whole_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, nn.Parameter]:
+    """What training.mode full trains, by name: every weight that can influence a velocity."""
+    dead = dead_modules(transformer)
+    return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
 
 
 def adapter_file(path: Path) -> Path:

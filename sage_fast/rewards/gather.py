@@ -25,14 +25,14 @@ def gather_scores(
     pending: Sequence[tuple[Sequence[int], PendingScores]],
     count: int,
     world: World,
-    on_batch: Callable[[int, int], None] = lambda done, total: None,
+    on_batch: Callable[[int, int, str], None] = lambda done, total, subject: None,
 ) -> tuple[dict[str, Tensor], Tensor, float]:
     """Wait for this rank's scores, and get everybody's. Collective; every video is scored on one rank.
 
     Args:
         pending: batches of this rank: the numbers of their videos among all, and their scores.
         count: videos on all ranks.
-        on_batch: called as on_batch(batches done, this rank's batches).
+        on_batch: called as on_batch(batches done, this rank's batches, what is waited for).
 
     Returns:
         scores: name -> (count,) float64, 0 where a video failed. failed: (count,) bool. seconds: how long the rewards
@@ -45,7 +45,7 @@ def gather_scores(
     own = _OwnScores()
     try:
         for done, (numbers, waiting) in enumerate(pending):
-            on_batch(done, len(pending))
+            on_batch(done, len(pending), f"videos {numbers[0]} to {numbers[-1]} of the rollout")
             result = waiting.result()
             columns = {name: values.tolist() for name, values in result.scores.items()}
             own.numbers += numbers

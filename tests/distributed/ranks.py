@@ -40,7 +40,7 @@ def _rank(function: Callable[..., Any], number: int, size: int, port: int, folde
     code = 0
     try:
         result: Any = ("value", function(*arguments))
-    except BaseException as error:  # the parent shows it
+    except BaseException as error:  # noqa: BLE001  # the parent shows it
         result, code = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), 1
     file = Path(folder) / f"{number}.pkl"
     file.with_suffix(".partial").write_bytes(pickle.dumps(result))
@@ -65,9 +65,7 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout:
     return [value for _, value in results]
 
 
-def try_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120
-) -> list[tuple[str, Any]]:
+def try_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[tuple[str, Any]]:
     """As `run_ranks`, but per rank ("value", result), ("error", text) or ("gone", exit code)."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()

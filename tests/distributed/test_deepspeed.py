@@ -1,52 +1,65 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 on two gloo processes against plain torch on one that has both ranks' videos."""
 
+import ast
 import importlib.util
+import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 from sage_fast.config import ConfigError, OptimizerConfig
+from sage_fast.distributed.deepspeed_config import read_config
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy import accelerate
 from sage_fast.policy.guidance import GuidedPolicy, Pull
-from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, save_lora, train_all, trainable_parameters
 from tests.policy.oracle import latents, prompt, tiny_transformer
 
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'"
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
 )
 
 RANKS = 2
+STAGES = (2, 3)
 UPDATES = 3
 MODES: tuple[Literal["lora", "full"], ...] = ("lora", "full")
-CONFIG = OptimizerConfig(name="adamw", learning_rate=3e-3, warmup_updates=2, max_grad_norm=0.5, weight_decay=0.1)
+CONFIG = OptimizerConfig(
+    name="adamw", learning_rate=3e-3, warmup_updates=2, max_grad_norm=0.5, weight_decay=0.1, eps=1e-6
+)
+# eps: weights whose gradient is zero but for rounding, as the bias of keys, do not step by it.
 ROOT = Path(__file__).resolve().parents[2]
 
 
 # ---------------------------------------------------------------------------------------------------- the same run
 
 
-def make_policy(mode: str, *, bf16: bool = False) -> GuidedPolicy:
-    transformer = tiny_transformer(layers=3, dtype=torch.bfloat16 if bf16 and mode == "lora" else torch.float32)
+def make_policy(mode: str, *, bf16: bool = False, forward: str = "fused") -> GuidedPolicy:
+    transformer = tiny_transformer(layers=2)
+    if bf16 and mode == "lora":
+        cast_weights(transformer, torch.bfloat16)
     if mode == "lora":
         add_lora(transformer, rank=2, alpha=None, target_modules=["attn.to_q", "attn.add_k_proj", "ff.net.2"], seed=0)
         for name, parameter in trainable_parameters(transformer).items():
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     else:
         train_all(transformer)
-    accelerate(transformer, checkpointing="selective", kernels="reference")
+    if forward == "fused":
+        accelerate(transformer, checkpointing="selective", kernels="reference")
     return GuidedPolicy(transformer, prompt(3, 0, seed=9), 3.0)
 
 
@@ -121,7 +134,7 @@ def start(number: int, folder: str) -> World:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(number)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS)
-    mesh = dist.init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
     return World(rank=number, size=RANKS, local_rank=number, dp_shard=RANKS, mesh=mesh)
 
 
@@ -151,97 +164,121 @@ def sample(policy: GuidedPolicy) -> Tensor:
     return policy.velocity(latents(1, seed=77), torch.tensor([0.4]), [prompt(4, 1, seed=5)])
 
 
-def follow(number: int, folder: str, stage: int) -> None:
-    world = start(number, folder)
-    for mode in MODES:
-        policy = make_policy(mode)
-        engine = engine_of(policy, mode, world, f"{folder}/zero{stage}.json")
-        found: dict[str, Any] = {"start": engine.tensors(), "rates": [], "norms": []}
-        anchor, average = engine.snapshot(), engine.snapshot()
-        found["velocity"] = [sample(policy)]
-        for update in range(UPDATES):
-            found["rates"].append(engine.learning_rate)
-            found["norms"].append(pull_update(policy, engine, update))
-            engine.step()
-            average.average(0.75)
-        found["end"], found["average"] = engine.tensors(), average.tensors()
-        found["velocity"].append(sample(policy))
-        with anchor.applied():
-            found["velocity"].append(sample(policy))
-        found["velocity"].append(sample(policy))
-        found["after anchor"] = engine.tensors()
-
-        # A gradient that is not finite is refused: nothing changes, and the next update is as if it had not been.
-        found["nan"] = pull_update(policy, engine, UPDATES, float("nan"))
-        engine.zero_grad()
-        found["after nan"] = engine.tensors()
-        state = engine.state()
-        found["norms"].append(pull_update(policy, engine, UPDATES))
-        engine.step()
-        found["next"] = engine.tensors()
-
-        # The plain run's checkpoint, taken over, gives its next update.
-        source = Source(torch.load(f"{folder}/{mode}.pt"))
-        engine.load_tensors(source)
-        engine.load_state(state)
-        found["loaded"] = engine.tensors()
-        found["norms"].append(pull_update(policy, engine, UPDATES))
-        engine.step()
-        found["resumed"] = engine.tensors()
-        anchor.load_tensors(source, "weights")
-        found["loaded anchor"] = anchor.tensors()
-        anchor.refresh()
-        found["refreshed"] = anchor.tensors()
-        found["gathered"] = sum(p.numel() for p in policy.transformer.transformer_blocks.parameters())
-        torch.save(found, f"{folder}/{mode}-{number}.pt")
-        del policy, engine, anchor, average
+def follow(number: int, folder: str) -> None:
+    """Everything that needs two ranks, in one pair of processes: starting them costs more than their work."""
+    world, linear = start(number, folder), nn.functional.linear
+    for stage in STAGES:
+        for mode in MODES:
+            torch.save(follow_run(world, folder, stage, mode), f"{folder}/zero{stage}-{mode}-{number}.pt")
+        torch.save(follow_bf16(world, folder, stage), f"{folder}/zero{stage}-bf16-{number}.pt")
+    torch.save(follow_stock(world, folder), f"{folder}/zero3-stock-{number}.pt")
+    assert nn.functional.linear is linear, "DeepSpeed has replaced torch's linear layers"
     finish()
+
+
+def follow_run(world: World, folder: str, stage: int, mode: str) -> dict[str, Any]:
+    policy = make_policy(mode)
+    engine = engine_of(policy, mode, world, f"{folder}/zero{stage}.json")
+    found: dict[str, Any] = {"start": engine.tensors(), "rates": [], "norms": []}
+    anchor, average = engine.snapshot(), engine.snapshot()
+    found["velocity"] = [sample(policy)]
+    for update in range(UPDATES):
+        found["rates"].append(engine.learning_rate)
+        found["norms"].append(pull_update(policy, engine, update))
+        engine.step()
+        average.average(0.75)
+    found["end"], found["average"] = engine.tensors(), average.tensors()
+    found["velocity"].append(sample(policy))
+    with anchor.applied():
+        found["velocity"].append(sample(policy))
+    found["velocity"].append(sample(policy))
+    found["after anchor"] = engine.tensors()
+
+    # A gradient that is not finite is refused: nothing changes, and the next update is as if it had not been.
+    found["nan"] = pull_update(policy, engine, UPDATES, float("nan"))
+    engine.zero_grad()
+    found["after nan"] = engine.tensors()
+    state = engine.state()
+    found["norms"].append(pull_update(policy, engine, UPDATES))
+    engine.step()
+    found["next"] = engine.tensors()
+    with anchor.applied(), engine.whole():
+        if mode == "lora":
+            save_lora(policy.transformer, Path(f"{folder}/zero{stage}-adapter-{world.rank}"))
+    found["velocity"].append(sample(policy))
+    # Weights that a rank still has whole.
+    found["whole"] = sum(p.numel() for p in policy.transformer.transformer_blocks.parameters())
+
+    # The plain run's checkpoint, taken over, gives its next update.
+    source = Source(torch.load(f"{folder}/{mode}.pt"))
+    engine.load_tensors(source)
+    engine.load_state(state)
+    found["loaded"] = engine.tensors()
+    found["norms"].append(pull_update(policy, engine, UPDATES))
+    engine.step()
+    found["resumed"] = engine.tensors()
+    anchor.load_tensors(source, "weights")
+    found["loaded anchor"] = anchor.tensors()
+    anchor.refresh()
+    found["refreshed"] = anchor.tensors()
+    return found
+
+
+def follow_bf16(world: World, folder: str, stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        policy = make_policy(mode, bf16=True)
+        engine = engine_of(policy, mode, world, f"{folder}/zero{stage}-bf16.json")
+        found[mode] = {"start": engine.tensors()["weights"], "velocity": sample(policy)}
+        found[mode]["norm"] = pull_update(policy, engine, 0)
+        engine.step()
+        found[mode]["end"] = engine.tensors()["weights"]
+        found[mode]["types"] = {p.dtype for p in policy.transformer.parameters()}
+    return found
+
+
+def follow_stock(world: World, folder: str) -> list[float]:
+    """Norms of two updates of ZeRO-3 with diffusers' own forward, which calls every module, without and with its
+    checkpointing, which calls blocks during the backward pass.
+    """
+    norms = []
+    for checkpointing in (False, True):
+        policy = make_policy("full", forward="stock")
+        if checkpointing:
+            policy.transformer.enable_gradient_checkpointing()
+            policy.transformer.train()
+        engine = engine_of(policy, "full", world, f"{folder}/zero3.json")
+        for update in range(2):
+            norms.append(pull_update(policy, engine, update))
+            engine.step()
+    return norms
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-def write(folder: Path, stage: int, *, bf16: bool = False) -> Path:
-    """A configuration with small buckets, so that a pull fills several, and no persistent weights but the smallest."""
-    import json
-
-    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 3000}
+def write(folder: Path, stage: int, *, bf16: bool = False) -> None:
+    """A configuration with buckets that a pull fills several of, and few weights that stay whole."""
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 20_000}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 40
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": bf16}}))
-    return path
+    name = f"zero{stage}-bf16.json" if bf16 else f"zero{stage}.json"
+    (folder / name).write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": bf16}}))
 
 
-def merged(folder: Path, mode: str, key: str, group: str | None = None) -> dict[str, Tensor]:
-    """What the ranks hold of a checkpoint, together."""
-    result: dict[str, Tensor] = {}
-    for number in range(RANKS):
-        part = torch.load(folder / f"{mode}-{number}.pt")[key]
-        part = part if group is None else part[group]
-        assert part and not set(part) & set(result)
-        result |= part
-    return result
+Found = Callable[..., Any]
+"""found(mode, key, group): what the ranks have written under a key, whole."""
 
 
-def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name].shape == value.shape, name
-        error = float((found[name] - value).norm() / value.norm().clamp_min(1e-12))
-        assert error <= tolerance, (name, error)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zero")
 
 
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    close(found, expected, 0.0)
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder with what the children found, and the plain run by mode."""
-    folder = tmp_path_factory.mktemp(f"zero{request.param}")
-    write(folder, request.param)
-    plain: dict[str, Any] = {}
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, dict[str, Any]]:
+    """The plain run by mode; its checkpoint after three updates is in the folder."""
+    records: dict[str, dict[str, Any]] = {}
     for mode in MODES:
         run = Plain(mode)
         record: dict[str, Any] = {"start": run.weights(), "velocity": [sample(run.policy)], "norms": []}
@@ -255,6 +292,328 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         torch.save({"weights": record["end"], "optimizer": record["state"]}, folder / f"{mode}.pt")
         record["norms"].append(run.update(UPDATES))
         record["next"] = run.weights()
-        plain[mode] = record
-    mp.spawn(follow, (str(folder), request.param), nprocs=RANKS, join=True)
-    return folder, plain
+        records[mode] = record
+    return records
+
+
+@pytest.fixture(scope="module")
+def children(folder: Path, plain: dict[str, dict[str, Any]]) -> Path:
+    """The folder with all that two ranks have found."""
+    for stage in STAGES:
+        write(folder, stage)
+        write(folder, stage, bf16=True)
+    spawn(follow, (str(folder),), nprocs=RANKS, join=True)
+    return folder
+
+
+class Run:
+    """What the ranks have found of one run."""
+
+    def __init__(self, folder: Path, stage: int, mode: str) -> None:
+        self.ranks = [torch.load(folder / f"zero{stage}-{mode}-{number}.pt") for number in range(RANKS)]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.ranks[0][key]
+
+    def whole(self, key: str, group: str | None = "weights") -> dict[str, Tensor]:
+        """A checkpoint's tensors, of which every rank has its own."""
+        parts = [rank[key] if group is None else rank[key][group] for rank in self.ranks]
+        assert all(parts) and len({name for part in parts for name in part}) == sum(map(len, parts))
+        return {name: value for part in parts for name, value in part.items()}
+
+
+@pytest.fixture(
+    params=[(stage, mode) for stage in (2, 3) for mode in ("lora", "full")], ids=lambda p: f"zero{p[0]}-{p[1]}"
+)
+def case(request: pytest.FixtureRequest, children: Path, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    """A run of the ranks, and the plain one."""
+    stage, mode = request.param
+    return Run(children, stage, mode), plain[mode]
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Relative to each tensor's norm; where that is nothing but rounding, to the largest one's."""
+    assert set(found) == set(expected)
+    floor = 1e-6 * max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        error = float((found[name] - value).norm()) / max(float(value.norm()), floor)
+        assert error <= tolerance, (name, error)
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert_close(found, expected, 0.0)
+
+
+def test_updates_are_those_of_one_process(case: tuple[Run, dict[str, Any]]) -> None:
+    run, plain = case
+    assert_same(run.whole("start"), plain["start"])
+    assert run["norms"][:UPDATES] == pytest.approx(plain["norms"][:UPDATES], rel=1e-5)
+    assert min(plain["norms"]) > 10 * CONFIG.max_grad_norm  # all are clipped
+    assert run["rates"] == pytest.approx([0.5 * CONFIG.learning_rate, CONFIG.learning_rate, CONFIG.learning_rate])
+    assert_close(run.whole("end"), plain["end"])
+    assert not any(torch.equal(plain["end"][name], value) for name, value in plain["start"].items())
+
+
+def test_the_model_computes_with_what_was_trained(case: tuple[Run, dict[str, Any]]) -> None:
+    run, plain = case
+    for rank in run.ranks:
+        for found, expected in zip(rank["velocity"][:2], plain["velocity"], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_anchor_comes_and_goes_bit_for_bit(case: tuple[Run, dict[str, Any]]) -> None:
+    run, _ = case
+    for rank in run.ranks:
+        first, trained, anchor, again, _ = rank["velocity"]
+        assert torch.equal(anchor, first) and torch.equal(again, trained) and not torch.equal(first, trained)
+    for group in ("weights", "optimizer"):
+        assert_same(run.whole("after anchor", group), run.whole("end", group))
+
+
+def test_average_follows_the_masters(case: tuple[Run, dict[str, Any]]) -> None:
+    run, plain = case
+    assert_close(run.whole("average", None), plain["average"])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(case: tuple[Run, dict[str, Any]]) -> None:
+    run, plain = case
+    assert all(rank["nan"] != rank["nan"] for rank in run.ranks)
+    for group in ("weights", "optimizer"):
+        assert_same(run.whole("after nan", group), run.whole("end", group))
+    assert run["norms"][UPDATES] == pytest.approx(plain["norms"][UPDATES], rel=1e-5)
+    assert_close(run.whole("next"), plain["next"], 2e-5)
+
+
+def test_a_checkpoint_of_one_process_is_taken_over(case: tuple[Run, dict[str, Any]]) -> None:
+    run, plain = case
+    assert_same(run.whole("loaded"), plain["end"])
+    assert_same(run.whole("loaded", "optimizer"), plain["state"])
+    assert run["norms"][UPDATES + 1] == pytest.approx(plain["norms"][UPDATES], rel=1e-6)
+    assert_close(run.whole("resumed"), plain["next"])
+    assert_same(run.whole("loaded anchor", None), plain["end"])
+    assert_same(run.whole("refreshed", None), run.whole("resumed"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_takes_over_a_checkpoint(stage: int, mode: str, children: Path) -> None:
+    run, plain = Run(children, stage, mode), Plain(mode)
+    assert_close(run.whole("end", "optimizer"), torch.load(children / f"{mode}.pt")["optimizer"], 1e-4)
+    plain.load({group: run.whole("end", group) for group in ("weights", "optimizer")})
+    plain.optimizer.schedulers[0].optimizer.param_groups[0]["lr"] = CONFIG.learning_rate
+    plain.update(UPDATES)
+    assert_close(plain.weights(), run.whole("next"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_adapter_is_saved_whole(stage: int, children: Path) -> None:
+    for number in range(RANKS):
+        saved = load_file(children / f"zero{stage}-adapter-{number}" / ADAPTER_FILE)
+        start = {name.replace(".default.", "."): value for name, value in Plain("lora").weights().items()}
+        assert_same(saved, start)
+        velocities = Run(children, stage, "lora").ranks[number]["velocity"]
+        assert not torch.equal(velocities[-1], velocities[0])
+
+
+def test_zero3_gives_weights_back(children: Path) -> None:
+    for mode in MODES:
+        total = sum(p.numel() for p in make_policy(mode).transformer.transformer_blocks.parameters())
+        assert Run(children, 2, mode)["whole"] == total
+        assert 0 < Run(children, 3, mode)["whole"] < 0.05 * total
+
+
+def test_bf16_keeps_float32_masters_and_timesteps(children: Path) -> None:
+    for mode in MODES:
+        start = Plain(mode).weights()
+        norms, ends = [], []
+        for stage in STAGES:
+            run = [torch.load(children / f"zero{stage}-bf16-{number}.pt")[mode] for number in range(RANKS)]
+            assert_same({**run[0]["start"], **run[1]["start"]}, start)
+            reference = make_policy(mode, bf16=True)
+            if mode == "full":
+                cast_weights(reference.transformer, torch.bfloat16)
+            else:
+                for parameter in trainable_parameters(reference.transformer).values():
+                    parameter.data = parameter.data.bfloat16().float()
+            # Bit for bit: no rounded timestep, no other rounding than the weights'.
+            assert torch.equal(run[0]["velocity"], sample(reference))
+            assert run[0]["types"] == {torch.bfloat16}
+            norms.append(run[0]["norm"])
+            ends.append({**run[0]["end"], **run[1]["end"]})
+            # Steps smaller than bfloat16 can hold are kept.
+            moved = [name for name, value in ends[-1].items() if not torch.equal(value, value.bfloat16().float())]
+            assert len(moved) == len(start)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+        assert norms[0] == pytest.approx(Plain(mode).update(0), rel=0.1)
+
+
+def test_zero3_with_the_stock_forward(children: Path, plain: dict[str, Any]) -> None:
+    for number in range(RANKS):
+        norms = torch.load(children / f"zero3-stock-{number}.pt")
+        assert norms == pytest.approx(2 * plain["full"]["norms"][:2], rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+
+def check(
+    tmp_path: Path, document: Any, *, mode: Any = "full", dtype: torch.dtype = torch.float32, **optimizer: Any
+) -> Any:
+    path = tmp_path / "zero.json"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    settings: dict[str, Any] = {"name": "adamw", "learning_rate": 1e-5, "max_grad_norm": 1.0}
+    config = OptimizerConfig(**(settings | optimizer))
+    return read_config(path, config, mode=mode, dtype=dtype)
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ("{", ["no valid JSON"]),
+        ("[]", ["no JSON object"]),
+        ('{"bf16": {}, "bf16": {}}', ["'bf16'", "twice"]),
+        ({}, ["zero_optimization.stage", "must be 2"]),
+        ({"zero_optimization": {"stage": 1}}, ["zero_optimization.stage = 1", "distributed.engine to fsdp"]),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage = true"]),
+        ({"zero_optimization": 3}, ["zero_optimization = 3", "object"]),
+        ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation", "Did you mean zero_optimization?"]),
+        (ZERO3 | {"colour": 1}, ["colour", "Remove it"]),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_buckets": 1}},
+            ["Did you mean zero_optimization.reduce_bucket_size?"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            ["offload_optimizer", "cpu_offload"],
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ["zero_quantized_weights", "policy"]),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, ["zero_hpz_partition_size = 8"]),
+        ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["X"]}}}, ["leaf_module", "LoRA"]),
+        (ZERO3 | {"fp16": {"enabled": True}}, ["fp16.enabled", "1e-4", "Use bf16"]),
+        (ZERO3 | {"bfloat16": {"enabled": True}}, ["bfloat16", '"bf16"']),
+        (ZERO3 | {"bf16": {"enabled": 1}}, ["bf16.enabled = 1"]),
+        (ZERO3 | {"bf16": {"enable": True}}, ["Did you mean bf16.enabled?"]),
+        (ZERO3 | {"gradient_clipping": 0.5}, ["gradient_clipping = 0.5", "must be 1.0", "optimizer.max_grad_norm"]),
+        (ZERO3 | {"train_batch_size": 8}, ["train_batch_size = 8", "rollout.batch_size"]),
+        (ZERO3 | {"train_micro_batch_size_per_gpu": 1}, ["rollout.micro_batch_size"]),
+        (ZERO3 | {"gradient_accumulation_steps": 4}, ["training.updates_per_rollout"]),
+        (ZERO3 | {"optimizer": {"type": "Muon"}}, ["optimizer.type", "adamw"]),
+        (ZERO3 | {"optimizer": {"params": {"lr": 1e-4}}}, ["optimizer.params.lr = 0.0001", "optimizer.learning_rate"]),
+        (ZERO3 | {"optimizer": {"params": {"betas": [0.9, 0.95]}}}, ["optimizer.params.betas", "optimizer.betas"]),
+        (ZERO3 | {"optimizer": {"params": {"learning_rate": 1}}}, ["optimizer.params.learning_rate"]),
+        (ZERO3 | {"scheduler": {"type": "WarmupLR"}}, ["scheduler", "optimizer.warmup_updates"]),
+        (ZERO3 | {"communication_data_type": "fp16"}, ["communication_data_type", "bf16"]),
+        (ZERO3 | {"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype", "fp32"]),
+        (ZERO3 | {"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op", "mean"]),
+        (ZERO3 | {"managed_gradient_accumulation": True}, ["managed_gradient_accumulation"]),
+        (ZERO3 | {"activation_checkpointing": {}}, ["model.checkpointing"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else str(value)[:60],
+)
+def test_a_file_that_does_not_fit_is_refused(document: Any, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, document)
+    assert all(word in str(error.value) for word in ["distributed.deepspeed_config", *words]), error.value
+
+
+def test_what_the_run_decides_may_be_said_too(tmp_path: Path) -> None:
+    document = ZERO3 | {
+        "gradient_clipping": 1.0,
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": "auto"}},
+        "scheduler": "auto",
+        "fp16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+    }
+    config = check(tmp_path, document)
+    assert (config.stage, config.bf16) == (3, False)
+    assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(config.document)
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    section = {"stage": 3, "stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": "auto"}
+    config = check(tmp_path, {"zero_optimization": section, "steps_per_print": 10, "wall_clock_breakdown": False})
+    assert "steps_per_print, zero_optimization.stage3_prefetch_bucket_size: no effect" in caplog.text
+    assert "max_live" not in caplog.text and "wall_clock" not in caplog.text
+    assert config.document["zero_optimization"] == {"stage": 3, "memory_efficient_linear": False}
+
+
+def test_adapters_need_the_models_own_type(tmp_path: Path) -> None:
+    for dtype, enabled in ((torch.float32, False), (torch.bfloat16, True)):
+        for value in (enabled, "auto"):
+            assert check(tmp_path, ZERO3 | {"bf16": {"enabled": value}}, mode="lora", dtype=dtype).bf16 is enabled
+        assert check(tmp_path, ZERO3, mode="lora", dtype=dtype).bf16 is enabled
+        with pytest.raises(ConfigError, match="bf16.enabled.*model.dtype"):
+            check(tmp_path, ZERO3 | {"bf16": {"enabled": not enabled}}, mode="lora", dtype=dtype)
+    assert check(tmp_path, ZERO3 | {"bf16": {"enabled": True}}, mode="full").bf16
+
+
+def test_muon_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Muon orthogonalises whole matrices. Set optimizer.name to adamw"):
+        check(tmp_path, ZERO3, name="muon")
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="nowhere.json.*cannot be read"):
+        read_config("nowhere.json", CONFIG, mode="lora", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_files_that_ship_are_good(stage: int) -> None:
+    path = ROOT / f"configs/deepspeed/zero{stage}.json"
+    config = read_config(path, CONFIG, mode="full", dtype=torch.float32)
+    assert config.stage == stage and config.bf16
+    assert config.document["communication_data_type"] == config.document["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_a_run_that_was_not_launched_is_told_how(tmp_path: Path) -> None:
+    from sage_fast.distributed.deepspeed import DeepSpeedEngine
+
+    write(tmp_path, 2)
+    settings = DistributedSettings(engine="deepspeed", deepspeed_config=str(tmp_path / "zero2.json"))
+    with pytest.raises(ConfigError, match="torchrun"):
+        DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sage_fast.distributed import deepspeed
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
+        deepspeed._import_deepspeed(torch.device("cpu"))
+
+
+def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sage_fast.distributed import deepspeed
+
+    old = ModuleType("deepspeed")
+    old.__version__ = "0.17.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", old)
+    with pytest.raises(ConfigError, match=r"DeepSpeed 0.17.1 is installed, but 0.19.8"):
+        deepspeed._import_deepspeed(torch.device("cpu"))
+
+
+def test_options_of_the_forward_that_cannot_be_had(tmp_path: Path) -> None:
+    from sage_fast.distributed.deepspeed import _check_forward
+
+    zero2, zero3 = (check(tmp_path, {"zero_optimization": {"stage": stage}}) for stage in STAGES)
+    for adaln, compile, config in (("offload", False, zero2), ("table", False, zero3), ("auto", True, zero3)):
+        transformer = tiny_transformer(layers=1)
+        transformer.requires_grad_(False)
+        acceleration = accelerate(transformer, adaln=adaln, compile=compile)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="model.compile" if compile else "model.adaln"):
+            _check_forward(acceleration, config)
+    _check_forward(None, zero3)
+
+
+def test_nothing_imports_deepspeed_by_itself() -> None:
+    for path in (ROOT / "sage_fast").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "deepspeed" for name in names), path

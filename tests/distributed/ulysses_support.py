@@ -1,9 +1,11 @@
 """What the tests of sequence parallelism run in every process or thread: one tiny model, whole and shared out."""
 
+import copy
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,10 @@ from sage_fast.policy.hunyuan15 import velocity
 from sage_fast.policy.lora import add_lora
 from tests.policy.oracle import latents, prompt, tiny_transformer
 
-HEADS, HEAD_DIM, LAYERS = 4, 16, 2
+LAYERS = 2
+
+Result = tuple[Tensor, dict[str, Tensor]]
+"""Velocity, and gradients by parameter."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,27 @@ class Case:
     checkpointing: Checkpointing = "none"
     lora: bool = False
     guidance: Literal["paired", "split"] | None = None
-    model: dict[str, Any] = field(default_factory=lambda: {"num_attention_heads": HEADS})
+    heads: int = 4
+    head_dim: int = 16
     dtype: torch.dtype = torch.float64
 
 
 def transformer(case: Case) -> Any:
-    """The same weights in every process."""
-    model = tiny_transformer(layers=LAYERS, dtype=case.dtype, **case.model)
-    if case.lora:
+    """The same weights in every process and thread; a thread must not be the first to ask, for random numbers' sake."""
+    return copy.deepcopy(_transformer(case.lora, case.heads, case.head_dim, case.dtype))
+
+
+@functools.cache
+def _transformer(lora: bool, heads: int, head_dim: int, dtype: torch.dtype) -> Any:
+    axes = (head_dim // 3 // 2 * 2,) * 2
+    model = tiny_transformer(
+        layers=LAYERS,
+        dtype=dtype,
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
+        rope_axes_dim=(head_dim - sum(axes), *axes),
+    )
+    if lora:
         targets = [
             "attn.to_q",
             "attn.to_out.0",
@@ -50,13 +68,14 @@ def transformer(case: Case) -> Any:
         add_lora(model, rank=2, alpha=None, target_modules=targets, seed=0)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)  # adapters are made in float32
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return model
 
 
-def compute(case: Case, group: Any = None, model: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+def compute(case: Case, group: Any = None) -> Result:
     """Velocity and gradients; on the ranks of a group, this rank's part of the gradients."""
-    model = model or transformer(case)
+    model = transformer(case)
     acceleration = accelerate(model, checkpointing=case.checkpointing)
     if group is not None:
         shard_sequence(acceleration, group)
@@ -78,14 +97,26 @@ def relative_error(given: Tensor, expected: Tensor, *, least: float = 0.0) -> fl
     return float((given - expected).abs().max()) / max(float(expected.abs().max()), least)
 
 
-def gradient_errors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of every gradient.
+def gradient_errors(parts: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative error of every gradient, the sum of the ranks' parts.
 
     Some are zero but for rounding (the bias of a key moves all scores of a query alike), so each is measured against at
     least a millionth of the largest of all.
     """
+    assert all(part.keys() == expected.keys() for part in parts)
     least = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
-    return {name: relative_error(given[name], gradient, least=least) for name, gradient in expected.items()}
+    return {
+        name: relative_error(torch.stack([part[name] for part in parts]).sum(0), gradient, least=least)
+        for name, gradient in expected.items()
+    }
+
+
+def check(results: Sequence[Result], expected: Result, limit: float = 1e-10) -> None:
+    """Every rank has the velocity of one process, and their gradients add up to its gradients."""
+    for velocity_of_rank, _ in results:
+        assert relative_error(velocity_of_rank, expected[0]) < limit
+    name, error = max(gradient_errors([own for _, own in results], expected[1]).items(), key=lambda item: item[1])
+    assert error < limit, name
 
 
 class Recorder(TorchDispatchMode):
@@ -162,8 +193,3 @@ def thread_collectives(monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(dist, "all_gather", all_gather)
-
-
-def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The ranks' gradients added up."""
-    return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}

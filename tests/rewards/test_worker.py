@@ -234,7 +234,7 @@ def test_scoring_overlaps_the_rollout(tiny_run: MakeRun, tmp_path: Path) -> None
         )
     )
 
-    def rendezvous(phase: str, done: int, total: int) -> None:
+    def rendezvous(phase: str, done: int, total: int, subject: str) -> None:
         if phase == "rollout" and done:
             support.wait_for(tmp_path / f"came-{done - 1}")
             (tmp_path / f"go-{done - 1}").touch()

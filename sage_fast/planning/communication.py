@@ -1,0 +1,361 @@
+"""What the ranks of a run tell each other: bytes, numbers of collectives and seconds, per phase of an iteration.
+
+Counted for a rank of `sage_fast.distributed`. R ranks share the weights, P of them the tokens of a video, W are all.
+
+    all-gather of S bytes, reduce-scatter to S / R each      (R - 1)/R S sent by a rank
+    all-reduce of S bytes                                  2 (R - 1)/R S
+    all-to-all of buffers of S bytes                         (P - 1)/P S
+
+A ring passes `local` ranks of a node before it leaves it, over as many network adapters, so 1/local of what a rank
+sends goes over the network and the rest over NVLink, both at once. An all-to-all sends as much to every rank.
+
+    seconds = latency + max(NVLink bytes / NVLink bandwidth, network bytes / network bandwidth)
+
+FSDP gathers the next block and scatters the last gradient while a block computes, so of these only what takes longer
+than the block's computation is waited for, and the first of each pass. Everything else is waited for.
+
+Sources: latencies are those of NCCL's own tuning model for rings, protocol Simple (NVIDIA/nccl, src/graph/tuning.cc).
+Bandwidths (`devices.py`) are what nccl-tests are reported to reach. Both are assumptions: nothing here was measured.
+Not counted: that collectives take streaming multiprocessors and memory bandwidth from the computation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sage_fast.config import RunConfig
+from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
+from sage_fast.planning.devices import Device
+from sage_fast.planning.layout import Group, Layout
+from sage_fast.planning.memory import PHASES, Calls
+from sage_fast.planning.trace import Cost
+from sage_fast.planning.weights import Gathered, Weights, compute_dtype
+from sage_fast.planning.work import Visits, anchor_share
+from sage_fast.policy.description import ModelDescription
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+LATENCY, NVLINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14.0e-6
+"""Seconds: of a collective, and of every step of a ring inside a node and between nodes."""
+
+HOST_HOP = 50e-6
+"""Seconds per rank of a collective of Python objects through CPU memory (gloo, TCP); assumed."""
+
+OBJECT_BYTES = 4096.0
+"""What a rank has to say of its videos: scores, failures, terms of the loss; assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A collective that every rank takes part in `count` times per iteration (per evaluation in phase `evaluation`).
+
+    sent: bytes that a rank sends in one call. window: seconds of computation that go on beside a call. alone: so many
+    of the calls have nothing beside them. host: through CPU memory.
+
+    Example: the gathers of a forward of HunyuanVideo-1.5 over 8 ranks are 54 of 264e6 bytes sent.
+    """
+
+    phase: str
+    purpose: str
+    kind: Kind
+    count: float
+    sent: float
+    group: Group
+    window: float = 0.0
+    alone: float = 0.0
+    host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """All that a rank sends."""
+        return self.count * self.sent
+
+    @property
+    def network_share(self) -> float:
+        """Share of it that leaves the node."""
+        group = self.group
+        if group.nodes == 1:
+            return 0.0
+        return (group.ranks - group.local) / (group.ranks - 1) if self.kind == "all_to_all" else 1 / group.local
+
+    def call_seconds(self, device: Device) -> float:
+        """One call, with nothing beside it."""
+        group, far = self.group, self.network_share * self.sent
+        if self.host:
+            return HOST_HOP * (group.ranks - 1)
+        if self.kind == "all_to_all":
+            latency = LATENCY + (NETWORK_HOP if group.nodes > 1 else NVLINK_HOP)
+        else:
+            hops = (group.ranks - group.nodes) * NVLINK_HOP + (group.nodes - 1) * NETWORK_HOP
+            latency = LATENCY + (2 if self.kind == "all_reduce" else 1) * hops
+        return latency + max((self.sent - far) / (device.link * 1e9), far / (device.network * 1e9))
+
+    def seconds(self, device: Device) -> float:
+        """All calls."""
+        return self.count * self.call_seconds(device)
+
+    def exposed(self, device: Device) -> float:
+        """Seconds of all calls that are waited for."""
+        call = self.call_seconds(device)
+        return self.alone * call + (self.count - self.alone) * max(0.0, call - self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """Passes of one branch through the model that a phase makes, each of a micro-batch.
+
+    seconds: of the forward and the backward of one block.
+    """
+
+    phase: str
+    forwards: float
+    backwards: float
+    batch: int
+    forward_seconds: float
+    backward_seconds: float = 0.0
+
+
+class Counter:
+    """Counts what a rank exchanges in an iteration.
+
+    Args:
+        config: the run.
+        layout: its ranks.
+        gathered: what is sharded, and how long it stays gathered.
+        calls: costs of a rank's calls of the model.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        *,
+        description: ModelDescription,
+        weights: Weights,
+        visited: Visits,
+        calls: Calls,
+        gathered: Gathered,
+        video_tokens: int,
+        eval_batches: float,
+    ) -> None:
+        self.config, self.layout, self.device = config, layout, device
+        self.description, self.weights, self.visited, self.calls = description, weights, visited, calls
+        self.gathered, self.video_tokens, self.eval_batches = gathered, video_tokens, eval_batches
+        self.full = config.training.mode == "full"
+        self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
+        self.layers = description.num_layers
+        self.item = getattr(torch, compute_dtype(config)).itemsize
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Everything, in the order of the phases."""
+        if self.layout.gpus == 1:
+            return ()
+        found: list[Exchange] = []
+        for passes in self._passes():
+            found += [*self._weights(passes), *self._tokens(passes)]
+        found = [exchange for exchange in [*found, *self._optimizer(), *self._objects()] if exchange.count]
+        return tuple(sorted(found, key=lambda exchange: PHASES.index(exchange.phase)))
+
+    def _passes(self) -> Iterator[_Passes]:
+        rollout, training, visited, calls = self.config.rollout, self.config.training, self.visited, self.calls
+        micro_batches = rollout.batch_size / rollout.micro_batch_size
+        branches = self.branches
+        pulls = 1 if training.guidance == "conditional" else branches
+        velocity = self._seconds(calls.velocity)
+        forward = velocity / branches / self.layers
+
+        def backward(gradient: float) -> float:
+            return max(0.0, gradient - velocity) / pulls / self.layers
+
+        single = training.update == "single_pass"
+        with_gradient = visited.pass_steps + visited.second_products
+        yield _Passes(
+            phase="rollout",
+            forwards=branches * micro_batches * (visited.rollout + visited.pass_steps),
+            backwards=pulls * micro_batches * with_gradient,
+            batch=rollout.micro_batch_size,
+            forward_seconds=forward,
+            backward_seconds=backward(self._seconds(calls.single_pass)) if single else 0.0,
+        )
+        yield _Passes(
+            phase="anchor",
+            forwards=branches * micro_batches * visited.anchor,
+            backwards=0.0,
+            batch=rollout.micro_batch_size,
+            forward_seconds=forward,
+        )
+        # With split guidance and a policy that has moved, the unconditional branch is computed once more.
+        late = branches + 1 if training.guidance == "split" and branches == 2 else branches
+        yield _Passes(
+            phase="update",
+            forwards=micro_batches * (branches * visited.update + late * visited.late_updates),
+            backwards=pulls * micro_batches * (visited.update + visited.late_updates),
+            batch=rollout.micro_batch_size,
+            forward_seconds=forward,
+            backward_seconds=backward(self._seconds(calls.gradient)),
+        )
+        evaluation = self.config.evaluation
+        yield _Passes(
+            phase="evaluation",
+            forwards=branches * self.eval_batches * (evaluation.num_steps or rollout.num_steps),
+            backwards=0.0,
+            batch=evaluation.batch_size,
+            forward_seconds=self._seconds(calls.evaluation) / branches / self.layers,
+        )
+
+    def _seconds(self, cost: Cost) -> float:
+        return self.device.seconds(cost, compute_dtype(self.config), self.config.model.attention)[0]
+
+    def _weights(self, passes: _Passes) -> Iterator[Exchange]:
+        """Gathers of sharded weights, and the sums of their gradients."""
+        group = self.layout.groups["weights"]
+        if group.ranks == 1 or not passes.forwards:
+            return
+        ring = (group.ranks - 1) / group.ranks
+        block = self.weights.block
+        rest = self.weights.total - self.layers * block
+
+        def units(purpose: str, kind: Kind, times: float, scale: float, window: float, which: Group) -> list[Exchange]:
+            """Of every block and of what is not in a block."""
+            common = {"phase": passes.phase, "purpose": purpose, "kind": kind, "group": which}
+            return [
+                Exchange(**common, count=times * self.layers, sent=scale * block, window=window, alone=times),  # type: ignore[arg-type]
+                Exchange(**common, count=times, sent=scale * rest),  # type: ignore[arg-type]
+            ]
+
+        times = self._gathers(passes)
+        yield from units("weights", "all_gather", times, ring * self.item, passes.forward_seconds, group)
+        if not passes.backwards:
+            return
+        left = passes.backward_seconds
+        if self.gathered.keep != "always":
+            again = units("weights", "all_gather", passes.backwards, ring * self.item, left, group)
+            yield from again
+            left = max(0.0, left - again[0].call_seconds(self.device))
+        if not self.full:
+            return
+        sums = units("gradients", "reduce_scatter", passes.backwards, ring * 4.0, left, group)
+        yield from sums
+        left = max(0.0, left - sums[0].call_seconds(self.device))
+        replicas = self.layout.groups["replicas"]
+        if replicas.ranks > 1:
+            # Shards are summed over the replicas in the last backward of an update.
+            scale = 2 * (replicas.ranks - 1) / replicas.ranks * 4.0 / group.ranks
+            updates = float(self.config.training.updates_per_rollout)
+            yield from units("gradients of replicas", "all_reduce", updates, scale, left, replicas)
+
+    def _gathers(self, passes: _Passes) -> float:
+        """How often a phase's forwards gather all weights."""
+        keep, phase = self.gathered.keep, passes.phase
+        if keep == "never" or (keep == "rollout" and phase == "update"):
+            return passes.forwards
+        behind = anchor_share(self.config)
+        if keep == "rollout":
+            return behind if phase == "anchor" else 1.0
+        if not self.full:
+            return 0.0
+        # Kept until they change: by a step, and when the anchor takes their place and gives it back.
+        updates = self.config.training.updates_per_rollout
+        return {"rollout": 1.0, "anchor": 2 * behind, "update": updates - 1.0, "evaluation": 0.0}[phase]
+
+    def _tokens(self, passes: _Passes) -> Iterator[Exchange]:
+        """Ulysses: two all-to-alls per layer and pass, and the velocity of all tokens at the end of a forward."""
+        group, sp = self.layout.groups["sp"], self.layout.sp
+        if sp == 1 or not passes.forwards:
+            return
+        checkpointing = self.config.model.checkpointing
+
+        def layer(last: bool) -> tuple[int, int]:
+            return all_to_all_bytes(
+                batch=passes.batch,
+                num_video=self.video_tokens,
+                num_text=self.description.text_tokens,
+                width=self.description.width,
+                degree=sp,
+                itemsize=self.item,
+                checkpointing=checkpointing,
+                last=last,
+            )
+
+        forward, backward = (
+            (self.layers - 1) * inner + end for inner, end in zip(layer(False), layer(True), strict=True)
+        )
+        calls = 2 * self.layers
+        repeated = 2 if checkpointing == "full" else 1
+        yield Exchange(
+            phase=passes.phase,
+            purpose="tokens and heads",
+            kind="all_to_all",
+            count=passes.forwards * calls,
+            sent=forward / calls,
+            group=group,
+        )
+        yield Exchange(
+            phase=passes.phase,
+            purpose="tokens and heads, backward",
+            kind="all_to_all",
+            count=passes.backwards * calls * repeated,
+            sent=backward / (calls * repeated),
+            group=group,
+        )
+        channels = self.description.transformer["out_channels"]
+        share = share_of(self.video_tokens, sp) * channels * self.item * passes.batch
+        yield Exchange(
+            phase=passes.phase,
+            purpose="velocity",
+            kind="all_gather",
+            count=passes.forwards,
+            sent=(sp - 1) * share,
+            group=group,
+        )
+
+    def _optimizer(self) -> Iterator[Exchange]:
+        """The gradient of adapters, the norm, and the matrices that Muon makes orthogonal."""
+        updates = float(self.config.training.updates_per_rollout)
+        everybody, shards = self.layout.groups["all"], self.layout.groups["weights"]
+        if not self.full:
+            yield Exchange(
+                phase="optimizer",
+                purpose="gradients",
+                kind="all_reduce",
+                count=updates,
+                sent=2 * (everybody.ranks - 1) / everybody.ranks * 4.0 * self.weights.trained,
+                group=everybody,
+            )
+            return
+        if shards.ranks == 1:
+            return
+        ring = (shards.ranks - 1) / shards.ranks
+        yield Exchange(
+            phase="optimizer", purpose="norm", kind="all_reduce", count=updates, sent=2 * ring * 4.0, group=shards
+        )
+        if self.config.optimizer.name == "muon" and self.weights.matrices:
+            # The momentum update of every matrix, whole and in bfloat16, on every rank.
+            yield Exchange(
+                phase="optimizer",
+                purpose="updates of Muon",
+                kind="all_gather",
+                count=updates * self.weights.matrices,
+                sent=ring * 2.0 * self.weights.matrix_elements / self.weights.matrices,
+                group=shards,
+            )
+
+    def _objects(self) -> Iterator[Exchange]:
+        """Small talk: scores once per rollout, terms of the loss once per update, flags."""
+        group = self.layout.groups["all"]
+        sent = (group.ranks - 1) * OBJECT_BYTES
+        updates = float(self.config.training.updates_per_rollout)
+        for phase, purpose, count in (("reward", "scores", 1.0), ("update", "terms", updates)):
+            yield Exchange(
+                phase=phase, purpose=purpose, kind="all_gather", count=count, sent=sent, group=group, host=True
+            )
+        yield Exchange(
+            phase="optimizer", purpose="flag", kind="all_reduce", count=1.0, sent=4.0, group=group, host=True
+        )
+        if self.eval_batches:
+            yield Exchange(
+                phase="evaluation", purpose="scores", kind="all_gather", count=1.0, sent=sent, group=group, host=True
+            )

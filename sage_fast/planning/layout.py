@@ -1,0 +1,134 @@
+"""How the GPUs of a plan share the work: degrees, who talks to whom, and through which fabric.
+
+Ranks are numbered as in `sage_fast.distributed.world`, (replica * shard + position) * sp + share, and eight are a node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Literal
+
+from sage_fast.config import ConfigError, RunConfig, check_batch
+
+NODE_SIZE = 8
+"""GPUs of a node that NVLink connects."""
+
+GroupName = Literal["sp", "weights", "replicas", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks that take part in a collective.
+
+    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its ranks on a node that has any;
+    so many network adapters carry what leaves that node.
+
+    Example: the 16 ranks that share weights over two nodes are `Group(ranks=16, nodes=2, local=8)`.
+    """
+
+    ranks: int
+    nodes: int
+    local: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of a run. `Layout()` is one GPU.
+
+    Example: `Layout(replicate=8, shard=4, sp=2)` are 64 GPUs: 32 videos at a time, weights shared by 8 ranks.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    sp: int = 1
+    node: int = NODE_SIZE
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.sp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of `sp` ranks, with videos of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which FSDP shards the weights: the ranks of a video share them like others."""
+        return self.shard * self.sp
+
+    @cached_property
+    def groups(self) -> dict[GroupName, Group]:
+        """The groups that communicate, by name."""
+        names: tuple[GroupName, ...] = ("sp", "weights", "replicas", "all")
+        return {name: self._group(name) for name in names}
+
+    def _group(self, name: GroupName) -> Group:
+        """The worst case over all groups of a name."""
+        nodes, local, size = 1, self.gpus, 1
+        for ranks in self._members(name):
+            size = len(ranks)
+            count: dict[int, int] = {}
+            for rank in ranks:
+                count[rank // self.node] = count.get(rank // self.node, 0) + 1
+            nodes, local = max(nodes, len(count)), min(local, *count.values(), size)
+        return Group(ranks=size, nodes=nodes, local=local)
+
+    def _members(self, name: GroupName) -> Iterator[range]:
+        if name == "replicas":
+            yield from (range(first, self.gpus, self.weight_shards) for first in range(self.weight_shards))
+            return
+        size = {"sp": self.sp, "weights": self.weight_shards, "all": self.gpus}[name]
+        yield from (range(first, first + size) for first in range(0, self.gpus, size))
+
+
+def least_gpus(config: RunConfig) -> int:
+    """The fewest GPUs that the degrees of a configuration fit, and on which a rollout has complete groups."""
+    section, rollout = config.distributed, config.rollout
+    known = (section.dp_replicate or 1) * (section.dp_shard or 1) * section.sp
+    if section.dp_replicate is not None and section.dp_shard is not None:
+        return known
+    # A degree of null takes what is more than that.
+    videos = rollout.batch_size * known // section.sp
+    return known * rollout.num_generations // gcd(videos, rollout.num_generations)
+
+
+def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout:
+    """The degrees of a run on so many GPUs.
+
+    Args:
+        heads: attention heads of the model.
+        tokens: video tokens of a sample.
+
+    Raises:
+        ConfigError: the degrees or the batch do not fit the number of GPUs, the heads or the tokens.
+    """
+    section, rollout = config.distributed, config.rollout
+    if section.engine != "fsdp":
+        raise ConfigError(
+            f"distributed.engine is {section.engine}, and the plan knows how fsdp shards. ZeRO-3 needs about what fsdp "
+            "needs: --distributed.engine=fsdp --distributed.deepspeed_config=null."
+        )
+    try:
+        replicate, shard, sp = section.degrees(gpus, config.training.mode)
+    except ValueError as error:
+        raise ConfigError(f"{error} For a plan, --gpus says how many.") from error
+    if heads % sp:
+        allowed = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
+        raise ConfigError(
+            f"distributed.sp is {sp}, which does not divide the model's {heads} attention heads. Set it to one of "
+            f"{allowed}."
+        )
+    if tokens < sp:
+        raise ConfigError(
+            f"distributed.sp is {sp}, but a video has {tokens} tokens, fewer than the ranks that would share them. "
+            "Set it to 1, or make the video larger."
+        )
+    if sp > 1 and config.model.forward != "fused":
+        raise ConfigError(
+            f"distributed.sp is {sp}, but sequence parallelism is part of the fused forward, and model.forward is "
+            f"{config.model.forward}. Set model.forward to fused, or distributed.sp to 1."
+        )
+    check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
+    return Layout(replicate=replicate, shard=shard, sp=sp)

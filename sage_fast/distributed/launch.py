@@ -230,8 +230,9 @@ def report_error(message: str) -> None:
 
     Rank 0 prints at once. Another rank waits a moment for rank 0 to report the same message, and prints it with its
     rank before it when that does not happen and no other rank has printed it. Messages are compared in the store of
-    the launcher, so that this works before a process group exists and after one has broken. Where no store answers
-    (`srun` before the processes have met), rank 0 and the first rank of every other node print.
+    the launcher, so that this works before a process group exists and after one has broken. Where no store answers, as
+    under `srun` before the processes have met, rank 0 and the first rank of every other node print; once they have met
+    (so that what hosts the store is gone), every rank does.
     """
     me = rank()
     text = message if me == 0 else f"[rank {me}] {message}"
@@ -254,7 +255,7 @@ def _is_first_to_report(message: str) -> bool:
             time.sleep(0.1)
         return store.add(key, 1) == 1
     except dist.DistError:
-        return me == 0 or local_rank() == 0
+        return me == 0 or local_rank() == 0 or dist.is_initialized()
 
 
 def connect_store(timeout_seconds: float) -> "TCPStore":

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -146,6 +147,9 @@ class Watchdog:
         if self._store is None:
             return
         if isinstance(error, Exception) and is_communication_error(error):
+            if threading.current_thread() is threading.main_thread():
+                # torchrun asks the others to end as soon as one has died. This process does, when it has said why.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             message = self.explain(error)
             self._end(FOLLOWED)
             raise RankFailure(message) from error
@@ -167,7 +171,9 @@ class Watchdog:
             with self._lock:
                 verdict = self._read_verdict()
                 culprits = self._table.failed() or self._table.dead(time.monotonic())
-                if verdict is None and (culprits or self._lost is not None or time.monotonic() > deadline):
+                if self._lost is not None:
+                    return self._without_store().text
+                if verdict is None and (culprits or time.monotonic() > deadline):
                     verdict = self._agree(self._describe(culprits) if culprits else self._describe_unknown(error), [])
                 if verdict is not None:
                     return verdict.text
@@ -246,17 +252,18 @@ class Watchdog:
         if self._lost is not None:
             # Without an agent rank 0 hosts the store, and at the end of a run may be the first to leave.
             over = 0 in self._table and self._table[0].state == FINISHED
-            if over or now - self._lost < 5 * self._interval:
-                return None
-            if 0 not in self._table or self._agent_hosts:
-                return _Verdict(f"The store of the launcher no longer answers: the first node is gone. {ADVICE}")
-            return _Verdict(f"Rank 0, which hosts the store, is gone. It was in {self._table[0].doing()}. {ADVICE}")
+            return None if over or now - self._lost < 5 * self._interval else self._without_store()
         # A rank that failed has said so itself, and the collectives of the others should fail too. NCCL's may not.
         culprits = self._table.failed(since=now - 10 * self._interval) or self._table.dead(now)
         if culprits:
             return self._agree(self._describe(culprits), [])
         late = self._table.late(now, self.timeout)
         return self._agree(self._describe(late), late) if late else None
+
+    def _without_store(self) -> _Verdict:
+        if 0 not in self._table or self._agent_hosts:
+            return _Verdict(f"The store of the launcher no longer answers: its node is gone. {ADVICE}")
+        return _Verdict(f"Rank 0, which hosts the store, is gone. It was in {self._table[0].doing()}. {ADVICE}")
 
     def _describe(self, culprits: Sequence[int]) -> str:
         return self._table.describe(culprits, time.monotonic())
@@ -296,11 +303,11 @@ class Watchdog:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / f"stacks-rank{self.rank}.txt").open("w") as file:
+            with (self.directory / f"stacks_rank_{self.rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
             trace = _flight_recorder()
             if trace is not None:
-                (self.directory / f"nccl-rank{self.rank}").write_bytes(trace)
+                (self.directory / f"nccl_trace_rank_{self.rank}").write_bytes(trace)
         except OSError as error:
             print(f"[rank {self.rank}] {error}", file=sys.stderr)
 

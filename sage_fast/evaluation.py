@@ -13,7 +13,7 @@ from sage_fast.distributed.world import ALONE, World
 from sage_fast.files import replacing
 from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Sample
+from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
@@ -229,6 +229,7 @@ def evaluate(
     """
     pending: list[tuple[list[int], PendingScores]] = []
     videos: dict[int, Tensor] = {}
+    sampled: list[tuple[int, Trajectory]] = []
     batches = list(micro_batches(samples, batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
@@ -238,19 +239,24 @@ def evaluate(
         if on_batch is not None:
             on_batch(done, len(rounds), describe_batch(batch))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
-        first = number * batch_size
-        # Ranks that share a video take turns at decoding and scoring.
-        rows = [row for row in range(len(batch)) if (first + row) % world.sp == world.sp_rank]
-        if number >= len(batches) or not rows:
+        if number < len(batches):
+            sampled.append((number * batch_size, trajectory))
+        # Ranks that share a video share the decoding and scoring too, once there is something for each.
+        if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
-        decoded = decoder.decode(trajectory.final[rows])
-        numbers = [first + row for row in rows]
-        pending.append((numbers, reward.submit(decoded, [batch[row] for row in rows])))
-        for place, video in zip(numbers, decoded, strict=True):
-            if place in keep_videos:
-                videos[place] = video.cpu()
-            if on_video is not None:
-                on_video(place, video.cpu())
+        for first, trajectory in sampled:
+            rows = [row for row in range(len(trajectory.samples)) if (first + row) % world.sp == world.sp_rank]
+            if not rows:
+                continue
+            decoded = decoder.decode(trajectory.final[rows])
+            numbers = [first + row for row in rows]
+            pending.append((numbers, reward.submit(decoded, [trajectory.samples[row] for row in rows])))
+            for place, video in zip(numbers, decoded, strict=True):
+                if place in keep_videos:
+                    videos[place] = video.cpu()
+                if on_video is not None:
+                    on_video(place, video.cpu())
+        sampled.clear()
     scores, _, _ = gather_scores(pending, len(samples), world)
     for others in world.gather_to_main(videos):
         videos |= others

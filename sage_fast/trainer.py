@@ -198,7 +198,8 @@ class Trainer:
     def _rollout(self) -> list[Trajectory]:
         """Sample this rank's videos, decode them, and submit them to the rewards.
 
-        Ranks that share videos (sequence parallelism) share the decoding and scoring too, video by video.
+        Ranks that share videos (sequence parallelism) share the decoding and scoring too, video by video, once all are
+        sampled: sampling needs all of these ranks at the same time.
         """
         rollout, world = self.config.rollout, self.world
         samples = self._samples()[self.own_videos]
@@ -222,17 +223,27 @@ class Trainer:
                     velocity=self.gradient.sampler(batch, noise_keys(batch, seed, update), table),
                 )
             trajectories.append(trajectory)
-            first = self.own_videos.start + done * rollout.micro_batch_size
-            rows = [row for row in range(len(batch)) if (first + row) % world.sp == world.sp_rank]
-            if not rows:
-                continue
-            with self._phase("decode"):
-                videos = self.decoder.decode(trajectory.final[rows])
-            # At once, so that rewards in a process of their own work while the next batch is sampled.
-            with self._phase("reward"):
-                pending = self.reward.submit(videos, [batch[row] for row in rows], self.config.reward.on_failure)
-                self._pending.append(([first + row for row in rows], pending))
+            if world.sp == 1:
+                # At once, so that rewards in a process of their own work while the next batch is sampled.
+                self._submit(trajectory, done * rollout.micro_batch_size)
+        if world.sp > 1:
+            for done, trajectory in enumerate(trajectories):
+                self._submit(trajectory, done * rollout.micro_batch_size)
         return trajectories
+
+    def _submit(self, trajectory: Trajectory, first: int) -> None:
+        """Decode and have scored what falls to this rank of a batch, whose first video is number `first` of the rank."""
+        first += self.own_videos.start
+        rows = [i for i in range(len(trajectory.samples)) if (first + i) % self.world.sp == self.world.sp_rank]
+        if not rows:
+            return
+        samples = [trajectory.samples[row] for row in rows]
+        self.progress("decode", rows[0], len(trajectory.samples), describe_batch(samples))
+        with self._phase("decode"):
+            videos = self.decoder.decode(trajectory.final[rows])
+        with self._phase("reward"):
+            pending = self.reward.submit(videos, samples, self.config.reward.on_failure)
+            self._pending.append(([first + row for row in rows], pending))
 
     def _samples(self) -> list[Sample]:
         """The samples of the next rollout on all ranks, group after group."""

@@ -50,8 +50,12 @@ def parallelize(
     Raises:
         ConfigError: settings that cannot be had together, or on this model.
     """
-    zero = config.distributed.engine == "deepspeed"
-    shards = world.dp_shard * world.sp > 1 or config.training.mode == "full"
+    section, full = config.distributed, config.training.mode == "full"
+    zero = section.engine == "deepspeed"
+    keep = _keep(transformer, config, device)
+    _check_section(config, world)
+    # Frozen weights that would stay gathered for good are not sharded in the first place.
+    shards = full or (world.dp_shard * world.sp > 1 and keep != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
     if not sharded:
         transformer.to(device)
@@ -74,9 +78,8 @@ def parallelize(
     # transformer, last, because it moves the weights.
     if not sharded:
         return Gathering(transformer, "never")
-    _check_offload(config)
     shard_weights(transformer, config, world, device)
-    return Gathering(transformer, _keep(transformer, config, device))
+    return Gathering(transformer, keep)
 
 
 def shard_weights(
@@ -188,10 +191,22 @@ def _keep(transformer: nn.Module, config: RunConfig, device: torch.device) -> Li
     return "always" if size <= room else "rollout"
 
 
-def _check_offload(config: RunConfig) -> None:
+def _check_section(config: RunConfig, world: World) -> None:
+    """ConfigError for settings of FSDP2 that would do nothing, or that exclude each other."""
     section = config.distributed
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
         raise ConfigError(
             f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
             f"{section.keep_gathered}, which keeps them there. Set keep_gathered to auto or never."
+        )
+    if world.fsdp_mesh is None and (section.cpu_offload or section.param_dtype != "float32"):
+        name = "cpu_offload" if section.cpu_offload else "param_dtype"
+        raise ConfigError(
+            f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
+            "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
+        )
+    if section.cpu_offload and config.training.mode == "lora" and world.dp_shard * world.sp == 1:
+        raise ConfigError(
+            "distributed.cpu_offload moves shards of the weights, but with training.mode lora they are whole on every "
+            "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, or leave cpu_offload out."
         )

@@ -28,8 +28,8 @@ class DistributedSettings:
     """Ulysses sequence parallelism: ranks that share the tokens of a video. It divides the model's heads."""
     keep_gathered: Literal["auto", "never", "rollout", "always"] = "auto"
     """How long sharded weights stay gathered: `never` past the layer that needs them, through a `rollout` with its
-    anchor pass, or `always` until they change. `auto` is the last that memory allows: always with training.mode lora
-    where gathered weights take up to a third of the GPU, else rollout."""
+    anchor pass, or `always` until they change. Frozen weights (training.mode lora) never change: with `always` every
+    rank simply holds them whole. `auto` is always with lora where they take up to a third of the GPU, else rollout."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which weights of training.mode full are gathered and computed with. Masters, gradient sums and
     optimizer state are float32."""

@@ -35,6 +35,7 @@ def _rank(function: Callable[..., Any], number: int, size: int, port: int, folde
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
     code = 0
@@ -68,9 +69,10 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout:
 def try_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[tuple[str, Any]]:
     """As `run_ranks`, but per rank ("value", result), ("error", text) or ("gone", exit code)."""
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
+        # As under torchrun: the store that ranks meet in outlives each of them.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks = [
-            _CONTEXT.Process(target=_rank, args=(function, number, size, port, folder, arguments), daemon=True)
+            _CONTEXT.Process(target=_rank, args=(function, number, size, store.port, folder, arguments), daemon=True)
             for number in range(size)
         ]
         for rank in ranks:

@@ -25,12 +25,20 @@ rounding is left; it is compared absolutely, to 1e-6, and the log-ratios of upda
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     # name: ranks, data-parallel degree, words of the command line
     "replicated-2": (2, 2, []),
-    "fsdp-2": (2, 2, ["--distributed.dp_shard=2"]),
-    "fsdp-4": (4, 4, ["--distributed.dp_shard=4"]),
-    "hsdp-2x2": (4, 4, ["--distributed.dp_replicate=2", "--distributed.dp_shard=2"]),
+    "fsdp-2": (2, 2, ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]),
+    "fsdp-4": (4, 4, ["--distributed.dp_shard=4", "--distributed.keep_gathered=never"]),
+    "hsdp-2x2": (
+        4,
+        4,
+        [
+            "--distributed.dp_replicate=2",
+            "--distributed.dp_shard=2",
+            "--distributed.keep_gathered=rollout",
+        ],
+    ),
     "sp-2": (2, 1, ["--distributed.sp=2"]),
     "sp-4": (4, 1, ["--distributed.sp=4"]),
-    "fsdp-2-sp-2": (4, 2, ["--distributed.dp_shard=2", "--distributed.sp=2"]),
+    "fsdp-2-sp-2": (4, 2, ["--distributed.dp_shard=2", "--distributed.sp=2", "--distributed.keep_gathered=rollout"]),
     "zero-2": (2, 2, ["--distributed.engine=deepspeed"]),
     "zero-3": (2, 2, ["--distributed.engine=deepspeed"]),
 }

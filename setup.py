@@ -46,7 +46,7 @@ EXTRAS_REQUIRE = {
     # Optional attention backends; torch's own is the default. flash-attn compiles against the installed
     # torch: install the project first, then `pip install --no-build-isolation -e ".[gpu]"`.
     "gpu": ["flash-attn>=2.7", "xformers>=0.0.33"],
-    "deepspeed": ["deepspeed>=0.17"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     # The video preprocessing of the Qwen2-VL reward models. Each torchvision pins one torch.
     "eval": ["torchvision>=0.26,<0.29"],
     # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.

@@ -339,7 +339,7 @@ class Run:
         def add_adapter(folder: Path) -> Callable[[], None] | None:
             if mode != "lora":
                 return None
-            with trainer.evaluated_weights():
+            with trainer.evaluated_weights(), trainer.engine.whole():
                 return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
         state = {

@@ -232,7 +232,7 @@ class Trainer:
         return trajectories
 
     def _submit(self, trajectory: Trajectory, first: int) -> None:
-        """Decode and have scored what falls to this rank of a batch, whose first video is number `first` of the rank."""
+        """Decode and have scored this rank's part of a batch, whose first video is number `first` of the rank."""
         first += self.own_videos.start
         rows = [i for i in range(len(trajectory.samples)) if (first + i) % self.world.sp == self.world.sp_rank]
         if not rows:
@@ -375,7 +375,7 @@ class Trainer:
         Args:
             shapes: group -> name -> whole shape.
         """
-        own = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        own = {name: tuple(shape) for name, shape in self.engine.shapes.items()}
         check_same_shapes(own, shapes["weights"], "weights")
         for group in self._snapshots():
             if group not in shapes:

@@ -54,6 +54,8 @@ class Engine(Protocol):
 
     parameters: Mapping[str, nn.Parameter]
     """The trained weights by the names they have on one process; possibly shards of them."""
+    shapes: Mapping[str, Sequence[int]]
+    """Their whole shapes."""
     sharded: bool
     """Whether a forward communicates weights, so that all ranks must run as many of them."""
 
@@ -92,6 +94,12 @@ class Engine(Protocol):
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """What lies within is of one phase; the engine may keep weights gathered through it."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within the context adapters are whole and float32 on every rank, to be saved; the model may not be able to
+        compute. Collective.
+        """
         ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

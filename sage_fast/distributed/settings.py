@@ -62,6 +62,12 @@ class DistributedSettings:
                         f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. With deepspeed, "
                         "say it in the file of distributed.deepspeed_config."
                     )
+            for key in ("dp_replicate", "dp_shard"):
+                if getattr(self, key) is not None:
+                    raise ValueError(
+                        f"{key} is {getattr(self, key)}, but with distributed.engine deepspeed ZeRO shards over all "
+                        "ranks. Set it to null."
+                    )
         elif self.deepspeed_config is not None:
             raise ValueError(
                 f"deepspeed_config is {self.deepspeed_config!r}, but distributed.engine is fsdp. Set the engine to "

@@ -1,7 +1,7 @@
 """Gradients and optimizer by torch itself: on one process, replicated, or sharded by FSDP2."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class TorchEngine:
         self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World, gathering: Gathering
     ) -> None:
         self.parameters = parameters
+        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.world = world
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
@@ -79,6 +80,10 @@ class TorchEngine:
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """As in `Engine`."""
         return self.gathering.phase(name)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """As in `Engine`; adapters are."""
+        return nullcontext()
 
     def _weights_changed(self) -> None:
         """Gathered copies of trained weights are stale."""

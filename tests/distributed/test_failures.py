@@ -16,7 +16,7 @@ import torch
 
 from sage_fast.metrics import read_metrics
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import free_port, run_ranks, try_ranks
+from tests.distributed.ranks import free_port, try_ranks
 
 UPDATES = 4
 
@@ -156,13 +156,13 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(mode: str, tiny_model
         assert [code for _, code in try_ranks(sage_fast, ranks, str(log), words)] == [0] * ranks, terminal(log, ranks)
     straight = tmp_path / "straight"
     words = ["train", str(file), "--rollout.batch_size=8", f"--output_dir={straight}", "--evaluation.every=0"]
-    assert try_ranks(sage_fast, 1, str(log), words) == [("gone", 0)], terminal(log, 1)
+    assert try_ranks(sage_fast, 1, str(log), words) == [("value", 0)], terminal(log, 1)
     for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
         for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
     # Another number of videos would be another run.
     words = ["train", str(file), "--rollout.batch_size=4", "--resume=auto", "--evaluation.every=0"]
-    assert try_ranks(sage_fast, 1, str(log), [*words, "--training.num_updates=6"]) == [("gone", 2)]
+    assert try_ranks(sage_fast, 1, str(log), [*words, "--training.num_updates=6"]) == [("value", 2)]
     assert "Set rollout.batch_size to 8" in terminal(log, 1)
 
 
@@ -189,27 +189,26 @@ def test_nan_on_one_rank_is_told_once_by_all(tiny_model: Path, tmp_path: Path) -
 @pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
 def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     file = run_file(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
-    (results,) = run_ranks(stop_one, 1, str(tmp_path), str(file), how)
-    assert results == [0, 0]
+    assert stop_one(tmp_path, file, how) == [0, 0]
     (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
     assert checkpoint.name == f"update-{read_metrics(tmp_path / 'run/metrics.jsonl')[-1]['update']:06d}"
 
 
-def stop_one(folder: str, file: str, how: str) -> list[int]:
+def stop_one(folder: Path, file: Path, how: str) -> list[int]:
     """Start two ranks, and ask the second to stop after two updates."""
     port, environment = free_port(), {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD" not in k}
     ranks = []
     for rank in range(2):
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "sage_fast", "train", file]
+        command = [sys.executable, "-m", "sage_fast", "train", str(file)]
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    log = Path(folder) / "run/metrics.jsonl"
+    log = folder / "run/metrics.jsonl"
     deadline = time.monotonic() + 90
     while (not log.exists() or len(log.read_text().splitlines()) < 3) and time.monotonic() < deadline:
         time.sleep(0.05)
     if how == "STOP":
-        (Path(folder) / "run/STOP").touch()
+        (folder / "run/STOP").touch()
     else:
         ranks[1].send_signal(signal.SIGTERM)
     return [rank.wait(60) for rank in ranks]

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from multiprocessing import active_children
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sage_fast.config import ConfigError
 
@@ -276,6 +277,53 @@ def connect_store(timeout_seconds: float) -> "TCPStore":
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
     )
+
+
+def meeting_place(timeout_seconds: float) -> dict[str, Any]:
+    """Where `init_process_group` is to meet: its `store`, `rank` and `world_size`, or nothing for what it finds itself.
+
+    torchrun's agent keeps one store through all restarts (pytorch issue 135712), and a process that meets there may be
+    sent to the address of one that has died. So the ranks agree on a name that no earlier attempt has used: each calls
+    itself by a random word, rank 0 says which words it has heard together with its own, and repeats until everybody
+    has answered to the list in which they are. (The number of the restart would not do: nodes count for themselves.)
+
+    Raises:
+        ConfigError: not all ranks came within the timeout; the message says which.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    from torch import distributed as dist
+
+    me, size, word = rank(), world_size(), secrets.token_hex(8)
+    store = connect_store(timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    keys = [f"sage_fast/meeting/{number}" for number in range(size)]
+    store.set(keys[me], word)
+    while True:
+        if me == 0:
+            present = [number for number in range(size) if store.check([keys[number]])]
+            words = [answer.decode() for answer in store.multi_get([keys[number] for number in present])]
+            name = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+            store.set("sage_fast/meeting", f"{name} {' '.join(words)}")
+            answered = [number for number in range(1, size) if store.check([f"sage_fast/meeting/{name}/{number}"])]
+            if len(answered) == size - 1:
+                store.set(f"sage_fast/meeting/{name}/complete", "")
+                break
+        elif store.check(["sage_fast/meeting"]):
+            name, *words = store.get("sage_fast/meeting").decode().split()
+            if word in words:
+                store.set(f"sage_fast/meeting/{name}/{me}", "")
+                # Not before: the list may still hold the word of a process that is no more.
+                if store.check([f"sage_fast/meeting/{name}/complete"]):
+                    break
+        if time.monotonic() > deadline:
+            missing = f"{size - 1 - len(answered)} of them did not answer" if me == 0 else "not all of them answered"
+            raise ConfigError(
+                f"{size} processes were to meet at {os.environ['MASTER_ADDR']} within {timeout_seconds:.0f} s "
+                f"(distributed.startup_timeout_seconds), but {missing}. See that every node has started its processes."
+            )
+        time.sleep(0.05)
+    return {"store": dist.PrefixStore(f"sage_fast/{name}", store), "rank": me, "world_size": size}  # type: ignore[attr-defined]
 
 
 def end_process(status: int) -> NoReturn:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,35 @@ def test_other_ranks_log_warnings_with_their_rank(rank: str, expected: str) -> N
         [sys.executable, "-c", code], env=os.environ | {"RANK": rank}, capture_output=True, text=True, check=True
     )
     assert done.stderr == expected
+
+
+def meet_and_sum(port: int, attempt: int) -> float:
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    time.sleep(0.5 if launch.rank() == attempt else 0.0)  # somebody else is late each time
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10), **launch.meeting_place(10.0))
+    total = torch.tensor([launch.rank() + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_restarted_processes_meet_in_the_store_of_those_before(agent: int) -> None:
+    for attempt in range(3):
+        assert try_ranks(meet_and_sum, 3, agent, attempt, timeout=20) == [("value", 6.0)] * 3
+
+
+def meet_alone(port: int) -> None:
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if launch.rank() != 1:
+        launch.meeting_place(0.5)
+
+
+def test_a_process_that_does_not_come(agent: int) -> None:
+    texts = [str(text) for _, text in try_ranks(meet_alone, 3, agent, timeout=20)]
+    assert "3 processes were to meet" in texts[0] and "did not answer" in texts[0] and "startup_timeout" in texts[2]
+
+
+def test_without_an_agent_the_processes_meet_at_rank_0() -> None:
+    assert launch.meeting_place(1.0) == {}
 
 
 # ---------------------------------------------------------------------------------------------- stopping

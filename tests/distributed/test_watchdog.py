@@ -122,6 +122,17 @@ def test_a_killed_rank_is_named_and_all_end(tmp_path: Path, agent: int, culprit:
     assert ended.printed.count("error: ") == 1
 
 
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_whose_watchdog_is_stuck_too_is_ended_by_the_others(tmp_path: Path, agent: int) -> None:
+    ended = run(train, tmp_path, agent, 100, 1, "update", freeze)
+    assert ended.codes == [1, -9, 1]
+    assert "Rank 1 has been in phase update 3/4" in ended.printed
+    assert ended.seconds < TIMEOUT + 8
+
+
 def die_under_torchrun(watchdog: Watchdog) -> None:
     """Rank 1 dies, and the others are told to end, as torchrun does a moment later."""
     assert watchdog.directory is not None

@@ -8,12 +8,13 @@ ends with 1 where the configuration could not run, `plan` where it does not fit.
 import argparse
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
-from sage_fast.distributed.launch import configure_logging, end_process, report_error, world_size
+from sage_fast.distributed.launch import adopt_slurm, configure_logging, end_process, report_error, world_size
 
 COMMANDS = {
     "train": train,
@@ -48,6 +49,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options, overrides = parse(arguments)
+    if options.command == "train":
+        adopt_slurm()  # before anything is printed: it says which rank this is
     configure_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -55,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
+    except Exception:
+        if world_size() == 1:
+            raise
+        traceback.print_exc()
+        status = 1
     if world_size() > 1:
         # The ordinary way out could wait for collectives that nobody will answer.
         end_process(status)

@@ -35,6 +35,7 @@ from sage_fast.checkpoint import (
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
 from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.selfcheck import check_world, noise_digests
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
@@ -140,7 +141,7 @@ def train(config: RunConfig) -> RunResult:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
-    world = start_world(section, config.training.mode, rank_device(config.model.device))
+    world = start_world(config, rank_device(config.model.device))
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
         return Run(config, world, watchdog).train()
@@ -158,6 +159,7 @@ class Run:
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config, self.world)
+        check_world(world, config, self.trainer.device, noise_digests(self.trainer.next_noise()))
         self._check_fit()
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
@@ -217,6 +219,7 @@ class Run:
                     # to stop does not wait for one either: the checkpoint knows that it is due.
                     if done or evaluates or stopping or self._due(config.checkpoint.every):
                         start = time.perf_counter()
+                        tell("checkpoint", 0, 1, "")
                         self._save(writer, pending=record if evaluates else None)
                         seconds_saving = time.perf_counter() - start
                     if not evaluates or not stopping:

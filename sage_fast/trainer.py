@@ -29,6 +29,7 @@ from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.gradient import PolicyGradient, Progress, ScoredRollout, TwoPhaseGradient, trained_steps
 from sage_fast.kernels import select_kernels
+from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
     KLWeightState,
     PolicyTerms,
@@ -230,6 +231,10 @@ class Trainer:
             for done, trajectory in enumerate(trajectories):
                 self._submit(trajectory, done * rollout.micro_batch_size)
         return trajectories
+
+    def next_noise(self) -> list[NoiseKey]:
+        """What the noise of this rank's next videos is a function of."""
+        return noise_keys(self._samples()[self.own_videos], self.config.seed, self.update)
 
     def _submit(self, trajectory: Trajectory, first: int) -> None:
         """Decode and have scored this rank's part of a batch, whose first video is number `first` of the rank."""

@@ -47,10 +47,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from dataclasses import replace
 
-    from sage_fast.distributed.launch import adopt_slurm, effective_resume, rank
+    from sage_fast.distributed.launch import effective_resume, rank
     from sage_fast.run import train
 
-    adopt_slurm()
     result = train(replace(config, resume=effective_resume(config.resume)))
     if rank() != 0:
         return 0

@@ -95,7 +95,7 @@ class DeepSpeedEngine:
         _check_forward(acceleration, config)
         self.config, self.optimizer_config, self.world = config, optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
-        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
         self.sharded = config.stage == 3
 
         exact: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Phase = Literal["rollout", "anchor", "update", "evaluation"]
@@ -54,7 +55,7 @@ class Engine(Protocol):
 
     parameters: Mapping[str, nn.Parameter]
     """The trained weights by the names they have on one process; possibly shards of them."""
-    shapes: Mapping[str, Sequence[int]]
+    shapes: Mapping[str, torch.Size]
     """Their whole shapes."""
     sharded: bool
     """Whether a forward communicates weights, so that all ranks must run as many of them."""

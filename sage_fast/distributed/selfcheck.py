@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -238,10 +239,8 @@ def flatten(tree: object, prefix: str = "") -> dict[str, str]:
 
 def software() -> dict[str, str]:
     """Versions of what computes, and a digest of this package's Python files."""
-    import sage_fast
-    import sage_kernels
-
-    roots = [Path(module.__file__).parent for module in (sage_fast, sage_kernels) if module.__file__]
+    found = [find_spec(name) for name in ("sage_fast", "sage_kernels")]
+    roots = [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]
     return {
         "python": platform.python_version(),
         "cuda": str(torch.version.cuda),

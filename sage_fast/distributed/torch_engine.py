@@ -33,7 +33,7 @@ class TorchEngine:
         self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World, gathering: Gathering
     ) -> None:
         self.parameters = parameters
-        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
         self.world = world
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)

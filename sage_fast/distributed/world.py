@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from sage_fast.config import ConfigError
-from sage_fast.distributed.settings import DistributedSettings
+from sage_fast.config import ConfigError, RunConfig
+from sage_fast.distributed.launch import meeting_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -130,28 +130,33 @@ ALONE = World()
 """The one process of a run that was not launched."""
 
 
-def start_world(settings: DistributedSettings, mode: Literal["lora", "full"], device: torch.device) -> World:
+def start_world(config: RunConfig, device: torch.device) -> World:
     """Join the processes that the launcher has started; `ALONE` where it started none.
 
     Args:
-        settings: degrees and timeouts.
-        mode: what is trained; it decides how degrees of null are filled in.
+        config: the run; its `distributed` section has the degrees and timeouts.
         device: this rank's device; collectives of its tensors are NCCL's on a GPU and gloo's on a CPU.
 
     Raises:
-        ConfigError: the degrees do not fit the number of processes.
+        ConfigError: the degrees do not fit the number of processes, or ranks are not alike.
     """
+    settings = config.distributed
     size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        replicate, shard, sp = settings.degrees(size, mode)
+        replicate, shard, sp = settings.degrees(size, config.training.mode)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if "RANK" not in os.environ:
         return ALONE
     from torch.distributed.device_mesh import init_device_mesh
 
+    from sage_fast.distributed.selfcheck import check_identities
+
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.startup_timeout_seconds))
+    seconds = settings.startup_timeout_seconds
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **meeting_place(seconds))
+    # Before there are groups: ranks that were told different degrees would make different ones.
+    check_identities(config, device)
     return World(
         rank=dist.get_rank(),
         size=size,

@@ -37,7 +37,7 @@ from sage_fast.rewards.composite import CompositeReward
 
 # Ctrl-C and the signals of a job scheduler reach the whole process group. The trainer then finishes its update, for
 # which it needs its scores; it ends the worker itself.
-LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM)
+LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_LEAVE = 5.0
 # What the worker is doing, where it is not in one of its rewards.
 SETTING_UP, IDLE = -2, -1

@@ -26,13 +26,20 @@ from sage_fast.checkpoint import (
     verify_checkpoint,
     writer,
 )
+from sage_fast.config import DataConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import World, start_world
 from tests.distributed.ranks import run_ranks
 
 
 def join(**degrees: int) -> World:
-    return start_world(DistributedSettings(**degrees), "full", torch.device("cpu"))
+    config = RunConfig(
+        output_dir="unused",
+        data=DataConfig(prompts="unused"),
+        distributed=DistributedSettings(**degrees),
+        training=TrainingConfig(mode="full"),
+    )
+    return start_world(config, torch.device("cpu"))
 
 
 def model(value: int | None = None) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sage_fast.checkpoint import list_checkpoints
 from sage_fast.metrics import read_metrics
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import free_port, try_ranks
@@ -190,8 +191,10 @@ def test_nan_on_one_rank_is_told_once_by_all(tiny_model: Path, tmp_path: Path) -
 def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     file = run_file(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
     assert stop_one(tmp_path, file, how) == [0, 0]
-    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
-    assert checkpoint.name == f"update-{read_metrics(tmp_path / 'run/metrics.jsonl')[-1]['update']:06d}"
+    assert (
+        list_checkpoints(tmp_path / "run/checkpoints")[-1].name
+        == f"update-{read_metrics(tmp_path / 'run/metrics.jsonl')[-1]['update']:06d}"
+    )
 
 
 def stop_one(folder: Path, file: Path, how: str) -> list[int]:

@@ -51,7 +51,7 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any
     from sage_fast.run import build_trainer
 
     config = load_config(file, words)
-    world = start_world(config.distributed, config.training.mode, torch.device("cpu"))
+    world = start_world(config, torch.device("cpu"))
     trainer = build_trainer(config, world)
     rollout = trainer._rollout
     seen = []

@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def config(folder: Path) -> RunConfig:
-    return RunConfig(output_dir=str(folder / "run"), data=DataConfig(prompts="prompts.csv"))
+    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2)
+    return RunConfig(output_dir=str(folder / "run"), data=DataConfig(prompts="prompts.csv"), distributed=degrees)
 
 
 def keys(world: World, per_rank: int = 2) -> list[NoiseKey]:
@@ -39,7 +40,7 @@ def message(check: Callable[[], None]) -> str:
 def all_checks(folder: Path) -> dict[str, str]:
     """What every check says on this rank, sound and with its fault, all in one start of the processes."""
     rank = launch.rank()
-    world = start_world(DistributedSettings(dp_replicate=1, dp_shard=2, sp=2), "full", CPU)
+    world = start_world(config(folder), CPU)
     sound = config(folder)
     results = {"sound": message(lambda: selfcheck.check_world(world, sound, CPU, selfcheck.noise_digests(keys(world))))}
 

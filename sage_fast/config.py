@@ -350,8 +350,8 @@ class TrainingConfig:
     num_updates: int = 200
     """Optimizer updates in all."""
     mode: Literal["lora", "full"] = "lora"
-    """Train adapters, or every weight that influences the video. `full` keeps float32 weights and computes in
-    float32."""
+    """Train adapters, or every weight that influences the video. `full` keeps float32 weights; it computes in
+    float32, or in distributed.param_dtype where FSDP2 gathers them."""
     update: Literal["two_phase", "single_pass"] = "two_phase"
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the

@@ -282,8 +282,9 @@ def _phases(
     elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * held
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
     rate = device.rates("bfloat16" if model.vae_dtype != "float32" else "float32", "sdpa")[0]
-    # The ranks that share a micro-batch decode and score its videos in turn, before they sample the next one.
-    in_turn = math.ceil(batch / layout.sp) / batch
+    # The ranks that share videos decode and score a share of them each, once all are sampled.
+    videos = config.rollout.batch_size
+    in_turn = math.ceil(videos / layout.sp) / videos
     decode = decode_flops * in_turn / rate
     scoring = sum(REWARD_SECONDS.get(name, 0.0) for name in config.reward.rewards) * in_turn
     scoring += waiting("reward")
@@ -334,7 +335,7 @@ def _evaluation_seconds(
     batches = _evaluation_batches(config, layout)
     steps = section.num_steps or config.rollout.num_steps
     forward, _ = device.seconds(calls.evaluation, compute_dtype(config), config.model.attention)
-    in_turn = batches * math.ceil(section.batch_size / layout.sp)
+    in_turn = math.ceil(batches * section.batch_size / layout.sp)
     decode = in_turn * decode_flops / (device.matmul * 1e12) / CONVOLUTION_SHARE
     waiting = sum(e.exposed(device) for e in exchanges if e.phase == "evaluation")
     return batches * steps * forward + decode + waiting

@@ -140,8 +140,11 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
         keep = "never"
     else:
         keep = "always" if not full and whole <= memory / 3 else "rollout"
-    sharded = layout.weight_shards > 1 or (full and (item != stored or section.cpu_offload))
-    resident = 0.0 if sharded and section.cpu_offload else float(stored * weights.total) / layout.weight_shards
+    # Frozen weights that would stay gathered for good are not sharded in the first place.
+    over_ranks = layout.weight_shards > 1 and (full or keep != "always")
+    sharded = over_ranks or (full and (item != stored or section.cpu_offload))
+    shards = layout.weight_shards if over_ranks else 1
+    resident = 0.0 if sharded and section.cpu_offload else float(stored * weights.total) / shards
     rest = weights.total - num_layers * weights.block
     return Gathered(
         sharded=sharded,

@@ -15,7 +15,7 @@ from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores
+from sage_fast.rewards.gather import gather_scores, submit_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
 
@@ -250,7 +250,8 @@ def evaluate(
                 continue
             decoded = decoder.decode(trajectory.final[rows])
             numbers = [first + row for row in rows]
-            pending.append((numbers, reward.submit(decoded, [trajectory.samples[row] for row in rows])))
+            scored = [trajectory.samples[row] for row in rows]
+            pending.append((numbers, submit_scores(reward, decoded, scored, "stop", world)))
             for place, video in zip(numbers, decoded, strict=True):
                 if place in keep_videos:
                     videos[place] = video.cpu()

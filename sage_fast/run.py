@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.launch import effective_resume, rank_device
 from sage_fast.distributed.selfcheck import check_world, noise_digests
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
@@ -142,6 +142,9 @@ def train(config: RunConfig) -> RunResult:
     """
     section = config.distributed
     world = start_world(config, rank_device(config.model.device))
+    # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
+    if world.any(effective_resume(config.resume) != config.resume):
+        config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
         return Run(config, world, watchdog).train()
@@ -205,7 +208,7 @@ class Run:
                     trainer.load(checkpoint, checkpoint.state["trainer"])
                     self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
                 del checkpoint
-                seconds_saving = 0.0
+                seconds_saving, unsaved = 0.0, False
                 while trainer.update < total and not world.any(stop.requested):
                     record = trainer.iterate() | {"time/checkpoint": seconds_saving}
                     use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
@@ -214,20 +217,24 @@ class Run:
                     stopping, record["memory/peak_gib"] = any(stops), max(peaks)
                     done = trainer.update >= total
                     evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
-                    seconds_saving = 0.0
+                    seconds_saving, unsaved = 0.0, True
                     # Before the evaluation, which can take as long as many updates and fail in its own ways. Who asks
                     # to stop does not wait for one either: the checkpoint knows that it is due.
                     if done or evaluates or stopping or self._due(config.checkpoint.every):
                         start = time.perf_counter()
                         tell("checkpoint", 0, 1, "")
                         self._save(writer, pending=record if evaluates else None)
-                        seconds_saving = time.perf_counter() - start
+                        seconds_saving, unsaved = time.perf_counter() - start, False
                     if not evaluates or not stopping:
                         try:
                             record |= self._evaluate() if evaluates else {}
                         finally:
                             metrics.log(record)
                         progress.finished(record)
+                if unsaved:
+                    # Asked to stop after the ranks had told each other that nobody was.
+                    tell("checkpoint", 0, 1, "")
+                    self._save(writer)
             finally:
                 metrics.close()
                 trainer.reward.close()

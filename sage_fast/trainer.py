@@ -44,7 +44,7 @@ from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_pa
 from sage_fast.policy.snapshot import check_same_shapes
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores
+from sage_fast.rewards.gather import gather_scores, submit_scores
 from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.single_pass import SinglePassGradient
@@ -247,7 +247,7 @@ class Trainer:
         with self._phase("decode"):
             videos = self.decoder.decode(trajectory.final[rows])
         with self._phase("reward"):
-            pending = self.reward.submit(videos, samples, self.config.reward.on_failure)
+            pending = submit_scores(self.reward, videos, samples, self.config.reward.on_failure, self.world)
             self._pending.append(([first + row for row in rows], pending))
 
     def _samples(self) -> list[Sample]:
@@ -529,11 +529,12 @@ class Trainer:
         def ragged(prompts: Sequence[Prompt]) -> bool:
             return len({(len(self.embeds[p.text].text), len(self.embeds[p.text].glyph)) for p in prompts}) > 1
 
-        if rollout.num_generations % rollout.micro_batch_size and ragged(self.schedule.prompts):
+        if self._mixes_groups() and ragged(self.schedule.prompts):
             raise ConfigError(
                 f"rollout.micro_batch_size is {rollout.micro_batch_size}, which mixes prompts of different lengths, "
                 "but weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many "
-                f"forwards. Set it to a divisor of rollout.num_generations = {rollout.num_generations}."
+                f"forwards. Set it to a divisor of rollout.num_generations = {rollout.num_generations} and of "
+                f"rollout.batch_size = {rollout.batch_size}."
             )
         if evaluation.every and evaluation.batch_size > 1 and ragged([s.prompt for s in self.eval_samples]):
             raise ConfigError(
@@ -541,3 +542,13 @@ class Trainer:
                 "weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many forwards. "
                 "Set it to 1."
             )
+
+    def _mixes_groups(self) -> bool:
+        """Whether a micro-batch of any rank has videos of two groups; batches begin anew on every rank."""
+        rollout = self.config.rollout
+        size, group = rollout.batch_size, rollout.num_generations
+        return any(
+            first // group != (min(first + rollout.micro_batch_size, start + size) - 1) // group
+            for start in range(0, self.videos_per_rollout, size)
+            for first in range(start, start + size, rollout.micro_batch_size)
+        )

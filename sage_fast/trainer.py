@@ -529,12 +529,11 @@ class Trainer:
         def ragged(prompts: Sequence[Prompt]) -> bool:
             return len({(len(self.embeds[p.text].text), len(self.embeds[p.text].glyph)) for p in prompts}) > 1
 
-        if self._mixes_groups() and ragged(self.schedule.prompts):
+        if rollout.num_generations % rollout.micro_batch_size and ragged(self.schedule.prompts):
             raise ConfigError(
                 f"rollout.micro_batch_size is {rollout.micro_batch_size}, which mixes prompts of different lengths, "
                 "but weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many "
-                f"forwards. Set it to a divisor of rollout.num_generations = {rollout.num_generations} and of "
-                f"rollout.batch_size = {rollout.batch_size}."
+                f"forwards. Set it to a divisor of rollout.num_generations = {rollout.num_generations}."
             )
         if evaluation.every and evaluation.batch_size > 1 and ragged([s.prompt for s in self.eval_samples]):
             raise ConfigError(
@@ -542,13 +541,3 @@ class Trainer:
                 "weights are sharded over ranks (distributed.dp_shard, sp) and all ranks must run as many forwards. "
                 "Set it to 1."
             )
-
-    def _mixes_groups(self) -> bool:
-        """Whether a micro-batch of any rank has videos of two groups; batches begin anew on every rank."""
-        rollout = self.config.rollout
-        size, group = rollout.batch_size, rollout.num_generations
-        return any(
-            first // group != (min(first + rollout.micro_batch_size, start + size) - 1) // group
-            for start in range(0, self.videos_per_rollout, size)
-            for first in range(start, start + size, rollout.micro_batch_size)
-        )

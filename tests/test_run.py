@@ -18,7 +18,7 @@ import torch
 from sage_fast.checkpoint import list_checkpoints, open_checkpoint
 from sage_fast.config import RunConfig
 from sage_fast.config_file import dump_config, load_config
-from sage_fast.metrics import read_metrics
+from sage_fast.metrics import MetricsLogger, read_metrics
 from sage_fast.run import Run
 
 MakeRun = Callable[..., RunConfig]
@@ -190,6 +190,22 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
     assert f"Stopped after update {done}" in output
     assert f"python -m sage_fast train {file} --resume auto" in output
     assert list_checkpoints(tmp_path / "stopped/checkpoints")[-1].name == f"update-{done:06d}"
+
+
+def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the update has been found to need no checkpoint."""
+    run = Run(tiny_run("--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0"))
+    log = MetricsLogger.log
+
+    def log_and_be_asked(self: MetricsLogger, record: dict[str, float]) -> None:
+        log(self, record)
+        if record["update"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsLogger, "log", log_and_be_asked)
+    result = run.train()
+    assert (result.update, result.finished) == (2, False)
+    assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
 
 
 def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:

@@ -60,14 +60,14 @@ def parallelize(
     sharded = world.fsdp_mesh is not None and shards and not zero
     if not sharded:
         transformer.to(device)
+    if full and not zero:  # DeepSpeed's engine does so itself
+        always_read_glyphs(transformer)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
     model = config.model
     if (sharded or zero) and model.adaln == "auto":
         # Weights that are gathered at one time and not at another would be a table now and then.
         model = replace(model, adaln="weights")
     acceleration = choose_forward(transformer, model)
-    if full and not zero:  # DeepSpeed's engine does so itself
-        always_read_glyphs(transformer)
     # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
     if world.sp > 1:
         if acceleration is None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,12 +30,14 @@ from sage_fast.checkpoint import (
     CheckpointData,
     CheckpointError,
     CheckpointWriter,
+    checkpoint_name,
     find_checkpoint,
     list_checkpoints,
+    newest_checkpoint,
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
-from sage_fast.distributed.launch import effective_resume, rank_device
+from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
 from sage_fast.distributed.selfcheck import check_world, noise_digests
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
@@ -254,7 +257,7 @@ class Run:
                 f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
                 "another output_dir."
             )
-        checkpoint = find_checkpoint(resume, self.checkpoints, self.world)
+        checkpoint = self._checkpoint_of_this_job() or find_checkpoint(resume, self.checkpoints, self.world)
         if checkpoint is None:
             if resume == "auto" and has_run:
                 logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
@@ -262,6 +265,14 @@ class Run:
         check_same_run(checkpoint.state["config"], to_dict(self.config), checkpoint.folder)
         logger.info("Going on from %s.", checkpoint.folder)
         return checkpoint
+
+    def _checkpoint_of_this_job(self) -> Checkpoint | None:
+        """The newest checkpoint of a restarted job that was told where to begin: it does not begin there again."""
+        resume = self.config.resume
+        if resume in ("none", "auto") or not self.world.any(restart_count() > 0):
+            return None
+        newest = newest_checkpoint(self.checkpoints, self.world)
+        return newest if newest is not None and newest.state["config"]["resume"] == resume else None
 
     def _check_fit(self) -> None:
         """The model, the prompts and the checkpoint belong together; still nothing is written."""
@@ -305,6 +316,8 @@ class Run:
         """Create the run directory and record what is being run."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if self.config.resume not in ("none", "auto"):
+                self._set_aside_after(resumed)
             save_config(self.config, self.directory / "config.yaml")
             write_environment(self.directory, resumed)
         except OSError as error:
@@ -312,6 +325,15 @@ class Run:
                 f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
                 "space and write permission."
             ) from error
+
+    def _set_aside_after(self, resumed: int) -> None:
+        """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
+        for folder in list_checkpoints(self.checkpoints):
+            if folder.name > checkpoint_name(resumed):
+                aside = folder.with_name(f"abandoned-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                logger.warning("Going back to update %d; what came later is kept as %s.", resumed, aside)
 
     def _open_metrics(self) -> MetricsLogger | NoMetrics:
         section = self.config.logging

@@ -15,7 +15,7 @@ from sage_fast.policy.base import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores
+from sage_fast.rewards.gather import gather_scores, submit_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
 
@@ -229,7 +229,7 @@ def evaluate(
     """
     pending: list[tuple[list[int], PendingScores]] = []
     videos: dict[int, Tensor] = {}
-    sampled: list[tuple[int, Trajectory]] = []
+    sampled: list[tuple[int, int, Trajectory]] = []
     batches = list(micro_batches(samples, batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
@@ -240,17 +240,19 @@ def evaluate(
             on_batch(done, len(rounds), describe_batch(batch))
         trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
         if number < len(batches):
-            sampled.append((number * batch_size, trajectory))
+            sampled.append((number * batch_size, done * batch_size, trajectory))
         # Ranks that share a video share the decoding and scoring too, once there is something for each.
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
-        for first, trajectory in sampled:
-            rows = [row for row in range(len(trajectory.samples)) if (first + row) % world.sp == world.sp_rank]
+        for first, own, trajectory in sampled:
+            # By turns among the videos of these ranks; of all videos they have every dp_degree-th batch.
+            rows = [row for row in range(len(trajectory.samples)) if (own + row) % world.sp == world.sp_rank]
             if not rows:
                 continue
             decoded = decoder.decode(trajectory.final[rows])
             numbers = [first + row for row in rows]
-            pending.append((numbers, reward.submit(decoded, [trajectory.samples[row] for row in rows])))
+            scored = [trajectory.samples[row] for row in rows]
+            pending.append((numbers, submit_scores(reward, decoded, scored, "stop", world)))
             for place, video in zip(numbers, decoded, strict=True):
                 if place in keep_videos:
                     videos[place] = video.cpu()

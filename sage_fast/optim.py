@@ -143,9 +143,20 @@ class ShardedMuon(Muon):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                whole = update.bfloat16().full_tensor()
+                whole = _gathered(update.bfloat16())
                 whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 rate = group["lr"]
-                parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.add_(own, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+                shard = parameter.to_local()
+                shard.mul_(1 - rate * group["weight_decay"])
+                change = -_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape)
+                shard.add_(own.to_local().to(shard.device), alpha=change)
+
+
+def _gathered(matrix: DTensor) -> Tensor:
+    """The whole matrix, on the GPU also where its shards are kept in CPU memory (`distributed.cpu_offload`)."""
+    shard = matrix.to_local().to(matrix.device_mesh.device_type)
+    placed = DTensor.from_local(
+        shard, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+    )
+    return placed.full_tensor()

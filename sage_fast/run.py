@@ -13,9 +13,10 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from sage_fast.checkpoint import (
     CheckpointData,
     CheckpointError,
     CheckpointWriter,
+    checkpoint_name,
     find_checkpoint,
     list_checkpoints,
+    newest_checkpoint,
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
 from sage_fast.distributed.selfcheck import check_world, noise_digests
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
@@ -142,6 +145,9 @@ def train(config: RunConfig) -> RunResult:
     """
     section = config.distributed
     world = start_world(config, rank_device(config.model.device))
+    # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
+    if world.any(effective_resume(config.resume) != config.resume):
+        config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
         return Run(config, world, watchdog).train()
@@ -205,7 +211,7 @@ class Run:
                     trainer.load(checkpoint, checkpoint.state["trainer"])
                     self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
                 del checkpoint
-                seconds_saving = 0.0
+                seconds_saving, unsaved = 0.0, False
                 while trainer.update < total and not world.any(stop.requested):
                     record = trainer.iterate() | {"time/checkpoint": seconds_saving}
                     use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
@@ -214,20 +220,24 @@ class Run:
                     stopping, record["memory/peak_gib"] = any(stops), max(peaks)
                     done = trainer.update >= total
                     evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
-                    seconds_saving = 0.0
+                    seconds_saving, unsaved = 0.0, True
                     # Before the evaluation, which can take as long as many updates and fail in its own ways. Who asks
                     # to stop does not wait for one either: the checkpoint knows that it is due.
                     if done or evaluates or stopping or self._due(config.checkpoint.every):
                         start = time.perf_counter()
                         tell("checkpoint", 0, 1, "")
                         self._save(writer, pending=record if evaluates else None)
-                        seconds_saving = time.perf_counter() - start
+                        seconds_saving, unsaved = time.perf_counter() - start, False
                     if not evaluates or not stopping:
                         try:
                             record |= self._evaluate() if evaluates else {}
                         finally:
                             metrics.log(record)
                         progress.finished(record)
+                if unsaved:
+                    # Asked to stop after the ranks had told each other that nobody was.
+                    tell("checkpoint", 0, 1, "")
+                    self._save(writer)
             finally:
                 metrics.close()
                 trainer.reward.close()
@@ -247,7 +257,7 @@ class Run:
                 f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
                 "another output_dir."
             )
-        checkpoint = find_checkpoint(resume, self.checkpoints, self.world)
+        checkpoint = self._checkpoint_of_this_job() or find_checkpoint(resume, self.checkpoints, self.world)
         if checkpoint is None:
             if resume == "auto" and has_run:
                 logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
@@ -255,6 +265,14 @@ class Run:
         check_same_run(checkpoint.state["config"], to_dict(self.config), checkpoint.folder)
         logger.info("Going on from %s.", checkpoint.folder)
         return checkpoint
+
+    def _checkpoint_of_this_job(self) -> Checkpoint | None:
+        """The newest checkpoint of a restarted job that was told where to begin: it does not begin there again."""
+        resume = self.config.resume
+        if resume in ("none", "auto") or not self.world.any(restart_count() > 0):
+            return None
+        newest = newest_checkpoint(self.checkpoints, self.world)
+        return newest if newest is not None and newest.state["config"]["resume"] == resume else None
 
     def _check_fit(self) -> None:
         """The model, the prompts and the checkpoint belong together; still nothing is written."""
@@ -298,6 +316,8 @@ class Run:
         """Create the run directory and record what is being run."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if self.config.resume not in ("none", "auto"):
+                self._set_aside_after(resumed)
             save_config(self.config, self.directory / "config.yaml")
             write_environment(self.directory, resumed)
         except OSError as error:
@@ -305,6 +325,15 @@ class Run:
                 f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
                 "space and write permission."
             ) from error
+
+    def _set_aside_after(self, resumed: int) -> None:
+        """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
+        for folder in list_checkpoints(self.checkpoints):
+            if folder.name > checkpoint_name(resumed):
+                aside = folder.with_name(f"abandoned-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                logger.warning("Going back to update %d; what came later is kept as %s.", resumed, aside)
 
     def _open_metrics(self) -> MetricsLogger | NoMetrics:
         section = self.config.logging

@@ -44,7 +44,7 @@ from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_pa
 from sage_fast.policy.snapshot import check_same_shapes
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores
+from sage_fast.rewards.gather import gather_scores, submit_scores
 from sage_fast.rollout import micro_batches, noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.single_pass import SinglePassGradient
@@ -247,7 +247,7 @@ class Trainer:
         with self._phase("decode"):
             videos = self.decoder.decode(trajectory.final[rows])
         with self._phase("reward"):
-            pending = self.reward.submit(videos, samples, self.config.reward.on_failure)
+            pending = submit_scores(self.reward, videos, samples, self.config.reward.on_failure, self.world)
             self._pending.append(([first + row for row in rows], pending))
 
     def _samples(self) -> list[Sample]:

@@ -1,12 +1,17 @@
 """The paired test, by hand and against simulation."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from sage_fast.evaluation import Evaluation, format_comparison, paired_test
+from sage_fast.config import RunConfig
+from sage_fast.distributed.world import World
+from sage_fast.evaluation import Evaluation, evaluate, format_comparison, paired_test
+from sage_fast.run import build_trainer
+from sage_fast.sde import sigma_schedule, transition_table
 
 
 def test_by_hand() -> None:
@@ -50,3 +55,24 @@ def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path / "deep/before.json") == before
     table = format_comparison(before, after).splitlines()
     assert len(table) == 3 and table[1].split()[:4] == ["reward", "0.5000", "1.0000", "+0.5000"]
+
+
+def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConfig]) -> None:
+    """Two pairs of ranks: each pair samples every second video, and each of the pair decodes every second of those."""
+    trainer = build_trainer(tiny_run("--evaluation.num_prompts=8"))
+    decoded: list[list[int]] = []
+    for rank in range(4):
+        decoded.append([])
+        evaluate(
+            trainer.policy,
+            trainer.decoder,
+            trainer.reward,
+            trainer.eval_samples,
+            transition_table("ode", sigma_schedule(2, 3.0), 0.0),
+            trainer.latent_shape,
+            seed=0,
+            batch_size=1,
+            on_video=lambda number, video: decoded[-1].append(number),
+            world=World(rank=rank, size=4, dp_shard=2, sp=2),
+        )
+    assert decoded == [[0, 4], [2, 6], [1, 5], [3, 7]]

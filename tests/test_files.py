@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_fast.files import exclusive, fingerprint
+from sage_fast.files import exclusive, fingerprint, replacing
 
 
 @pytest.fixture
@@ -53,6 +53,15 @@ def test_other_files_and_sizes_show(tmp_path: Path) -> None:
     seen.add(fingerprint([path, tmp_path / "config.json"]))
     assert len(seen) == 6
     assert fingerprint([tmp_path / "config.json", path]) in seen, "in any order"
+
+
+def test_two_nodes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+    """Processes of two containers may have the same number, as these two writers have."""
+    path = tmp_path / "deep/prompt.safetensors"
+    with replacing(path) as one, replacing(path) as other:
+        one.write_text("same")
+        other.write_text("same")
+    assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_exclusive_lets_one_in_at_a_time(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from sage_fast.checkpoint import list_checkpoints, open_checkpoint
 from sage_fast.config import RunConfig
 from sage_fast.config_file import dump_config, load_config
-from sage_fast.metrics import read_metrics
+from sage_fast.metrics import MetricsLogger, read_metrics
 from sage_fast.run import Run
 
 MakeRun = Callable[..., RunConfig]
@@ -192,10 +192,58 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
     assert list_checkpoints(tmp_path / "stopped/checkpoints")[-1].name == f"update-{done:06d}"
 
 
+def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the update has been found to need no checkpoint."""
+    run = Run(tiny_run("--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0"))
+    log = MetricsLogger.log
+
+    def log_and_be_asked(self: MetricsLogger, record: dict[str, float]) -> None:
+        log(self, record)
+        if record["update"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsLogger, "log", log_and_be_asked)
+    result = run.train()
+    assert (result.update, result.finished) == (2, False)
+    assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
+
+
 def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:
     result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=2")).train()
     names = [p.name for p in list_checkpoints(result.output_dir / "checkpoints")]
     assert names == ["update-000003", "update-000004"]
+
+
+def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_run: MakeRun) -> None:
+    words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
+    first = Run(tiny_run("--training.num_updates=3", *words)).train()
+    checkpoints = first.output_dir / "checkpoints"
+    before = numbers(first.output_dir)
+    back = f"--resume={checkpoints / 'update-000001'}"
+    Run(tiny_run("--training.num_updates=2", back, *words)).train()
+    assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000001", "update-000002"]
+    assert (checkpoints / "abandoned-update-000003").is_dir()
+    result = Run(tiny_run("--training.num_updates=3", "--resume=auto", *words)).train()
+    assert result.update == 3 and numbers(result.output_dir) == before
+
+
+def test_a_restarted_job_does_not_begin_again_where_it_was_told_to(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
+    checkpoints = Run(tiny_run("--training.num_updates=3", *words)).train().output_dir / "checkpoints"
+    back = f"--resume={checkpoints / 'update-000001'}"
+
+    def begins_after(restarts: str, updates: int) -> int:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        run = Run(tiny_run(f"--training.num_updates={updates}", back, *words))
+        assert run.checkpoint is not None
+        update = int(run.checkpoint.state["trainer"]["update"])
+        run.train()
+        return update
+
+    # What the job before this one has left behind is not this one's.
+    assert [begins_after("1", 2), begins_after("2", 4), begins_after("0", 2)] == [1, 2, 1]
 
 
 def test_a_finished_run_resumes_to_its_result(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

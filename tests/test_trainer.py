@@ -157,9 +157,10 @@ def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun, forwa
         trainer.engine.zero_grad()
         trainer.engine.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
         trainer.iterate()
-        without = {name.split(".")[0] for name, p in trainer.parameters.items() if p.grad is None}
-        # No toy prompt quotes text, and the fused forward does not embed what is not there.
-        assert without == ({"context_embedder_2"} if (mode, forward) == ("full", "fused") else set())
+        # No toy prompt quotes text: the weights that would embed it have a gradient of zero everywhere.
+        without = [name for name, p in trainer.parameters.items() if p.grad is None]
+        zero = {name.split(".")[0] for name, p in trainer.parameters.items() if p.grad is not None and not p.grad.any()}
+        assert not without and ("context_embedder_2" in zero) == (mode == "full")
 
 
 def test_bfloat16_base_keeps_float32_adapters_and_ratio_one(tiny_run: MakeRun) -> None:

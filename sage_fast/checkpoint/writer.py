@@ -40,7 +40,7 @@ from sage_fast.checkpoint.folder import (
     sync,
     write_manifest,
 )
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import ALONE, OWN_TIMEOUT, World
 
 T = TypeVar("T")
 
@@ -105,7 +105,9 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.world = world
         self._group = (
-            None if world.mesh is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            None
+            if world.mesh is None
+            else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
         )
         # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None

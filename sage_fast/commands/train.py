@@ -45,12 +45,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_config(config), end="")
         return 0
 
-    from dataclasses import replace
-
-    from sage_fast.distributed.launch import effective_resume, rank
+    from sage_fast.distributed.launch import rank
     from sage_fast.run import train
 
-    result = train(replace(config, resume=effective_resume(config.resume)))
+    result = train(config)
     if rank() != 0:
         return 0
     if not result.finished:

@@ -30,12 +30,12 @@ from torch.optim import AdamW
 
 from sage_fast.config import ConfigError, OptimizerConfig
 from sage_fast.distributed.deepspeed_config import ZeroConfig, read_config
-from sage_fast.distributed.deepspeed_gathering import BlockGathering, always_read_glyphs
+from sage_fast.distributed.deepspeed_gathering import BlockGathering
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import World
 from sage_fast.policy.fused import Acceleration
-from sage_fast.policy.lora import cast_weights, trainable_parameters
+from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
 
 OLDEST = "0.19.8"
 """DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used beyond its documented interface."""

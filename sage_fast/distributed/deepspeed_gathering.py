@@ -116,22 +116,3 @@ class BlockGathering:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def always_read_glyphs(transformer: nn.Module) -> None:
-    """Give the weights that only prompts with glyph tokens read a gradient of zero in every other backward pass.
-
-    ZeRO sums gradients in the order in which autograd finds them, bucket by bucket: a weight that has a gradient on one
-    rank alone would shift all that follow, and one that has none in the first pull would add to the last update's.
-    """
-    modules: Any = transformer
-    if not any(p.requires_grad for p in modules.context_embedder_2.parameters()):
-        return
-
-    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        unread = [p for p in modules.context_embedder_2.parameters() if p.requires_grad]
-        return output + sum(p.flatten()[:0].sum() for p in unread)
-
-    modules.context_embedder.register_forward_hook(add_nothing)

@@ -27,6 +27,7 @@ from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
 from sage_fast.policy.forward import choose_forward
+from sage_fast.policy.lora import always_read_glyphs
 from sage_fast.policy.modulation import adaln_layers
 
 # Our callers do not write into the outputs of blocks, which is what FSDP2 warns of.
@@ -59,6 +60,8 @@ def parallelize(
     sharded = world.fsdp_mesh is not None and shards and not zero
     if not sharded:
         transformer.to(device)
+    if full and not zero:  # DeepSpeed's engine does so itself
+        always_read_glyphs(transformer)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
     model = config.model
     if (sharded or zero) and model.adaln == "auto":
@@ -125,9 +128,6 @@ def shard_weights(
         # other videos: parts are added. FSDP2 would take their mean. (Plain sums, since gloo has no scaled ones.)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if full and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            # A rank whose prompts have no glyph tokens has no gradient for their projection.
-            module.set_reduce_scatter_unused_params(True)
     # The next block's weights travel while this one computes.
     for this, following in itertools.pairwise(blocks):
         this.set_modules_to_forward_prefetch([following])
@@ -204,6 +204,17 @@ def _check_section(config: RunConfig, world: World) -> None:
         raise ConfigError(
             f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
             "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
+        )
+    if section.param_dtype != "float32" and config.model.forward == "stock":
+        raise ConfigError(
+            f"distributed.param_dtype is {section.param_dtype}, but model.forward stock feeds float32 inputs to the "
+            "weights that are gathered in it. Set model.forward to fused, or param_dtype to float32."
+        )
+    one_holder = world.fsdp_mesh is None or (config.training.mode == "lora" and world.dp_shard * world.sp == 1)
+    if one_holder and section.keep_gathered in ("never", "rollout"):
+        raise ConfigError(
+            f"distributed.keep_gathered is {section.keep_gathered}, but nothing is gathered here: every rank holds the "
+            "weights whole. Set it to auto, or with training.mode lora raise distributed.dp_shard."
         )
     if section.cpu_offload and config.training.mode == "lora" and world.dp_shard * world.sp == 1:
         raise ConfigError(

@@ -26,16 +26,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import distributed as dist
 
 from sage_fast.distributed.launch import connect_store, end_process, report_error
 from sage_fast.distributed.rank_table import FINISHED, FOLLOWED, RUNNING, Line, RankTable, process_exists
-
-if TYPE_CHECKING:
-    from sage_fast.distributed.world import World
+from sage_fast.distributed.world import OWN_TIMEOUT, World
 
 INTERVAL = 1.0
 """Seconds between two lines of a rank."""
@@ -348,7 +346,7 @@ class Watchdog:
         return f"{self._prefix}/rank/{rank}"
 
 
-def start_watchdog(world: "World", timeout: float, directory: Path | None = None) -> Watchdog:
+def start_watchdog(world: World, timeout: float, directory: Path | None = None) -> Watchdog:
     """The watchdog of this rank; without a process group one that does nothing. Collective.
 
     Args:
@@ -367,12 +365,15 @@ def use_steady_timeout(watchdog: Watchdog, seconds: float) -> None:
     """From now on a rank may make no progress, and a collective may wait, for `seconds` alone.
 
     To be called once the first update is done, after which nothing is compiled or loaded any more. torchtitan lowers
-    the timeouts of its process groups at the same place. They are left some slack: the watchdog goes first.
+    the timeouts of its process groups at the same place. They are left some slack: the watchdog goes first. A group
+    that waits for something else than training, such as a disk, keeps its own (`OWN_TIMEOUT`).
     """
     watchdog.timeout = seconds
     if not dist.is_initialized():
         return
     for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == OWN_TIMEOUT:
+            continue
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + SLACK), group)
 
 

@@ -8,8 +8,7 @@ memory, so that small talk neither waits for the GPU nor holds it up.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+OWN_TIMEOUT = "own timeout"
+"""Description of a process group that keeps the timeout it was made with when the first update is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +117,6 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.any(False)
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Rank 0 goes through the block before the others, who find what it has put into a cache."""
-        if not self.is_main:
-            self.barrier()
-        yield
-        if self.is_main:
-            self.barrier()
 
 
 ALONE = World()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -18,7 +19,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 
@@ -86,6 +87,27 @@ def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
     dead = dead_modules(transformer)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(not is_dead(name, dead))
+
+
+def always_read_glyphs(transformer: nn.Module) -> None:
+    """Give the weights that only prompts with glyph tokens read a gradient of zero in every other backward pass.
+
+    So weight decay and moments do not depend on which rank has which prompts, nor on whether one is among those of an
+    update. FSDP2 and ZeRO sum gradients in buckets: a weight that has one on some ranks alone would shift the others
+    (FSDP2 can be told of that from torch 2.13 on), and in ZeRO one that has none in the first pull would add to the
+    last update's.
+    """
+    modules: Any = transformer
+    if not any(p.requires_grad for p in modules.context_embedder_2.parameters()):
+        return
+
+    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        unread = [p for p in modules.context_embedder_2.parameters() if p.requires_grad]
+        return output + sum(p.flatten()[:0].sum() for p in unread)
+
+    modules.context_embedder.register_forward_hook(add_nothing)
 
 
 def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.distributed.world import World
-from sage_fast.rewards.base import PendingScores, RewardError
+from sage_fast.records import Sample
+from sage_fast.rewards.base import OnFailure, PendingScores, RewardError, ScoredBatch, Scorer
 
 
 @dataclass(kw_only=True)
@@ -19,6 +20,31 @@ class _OwnScores:
     scores: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """`PendingScores` of a batch whose reward has failed already."""
+
+    error: RewardError
+
+    def result(self) -> ScoredBatch:
+        raise self.error
+
+
+def submit_scores(
+    reward: Scorer, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure, world: World
+) -> PendingScores:
+    """`Scorer.submit`, except that among several ranks a RewardError is kept for `gather_scores`.
+
+    Raised here it would leave the others in the next collective, and they could not tell their user why.
+    """
+    try:
+        return reward.submit(videos, samples, on_failure)
+    except RewardError as error:
+        if world.size == 1:
+            raise
+        return _Failed(error)
 
 
 def gather_scores(

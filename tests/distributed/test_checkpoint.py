@@ -3,6 +3,7 @@
 import math
 import resource
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config import DataConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.settings import DistributedSettings
+from sage_fast.distributed.watchdog import Watchdog, use_steady_timeout
 from sage_fast.distributed.world import World, start_world
 from tests.distributed.ranks import run_ranks
 
@@ -275,3 +277,20 @@ def test_what_does_not_fit_is_refused_by_all(of_four: Path) -> None:
     assert ranks[0] == ranks[1]
     assert "no tensor '0.weight' in its group 'ema'" in ranks[0][0]
     assert "weights '0.weight' of shape (7, 6), this run's is (7, 7)" in ranks[0][1]
+
+
+def save_slowly(root: str) -> None:
+    world = join()
+    watchdog = Watchdog(world.rank, world.size, None, timeout=60.0)
+    with CheckpointWriter(Path(root), keep_last=2, world=world) as saver, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sage_fast.distributed.watchdog.SLACK", 0.0)
+        use_steady_timeout(watchdog, 0.5)
+        time.sleep(1.5 * world.rank)
+        saver.save(40, contents(world, {}))
+        use_steady_timeout(watchdog, 60.0)
+
+
+def test_a_slow_disk_may_take_longer_than_an_update(tmp_path: Path) -> None:
+    """Lowering the timeouts of training leaves alone how long ranks wait for each other's files."""
+    run_ranks(save_slowly, 2, str(tmp_path))
+    verify_checkpoint(list_checkpoints(tmp_path)[0])

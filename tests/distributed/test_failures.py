@@ -187,6 +187,42 @@ def test_nan_on_one_rank_is_told_once_by_all(tiny_model: Path, tmp_path: Path) -
     assert len(re.findall(r"Update 1: on rank 1 the loss of prompt \d+ \('a .*not finite", text)) == 1, text
 
 
+def fail_to_score(victim: int, rank: int) -> None:
+    """A reward that raises on one rank, at once, as rewards of the training process do."""
+    from sage_fast.rewards.toy import ToyReward
+
+    def score(self: ToyReward, videos: torch.Tensor, prompts: Any) -> Any:
+        raise ValueError("no eyes")
+
+    if rank == victim:
+        ToyReward.score = score  # type: ignore[method-assign]
+
+
+def test_a_reward_that_fails_on_one_rank_is_told_once_by_all(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = ["train", str(run_file(tiny_model, tmp_path, evaluation={"every": 0}))]
+    results = try_ranks(sage_fast, 2, str(log), words, Disturb(fail_to_score, 1))
+    text = terminal(log, 2)
+    assert results == [("gone", 1)] * 2, text
+    assert len(re.findall(r"On rank 1: Reward .* raised ValueError: no eyes on prompt \d+", text)) == 1, text
+    assert "failed in" not in text, text
+
+
+def restarted_on(node: int, rank: int) -> None:
+    """torchrun's count of restarts is that of a node; here each rank stands for one."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(rank == node))
+
+
+def test_where_one_node_is_restarted_all_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    file = run_file(tiny_model, tmp_path, evaluation={"every": 0})
+    log = tmp_path / "log"
+    for updates, disturb in ((1, None), (2, Disturb(restarted_on, 1))):
+        words = ["train", str(file), f"--training.num_updates={updates}"]
+        codes = [code for _, code in try_ranks(sage_fast, 2, str(log), words, disturb)]
+        assert codes == [0, 0], terminal(log, 2)
+    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
 def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     file = run_file(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})

@@ -143,9 +143,11 @@ class ShardedMuon(Muon):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                whole = update.bfloat16().full_tensor()
+                # On the GPU, also where shards are in CPU memory (distributed.cpu_offload).
+                whole = update.bfloat16().full_tensor().to(parameter.device_mesh.device_type)
                 whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 rate = group["lr"]
                 parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.add_(own, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+                rate = _adjust_lr(rate, group["adjust_lr_fn"], parameter.shape)
+                parameter.add_(own.to(parameter.device), alpha=-rate)

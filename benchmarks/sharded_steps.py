@@ -49,7 +49,7 @@ HOST_SHARE = 0.85
 def one_rank(device: torch.device) -> Iterator[World]:
     """A process group of this process alone, as a launched run has it, gone after the `with`."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield World(
             mesh=init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
@@ -154,12 +154,13 @@ def check(
         # One branch: the unwrapped weights are bfloat16 here, and so is a sum of two branches in their `.grad`.
         velocities[name] = take_gradient(model, inputs, engine.pull, guidance_scale=1.0)
         gradients[name] = whole_gradients(engine.parameters)
-    expected, given = gradients["unwrapped"], gradients["fsdp"]
+    expected = gradients["unwrapped"]
+    given = {name: gradient.to(device) for name, gradient in gradients["fsdp"].items()}
     result: dict[str, float | bool] = {
         "velocity": relative_error(velocities["fsdp"], velocities["unwrapped"].double()),
         "gradient": pooled_error(given, expected),
         "bitwise": torch.equal(*velocities.values())
-        and all(name in given and torch.equal(given[name].to(device, e.dtype), e) for name, e in expected.items()),
+        and all(name in given and torch.equal(given[name].to(e.dtype), e) for name, e in expected.items()),
     }
     if not lora:
         result["update"] = update_difference(engines["fsdp"], device)
@@ -319,7 +320,7 @@ def measure_full(
     inputs = random_inputs(shape, config, device, torch.bfloat16)
     _forget_peak(device)
     seconds: dict[str, list[float]] = {"gradient": [], "optimizer": []}
-    norms = []
+    norms: list[float] = []
     while len(norms) < rounds + 1:
         last = sum(values[-1] for values in seconds.values()) if norms else 0.0
         if norms and time.monotonic() - began + last > budget:
@@ -351,8 +352,9 @@ def choose_layers(config: Mapping[str, Any], free: int | None, *, probe_seconds:
         probe_seconds: what `PROBE_LAYERS` took, all in all. left: seconds for the measurement.
     """
     fit = layers_that_fit(config, free)
-    # The text refiner and the like are in the probe as well, so this is rather too few than too many.
-    in_time = max(math.floor(min(PROBE_LAYERS * left / probe_seconds, config["num_layers"])), 1)
+    # What surrounds the layers, the text refiner above all, has about as many weights as one of them.
+    in_time = (PROBE_LAYERS + 1) * left / probe_seconds - 1
+    in_time = max(math.floor(min(in_time, config["num_layers"])), 1)
     if in_time < fit:
         return in_time, "time"
     return fit, "nothing" if fit == config["num_layers"] else "CPU memory"

@@ -202,7 +202,7 @@ def test_cpu_memory_of_a_full_step() -> None:
     [
         pytest.param(200e9, 4.0, 100.0, (54, "nothing"), id="all"),
         pytest.param(60e9, 4.0, 100.0, (25, "CPU memory"), id="little-memory"),
-        pytest.param(200e9, 4.0, 10.0, (10, "time"), id="little-time"),
+        pytest.param(200e9, 4.0, 10.0, (11, "time"), id="little-time"),
         pytest.param(1e9, 4.0, 100.0, (1, "CPU memory"), id="one-in-any-case"),
         pytest.param(None, 4.0, math.inf, (54, "nothing"), id="nothing-known"),
     ],

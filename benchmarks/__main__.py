@@ -9,6 +9,7 @@ COMMANDS = {
     "policy": "the full-size transformer, fused, against diffusers: forward, training step, rollout step",
     "blocks": "one transformer block, fused, against diffusers as shipped, packed and compiled",
     "vae": "decoding a video, against diffusers",
+    "sharded": "a train step under FSDP2 on one rank, against the same unwrapped; full fine-tuning with CPU offload",
     "trainer_costs": "what surrounds the model: an iteration of the toy run, saving a checkpoint, the host's share",
     "guard": "exact budgets of benchmarks/budgets.yaml on any machine, the committed baseline on a GPU",
     "device": "everything that needs a GPU, most valuable first, into one JSON file",

@@ -1,7 +1,8 @@
 """Everything that needs a GPU in one run of under 9 minutes, most valuable first, into one JSON file.
 
     python -m benchmarks device             kernel parity, ceilings, kernel bandwidth, the full-size transformer against
-                                            diffusers, a block, decoding, checkpoint and host, sanitizer; a table last
+                                            diffusers, FSDP2 on one rank, a block, decoding, checkpoint and host,
+                                            sanitizer; a table last
     python -m benchmarks device --smoke     the same code anywhere; the sanitizer's program runs without the sanitizer
 
 The file is written again after every stage, so a run that is cut short leaves what it had, and the next run of the
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks  # noqa: F401  first, because it decides where kernels run
-from benchmarks import blocks, harness, kernels, policy, policy_report, trainer_costs, vae
+from benchmarks import blocks, harness, kernels, policy, policy_report, sharded, trainer_costs, vae
 from benchmarks.kernels import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,7 @@ LIMITS = {
     "ceilings": 20.0,
     "kernels": 120.0,
     "policy": 260.0,
+    "sharded": 110.0,
     "blocks": 60.0,
     "vae": 45.0,
     "costs": 45.0,
@@ -189,6 +191,25 @@ def policy_stage(run: DeviceRun) -> dict[str, Any]:
     return result | ({"status": f"not finished: {', '.join(late)}"} if late else {})
 
 
+def sharded_stage(run: DeviceRun) -> dict[str, Any]:
+    """Steps under FSDP2 on one rank against the unwrapped one; what an earlier run measured is kept."""
+
+    def save(found: dict[str, Any]) -> None:
+        run.result |= found
+        run.save()
+
+    limit = min(LIMITS["sharded"], run.left)
+    plan = sharded.ShardedRun(
+        device=run.plan.device,
+        smoke=run.plan.smoke,
+        # Its own clock ends it before the stage's does.
+        budget=limit - 10.0,
+        save=save,
+        matmul_tflop_per_s=run.result.get("matmul", {}).get("tflop_per_s"),
+    )
+    return sharded.run(plan, run.result.get("sharded"))
+
+
 def blocks_stage(run: DeviceRun) -> dict[str, Any]:
     """One block against diffusers' as shipped, packed and compiled."""
     return blocks.run(
@@ -256,6 +277,7 @@ STAGES: dict[str, Callable[[DeviceRun], dict[str, Any]]] = {
     "ceilings": ceilings_stage,
     "kernels": kernels_stage,
     "policy": policy_stage,
+    "sharded": sharded_stage,
     "blocks": blocks_stage,
     "vae": vae_stage,
     "costs": costs_stage,
@@ -273,7 +295,7 @@ def table(result: dict[str, Any], *, smoke: bool) -> str:
         lines.append(f"bfloat16 product {result['matmul']['tflop_per_s']:.1f} TFLOP/s")
     if "policy_cells" in result:
         lines += ["", policy_report.table(result, smoke=smoke), ""]
-    for key, suite in (("blocks", blocks), ("vae", vae), ("host", trainer_costs)):
+    for key, suite in (("sharded", sharded), ("blocks", blocks), ("vae", vae), ("host", trainer_costs)):
         if key in result:
             lines += [suite.table(result), ""]
     for name, found in result.get("sanitizer", {}).items():
@@ -294,6 +316,7 @@ def succeeded(result: dict[str, Any]) -> bool:
         all(stage["status"] == "done" for stage in result["stages"].values())
         and not result.get("parity_failures", ["parity was not checked"])
         and ("policy_cells" not in result or policy_report.succeeded(result))
+        and ("sharded" not in result or sharded.succeeded(result))
         and ("blocks" not in result or blocks.succeeded(result))
         and ("vae" not in result or vae.succeeded(result))
         and ("host" not in result or trainer_costs.succeeded(result))

@@ -274,6 +274,34 @@ def blocks_block(results: Results) -> str:
     return _joined(parts, NO_GPU)
 
 
+def sharded_block(results: Results) -> str:
+    """A step under FSDP2 on one rank beside the unwrapped one, and a full fine-tuning step with CPU offload."""
+    parts = []
+    for device in results.gpus:
+        records = device.values.get("sharded", {})
+        rows = []
+        lora, full = (records.get(mode, {"passed": False}) for mode in ("lora", "full"))
+        if lora["passed"]:
+            times = {"unwrapped": "1", "fsdp": f"{lora['fsdp_over_unwrapped']:.3f}"}
+            for name, label in (("unwrapped", "whole"), ("fsdp", "FSDP2")):
+                peak = f"{lora['peak_memory_gb'][name]:.1f}"
+                layers = f"{lora['layers']}"
+                rows.append(
+                    (f"LoRA gradient, {label}", layers, _seconds(lora["seconds"][name]), times[name], peak, "–")
+                )
+        if full["passed"]:
+            layers = f"{full['layers']} of {full['of_layers']}"
+            layers += "" if full["limited_by"] == "nothing" else f" ({full['limited_by']})"
+            peak, host = f"{full['peak_memory_gb']:.1f}", f"{full['host_gb']:.0f}"
+            for name, quantiles in full["seconds"].items():
+                label = f"full, FSDP2 with CPU offload, {name}"
+                rows.append((label, layers, _seconds(quantiles), "–", peak, host))
+        if rows:
+            head = ("step", "layers", "s, median (20 – 80 %)", "over whole", "peak GB", "CPU memory, GB")
+            parts.append(_section(device, "sharded", markdown(head, rows)))
+    return _joined(parts, NO_GPU)
+
+
 def vae_block(results: Results) -> str:
     """Decoding, ours and stock."""
     parts = []
@@ -420,6 +448,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "attention": attention_block,
     "block": blocks_block,
     "steps": steps_block,
+    "sharded": sharded_block,
     "vae": vae_block,
     "toy": toy_block,
     "costs": costs_block,

@@ -45,6 +45,7 @@ def test_stages_come_in_order_of_value() -> None:
         "ceilings",
         "kernels",
         "policy",
+        "sharded",
         "blocks",
         "vae",
         "costs",

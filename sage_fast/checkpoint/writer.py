@@ -176,7 +176,10 @@ class CheckpointWriter:
             if error is None:
                 raise
             # What has ended the run is what its user must see.
-            logger.error("%s", failure)
+            if isinstance(failure, CheckpointError):
+                logger.error("%s", failure)
+            elif self.world.is_main:
+                logger.warning("The checkpoint that was being written is not complete; earlier ones are intact.")
 
     # ------------------------------------------------------------------------------------------ steps
 

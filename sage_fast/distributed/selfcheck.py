@@ -127,6 +127,10 @@ def check_collectives(world: "World", device: torch.device) -> None:
         )
 
 
+# torch 2.13 has renamed them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 Check = Callable[[dist.ProcessGroup | None, torch.device], bool]
 
 
@@ -142,7 +146,7 @@ def gathers(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     members = dist.get_process_group_ranks(group)
     value = torch.full((2,), float(dist.get_rank()), device=device)
     result = torch.empty(2 * len(members), device=device)
-    dist.all_gather_into_tensor(result, value, group=group)
+    _all_gather(result, value, group=group)
     return result.tolist() == [float(rank) for rank in members for _ in range(2)]
 
 
@@ -151,7 +155,7 @@ def scatters_sums(group: dist.ProcessGroup | None, device: torch.device) -> bool
     members = dist.get_process_group_ranks(group)
     parts = torch.arange(len(members), dtype=torch.float32, device=device) + 10.0 * dist.get_rank()
     result = torch.empty(1, device=device)
-    dist.reduce_scatter_tensor(result, parts, group=group)
+    _reduce_scatter(result, parts, group=group)
     return result.item() == len(members) * dist.get_rank(group) + 10.0 * sum(members)
 
 

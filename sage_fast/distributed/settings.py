@@ -59,8 +59,8 @@ class DistributedSettings:
             for key, default in (("keep_gathered", "auto"), ("param_dtype", "float32"), ("cpu_offload", False)):
                 if getattr(self, key) != default:
                     raise ValueError(
-                        f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. With deepspeed, "
-                        "say it in the file of distributed.deepspeed_config."
+                        f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. Set it to "
+                        f"{default!r}; configs/deepspeed/zero3.yaml, laid over a configuration, sets all such keys."
                     )
             for key in ("dp_replicate", "dp_shard"):
                 if getattr(self, key) is not None:

@@ -1,6 +1,5 @@
 """What a user gets wrong on several ranks: one message, an exit status, nobody left waiting, nothing written."""
 
-import os
 import re
 import time
 from pathlib import Path
@@ -44,7 +43,7 @@ WRONG = {
     "heads": (["--distributed.sp=3"], r"3 ranks cannot share 2 attention heads evenly\. Set distributed\.sp to"),
     "groups": (
         ["--rollout.batch_size=2"],
-        r"batch_size 2 \* 3 .* = 6 videos .* not a multiple of .*num_generations = 4",
+        r"batch_size 2 \* 3 .* = 6 videos .* multiple of .*num_generations = 4",
     ),
     "prompts": (["--data.prompts=nowhere.csv"], r"data\.prompts: nowhere\.csv: no such prompt file"),
     "folder": (["--output_dir=/proc/run"], r"output_dir '/proc/run' cannot be written by rank 0"),
@@ -52,7 +51,7 @@ WRONG = {
     "no file": ([ZERO], r"deepspeed needs a JSON file"),
     "single pass": (
         [ZERO, "zero.json", "--training.update=single_pass"],
-        r"single_pass .* distributed\.engine deepspeed",
+        r"single_pass .* deepspeed sums",
     ),
 }
 
@@ -136,7 +135,7 @@ def test_an_unreadable_slurm_step_is_an_error_without_a_traceback(
 
 def bad_words(log: str) -> int:
     try:
-        return sage_fast(log, ["train", "--prin_config=1", "a.yaml"] if os.environ.get("KEY") else ["trian"])
+        return sage_fast(log, ["trian"])
     except SystemExit as end:
         return int(str(end.code))
 

@@ -15,7 +15,6 @@ from typing import NoReturn
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
-from sage_fast.config import ConfigError
 from sage_fast.distributed.launch import (
     adopt_slurm,
     configure_logging,
@@ -24,6 +23,7 @@ from sage_fast.distributed.launch import (
     stay_away,
     world_size,
 )
+from sage_fast.errors import ConfigError
 
 COMMANDS = {
     "train": train,

@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing import active_children
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sage_fast.config import ConfigError
+from sage_fast.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -291,9 +291,20 @@ def stay_away() -> None:
     if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     try:
-        connect_store(SECONDS_TO_CONNECT).set(STAYS_AWAY, f"{rank()} {time.time()}")
+        store = connect_store(SECONDS_TO_CONNECT)
+        # The first one is the cause.
+        if _who_stays_away(store) is None:
+            store.set(STAYS_AWAY, f"{rank()} {time.time()}")
     except dist.DistError:
         return
+
+
+def _who_stays_away(store: "TCPStore") -> int | None:
+    """The rank that has said so in this attempt: torchrun ends all processes before it starts new ones."""
+    if not store.check([STAYS_AWAY]):
+        return None
+    absent, moment = store.get(STAYS_AWAY).decode().split()
+    return int(absent) if float(moment) > STARTED else None
 
 
 def meeting_place(timeout_seconds: float) -> dict[str, Any]:
@@ -333,14 +344,12 @@ def meeting_place(timeout_seconds: float) -> dict[str, Any]:
                 # Not before: the list may still hold the word of a process that is no more.
                 if store.check([f"sage_fast/meeting/{name}/complete"]):
                     break
-        if store.check([STAYS_AWAY]):
-            absent, moment = store.get(STAYS_AWAY).decode().split()
-            # Not of an attempt before this one: torchrun ends all processes before it starts new ones.
-            if float(moment) > STARTED:
-                raise ConfigError(
-                    f"Rank {absent} has ended before the {size} processes met; its own message says why. Start every "
-                    "process with the same files and overrides, in the same environment."
-                )
+        absent = _who_stays_away(store)
+        if absent is not None:
+            raise ConfigError(
+                f"Rank {absent} has ended before the {size} processes met; its own message says why. Start every "
+                "process with the same files and overrides, in the same environment."
+            )
         if time.monotonic() > deadline:
             missing = f"{size - 1 - len(answered)} of them did not answer" if me == 0 else "not all of them answered"
             raise ConfigError(

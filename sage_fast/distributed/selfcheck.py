@@ -9,6 +9,7 @@ import platform
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +26,9 @@ from sage_fast.provenance import package_versions
 
 if TYPE_CHECKING:
     from sage_fast.distributed.world import World
+
+# torch 2.13 has other names for some collectives, which 2.11 lacks.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 T = TypeVar("T")
 
@@ -127,10 +131,6 @@ def check_collectives(world: "World", device: torch.device) -> None:
         )
 
 
-# torch 2.13 has renamed them, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 Check = Callable[[dist.ProcessGroup | None, torch.device], bool]
 
 
@@ -146,7 +146,7 @@ def gathers(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     members = dist.get_process_group_ranks(group)
     value = torch.full((2,), float(dist.get_rank()), device=device)
     result = torch.empty(2 * len(members), device=device)
-    _all_gather(result, value, group=group)
+    dist.all_gather_into_tensor(result, value, group=group)
     return result.tolist() == [float(rank) for rank in members for _ in range(2)]
 
 
@@ -155,7 +155,7 @@ def scatters_sums(group: dist.ProcessGroup | None, device: torch.device) -> bool
     members = dist.get_process_group_ranks(group)
     parts = torch.arange(len(members), dtype=torch.float32, device=device) + 10.0 * dist.get_rank()
     result = torch.empty(1, device=device)
-    _reduce_scatter(result, parts, group=group)
+    dist.reduce_scatter_tensor(result, parts, group=group)
     return result.item() == len(members) * dist.get_rank(group) + 10.0 * sum(members)
 
 

@@ -10,11 +10,20 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
-from sage_fast.distributed.launch import adopt_slurm, configure_logging, end_process, report_error, world_size
+from sage_fast.distributed.launch import (
+    adopt_slurm,
+    configure_logging,
+    end_process,
+    report_error,
+    stay_away,
+    world_size,
+)
+from sage_fast.errors import ConfigError
 
 COMMANDS = {
     "train": train,
@@ -27,8 +36,16 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error is told once, however many processes meet it."""
+
+    def error(self, message: str) -> NoReturn:
+        report_error(f"{self.format_usage()}{self.prog}: error: {message}")
+        self.exit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sage-fast", description="GRPO post-training of text-to-video flow models (HunyuanVideo-1.5)."
     )
     parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
@@ -48,13 +65,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options, overrides = parse(arguments)
-    if options.command == "train":
-        adopt_slurm()  # before anything is printed: it says which rank this is
-    configure_logging()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        status = _run(options, overrides)
+        status = _run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
@@ -64,23 +76,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         status = 1
     if world_size() > 1:
+        if status:
+            stay_away()
         # The ordinary way out could wait for collectives that nobody will answer.
         end_process(status)
     return status
 
 
-def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from sage_fast.config import ConfigError
-
+def _run(arguments: Sequence[str] | None) -> int:
+    command = ""
     try:
-        return COMMANDS[options.command].run(options, overrides)
+        adopt_slurm()  # before anything is printed: it says which rank this is
+        options, overrides = parse(arguments)
+        command = options.command
+        configure_logging()
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        if command != "train" and world_size() > 1:
+            raise ConfigError(
+                f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
+                f"same. Start it without torchrun and srun: sage-fast {command} ..."
+            )
+        return COMMANDS[command].run(options, overrides)
     except ConfigError as error:
         report_error(f"error: {error}")
         return 2
     except (RuntimeError, OSError, MemoryError) as error:
         if not _is_expected(error):
             raise
-        report_error(f"error: {_describe(error, options.command)}")
+        report_error(f"error: {_describe(error, command)}")
         return 1
 
 

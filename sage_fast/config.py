@@ -9,13 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sage_fast.distributed.settings import DistributedSettings
+from sage_fast.errors import ConfigError as ConfigError
 from sage_fast.objective import KLWeightSettings, ObjectiveSettings
 
 SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key, the value and the fix."""
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:

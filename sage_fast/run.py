@@ -37,6 +37,7 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config import ConfigError, RunConfig, to_dict
 from sage_fast.config_file import save_config
+from sage_fast.distributed.deepspeed_config import read_config
 from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
 from sage_fast.distributed.selfcheck import check_world, noise_digests
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
@@ -122,10 +123,14 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     prompts, eval_prompts = load_prompts(config)
+    section, mode, dtype = config.distributed, config.training.mode, getattr(torch, config.model.dtype)
+    if section.deepspeed_config is not None:
+        # Here too: a mistake in the file is found before the model is loaded.
+        read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
         load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
         components = load(config.model)
-        cast_weights(components.transformer, getattr(torch, config.model.dtype))
+        cast_weights(components.transformer, dtype)
         reward = load_scorer(
             config.reward,
             [p.text for p in (*prompts, *eval_prompts)],

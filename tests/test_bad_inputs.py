@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -388,6 +389,9 @@ def test_a_full_disk_during_a_checkpoint_loses_nothing(tiny_run: MakeRun) -> Non
 
     def limited() -> dict[str, float]:
         if run.trainer.update == 2:
+            deadline = time.monotonic() + 20
+            while not (run.checkpoints / "update-000002").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is being written while training goes on
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         return iterate()
 

@@ -4,11 +4,13 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.scaling import preset_gpus
 from sage_fast.cli import main
 from sage_fast.config import ConfigError, RunConfig, check_batch
 from sage_fast.config_file import dump_config, load_config
+from sage_fast.distributed.deepspeed_config import read_config
 from sage_fast.footprint import estimate
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.layout import least_gpus
@@ -20,6 +22,7 @@ from sage_fast.run import load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
+ZERO = sorted((ROOT / "configs/deepspeed").glob("*.yaml"))
 ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
 
 MINUTES_PER_UPDATE = {
@@ -53,6 +56,17 @@ ABLATED = {
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presets name prompt files relative to the root of the repository."""
     monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("overlay", ZERO, ids=lambda p: p.stem)
+def test_deepspeed_can_be_laid_over_every_preset(overlay: Path) -> None:
+    for preset in PRESETS:
+        config = load_config([preset, overlay])
+        settings = config.distributed
+        assert settings.engine == "deepspeed" and settings.deepspeed_config is not None
+        dtype = getattr(torch, config.model.dtype)
+        zero = read_config(settings.deepspeed_config, config.optimizer, mode=config.training.mode, dtype=dtype)
+        assert zero.bf16 and f"zero{zero.stage}" == overlay.stem
 
 
 def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:

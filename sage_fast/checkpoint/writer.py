@@ -178,7 +178,10 @@ class CheckpointWriter:
             if error is None:
                 raise
             # What has ended the run is what its user must see.
-            logger.error("%s", failure)
+            if isinstance(failure, CheckpointError):
+                logger.error("%s", failure)
+            elif self.world.is_main:
+                logger.warning("The checkpoint that was being written is not complete; earlier ones are intact.")
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -289,8 +292,9 @@ class CheckpointWriter:
         where = f" on rank {rank}" if self.world.size > 1 else ""
         kept = [p.name for p in list_checkpoints(self.root)]
         raise CheckpointError(
-            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free space or fix permissions, then "
-            f"resume with --resume auto from {kept[-1] if kept else 'the beginning (no earlier checkpoint)'}."
+            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free space, raise the quota or fix "
+            "permissions, then resume with --resume auto from "
+            f"{kept[-1] if kept else 'the beginning (no earlier checkpoint)'}."
         ) from failure
 
     def _reason(self, failure: BaseException) -> str:

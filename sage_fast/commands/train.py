@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from sage_fast.commands.common import add_config_argument, command_line, load_run_config
+from sage_fast.distributed.launch import rank, world_size
 
 EPILOG = """\
 examples:
@@ -36,20 +37,24 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config_file import build_parser, dump_config
 
     if options.keys:
-        print(build_parser(prog="sage-fast train CONFIG", usage="%(prog)s [--section.key=value ...]").format_help())
+        if rank() == 0:
+            print(build_parser(prog="sage-fast train CONFIG", usage="%(prog)s [--section.key=value ...]").format_help())
         return 0
     if not options.config and not overrides:
         raise ConfigError("which run? Give a YAML file: sage-fast train configs/toy_cpu.yaml")
     config = load_run_config(options.config, overrides)
     if options.print_config:
-        print(dump_config(config), end="")
+        if rank() == 0:
+            print(dump_config(config), end="")
         return 0
 
-    from sage_fast.distributed.launch import rank
     from sage_fast.run import train
 
     result = train(config)
     if rank() != 0:
+        return 0
+    if not result.finished and world_size() > 1:
+        print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
         return 0
     if not result.finished:
         words = ["train", *options.config, *_without_resume(overrides), "--resume", "auto"]

@@ -89,7 +89,9 @@ class DeepSpeedEngine:
                 "distributed.engine is deepspeed, which needs a process group. Start the run by "
                 "`torchrun --nproc_per_node=N -m sage_fast train ...`; N may be 1."
             )
-        config = read_config(settings.deepspeed_config, optimizer_config, mode=mode, dtype=transformer.dtype)
+        config = read_config(
+            settings.deepspeed_config, optimizer_config, mode=mode, dtype=transformer.dtype, warn=world.is_main
+        )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: Acceleration | None = transformer.__dict__.get("_acceleration")
         _check_forward(acceleration, config)

@@ -133,7 +133,12 @@ class ZeroConfig:
 
 
 def read_config(
-    path: str | Path, optimizer: OptimizerConfig, *, mode: Literal["lora", "full"], dtype: torch.dtype
+    path: str | Path,
+    optimizer: OptimizerConfig,
+    *,
+    mode: Literal["lora", "full"],
+    dtype: torch.dtype,
+    warn: bool = True,
 ) -> ZeroConfig:
     """Read the user's file and check it against the run.
 
@@ -142,6 +147,7 @@ def read_config(
         optimizer: the run's optimizer section.
         mode: what is trained.
         dtype: the transformer's, before DeepSpeed has it.
+        warn: name the keys that have no effect; of many ranks one should.
 
     Raises:
         ConfigError: no such file, no JSON, or a key that does not fit; the message says what to change.
@@ -161,7 +167,7 @@ def read_config(
             "flat pieces, and Muon orthogonalises whole matrices. Set optimizer.name to adamw, or distributed.engine "
             "to fsdp, which has both."
         )
-    return _Check(str(path), given, optimizer, mode, dtype).run()
+    return _Check(str(path), given, optimizer, mode, dtype, warn).run()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,6 +187,7 @@ class _Check:
     optimizer: OptimizerConfig
     mode: Literal["lora", "full"]
     dtype: torch.dtype
+    warn: bool
 
     def run(self) -> ZeroConfig:
         known = [*_TAKEN, *_DECIDED, *_FIXED, *_SILENT, *_REFUSED]
@@ -223,7 +230,7 @@ class _Check:
         if "comms_logger" in self.given:
             document["comms_logger"] = self.given["comms_logger"]
         ignored += silent
-        if ignored:
+        if ignored and self.warn:
             logger.warning("%s: %s: no effect in this project, left out.", self.path, ", ".join(ignored))
         return ZeroConfig(stage, bf16, document)
 
@@ -346,8 +353,8 @@ class _Check:
             self.refuse(
                 "bf16.enabled",
                 value,
-                f"model.dtype is {str(self.dtype).removeprefix('torch.')}, which the adapters are trained over. Set "
-                f'bf16.enabled to {want} or "auto", or change model.dtype.',
+                f"model.dtype is {str(self.dtype).removeprefix('torch.')}, which the frozen weights are computed with. "
+                f'Set model.dtype to {"bfloat16" if whole else "float32"}, or bf16.enabled to {want} or "auto".',
             )
         return value
 

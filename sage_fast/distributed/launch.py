@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing import active_children
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sage_fast.config import ConfigError
+from sage_fast.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_CONNECT = 2.0
 SECONDS_FOR_RANK_0 = 1.5
 """How long another rank's error waits for rank 0 to report the same one."""
+STARTED = time.time()
+STAYS_AWAY = "sage_fast/meeting/stays_away"
 
 
 def rank() -> int:
@@ -279,6 +281,32 @@ def connect_store(timeout_seconds: float) -> "TCPStore":
     )
 
 
+def stay_away() -> None:
+    """Tell ranks that may wait in `meeting_place` that this one has ended with an error and will not come.
+
+    Its launcher ends the others of its node; those of other nodes would wait for the timeout.
+    """
+    from torch import distributed as dist
+
+    if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        store = connect_store(SECONDS_TO_CONNECT)
+        # The first one is the cause.
+        if _who_stays_away(store) is None:
+            store.set(STAYS_AWAY, f"{rank()} {time.time()}")
+    except dist.DistError:
+        return
+
+
+def _who_stays_away(store: "TCPStore") -> int | None:
+    """The rank that has said so in this attempt: torchrun ends all processes before it starts new ones."""
+    if not store.check([STAYS_AWAY]):
+        return None
+    absent, moment = store.get(STAYS_AWAY).decode().split()
+    return int(absent) if float(moment) > STARTED else None
+
+
 def meeting_place(timeout_seconds: float) -> dict[str, Any]:
     """Where `init_process_group` is to meet: its `store`, `rank` and `world_size`, or nothing for what it finds itself.
 
@@ -288,7 +316,7 @@ def meeting_place(timeout_seconds: float) -> dict[str, Any]:
     has answered to the list in which they are. (The number of the restart would not do: nodes count for themselves.)
 
     Raises:
-        ConfigError: not all ranks came within the timeout; the message says which.
+        ConfigError: not all ranks came within the timeout, or one has ended with an error before.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -316,6 +344,12 @@ def meeting_place(timeout_seconds: float) -> dict[str, Any]:
                 # Not before: the list may still hold the word of a process that is no more.
                 if store.check([f"sage_fast/meeting/{name}/complete"]):
                     break
+        absent = _who_stays_away(store)
+        if absent is not None:
+            raise ConfigError(
+                f"Rank {absent} has ended before the {size} processes met; its own message says why. Start every "
+                "process with the same files and overrides, in the same environment."
+            )
         if time.monotonic() > deadline:
             missing = f"{size - 1 - len(answered)} of them did not answer" if me == 0 else "not all of them answered"
             raise ConfigError(

@@ -9,6 +9,7 @@ import platform
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +26,9 @@ from sage_fast.provenance import package_versions
 
 if TYPE_CHECKING:
     from sage_fast.distributed.world import World
+
+# torch 2.13 has other names for some collectives, which 2.11 lacks.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 T = TypeVar("T")
 

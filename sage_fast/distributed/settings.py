@@ -59,8 +59,8 @@ class DistributedSettings:
             for key, default in (("keep_gathered", "auto"), ("param_dtype", "float32"), ("cpu_offload", False)):
                 if getattr(self, key) != default:
                     raise ValueError(
-                        f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. With deepspeed, "
-                        "say it in the file of distributed.deepspeed_config."
+                        f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. Set it to "
+                        f"{default!r}; configs/deepspeed/zero3.yaml, laid over a configuration, sets all such keys."
                     )
             for key in ("dp_replicate", "dp_shard"):
                 if getattr(self, key) is not None:
@@ -86,7 +86,8 @@ class DistributedSettings:
         rest = world_size // known if world_size % known == 0 else 0
         replicate, shard = (rest if degree is None else degree for degree in (replicate, shard))
         if replicate * shard * sp != world_size:
-            given = f"distributed.dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard} and sp {sp}"
+            shown = ["null" if degree is None else degree for degree in (self.dp_replicate, self.dp_shard)]
+            given = f"distributed.dp_replicate {shown[0]}, dp_shard {shown[1]} and sp {sp}"
             raise ValueError(
                 f"{given} do not fit {world_size} process(es): their product must be that number (null takes what the "
                 f"others leave). Start {known} or a multiple, as by torchrun --nproc_per_node={known}, or change them."

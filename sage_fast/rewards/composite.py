@@ -146,7 +146,7 @@ class CompositeReward(Scorer):
         try:
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
-            logger.warning("Dropping the group of a video whose reward failed. %s", error)
+            logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
         # Again one by one, to find out whose fault it was.
         scores: dict[str, Tensor] = {}
         failed = torch.ones(len(samples), dtype=torch.bool)

@@ -273,7 +273,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, asynchronous: bool, limit: in
             saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re.search(r"update-000002: .* GB free\). Free space .* --resume auto from update-000001", str(error.value))
+    assert re.search(r"update-000002: .* GB free\). Free space, .* --resume auto from update-000001", str(error.value))
     assert [p.name for p in tmp_path.iterdir()] == ["update-000001"]
     assert_holds(tmp_path / "update-000001", contents(1))
     saver.save(2, contents(2))

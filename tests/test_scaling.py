@@ -210,10 +210,13 @@ def test_shards_of_all_weights_and_what_stays_whole() -> None:
 
 
 def test_adapters_are_whole_beside_sharded_weights() -> None:
-    one, two = small(gpus=1).memory.phases["update"], small("--distributed.sp=2", gpus=2).memory.phases["update"]
-    for name in ("adapters", "gradients", "optimizer state", "anchor"):
-        assert two[name] == one[name] > 0
-    assert two["transformer"] == one["transformer"] / 2 and two["gathered weights"] == one["transformer"]
+    one = small(gpus=1).memory.phases["update"]
+    for keep, parts in (("never", 2), ("always", 1)):  # base weights that stay gathered are not sharded
+        overrides = ("--distributed.sp=2", f"--distributed.keep_gathered={keep}")
+        two = small(*overrides, gpus=2).memory.phases["update"]
+        for name in ("adapters", "gradients", "optimizer state", "anchor"):
+            assert two[name] == one[name] > 0
+        assert two["transformer"] == one["transformer"] / parts and "gathered weights" not in two
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,10 @@ import hashlib
 import logging
 import os
 import re
-import secrets
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
-from multiprocessing import active_children
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sage_fast.errors import ConfigError
@@ -98,6 +94,8 @@ def first_host(nodes: str) -> str:
 
     `scontrol show hostnames` is asked where it is installed; it knows forms that are not parsed here.
     """
+    import subprocess  # here, because every command imports this file
+
     try:
         answer = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=20
@@ -177,7 +175,7 @@ def rank_device(name: str) -> "torch.device":
         ) from error
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"model.device is {name!r}, but torch sees no GPU on {socket.gethostname()}. Use cpu, or see that the "
+            f"model.device is {name!r}, but torch sees no GPU on {os.uname().nodename}. Use cpu, or see that the "
             "driver and a CUDA build of torch are installed on every node."
         )
     count, local = torch.cuda.device_count(), local_rank()
@@ -194,7 +192,7 @@ def rank_device(name: str) -> "torch.device":
         device = torch.device("cuda", 0 if bound else local)
     if device.index >= count:
         raise ConfigError(
-            f"{socket.gethostname()} has {count} GPU(s) to give, but {device} was asked for: every process needs one "
+            f"{os.uname().nodename} has {count} GPU(s) to give, but {device} was asked for: every process needs one "
             f"of its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
             "to cpu."
         )
@@ -322,7 +320,7 @@ def meeting_place(timeout_seconds: float) -> dict[str, Any]:
         return {}
     from torch import distributed as dist
 
-    me, size, word = rank(), world_size(), secrets.token_hex(8)
+    me, size, word = rank(), world_size(), os.urandom(8).hex()
     store = connect_store(timeout_seconds)
     deadline = time.monotonic() + timeout_seconds
     keys = [f"sage_fast/meeting/{number}" for number in range(size)]
@@ -365,6 +363,8 @@ def end_process(status: int) -> NoReturn:
 
     After a failure the ordinary way out may wait for collectives that nobody will answer.
     """
+    from multiprocessing import active_children  # here, because every command imports this file
+
     for child in active_children():
         child.kill()
     logging.shutdown()

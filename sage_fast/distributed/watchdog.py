@@ -288,6 +288,8 @@ class Watchdog:
         """Write down where this rank is, and end the process."""
         if verdict.hung and (self.directory is not None or self.rank in verdict.hung):
             self._dump()
+        self._state = FOLLOWED
+        self._write()
         report_error(f"error: {verdict.text}")
         # The others see the verdict within a moment. Who leaves first makes the launcher end them.
         time.sleep(SECONDS_TO_LEAVE_TOGETHER * self._interval)
@@ -296,9 +298,11 @@ class Watchdog:
 
     def _end_frozen(self, hung: Sequence[int]) -> None:
         """End the ranks of this node whose watchdog is stuck like the rest of them; torchrun would take 30 seconds."""
+        self._look()
         for rank in hung:
             line = self._table[rank]
-            if rank != self.rank and line.host == self._host and process_exists(line.pid):
+            stuck = line.state == RUNNING and line.host == self._host
+            if rank != self.rank and stuck and process_exists(line.pid):
                 os.kill(line.pid, signal.SIGKILL)
 
     def _dump(self) -> None:

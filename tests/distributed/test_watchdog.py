@@ -1,6 +1,7 @@
 """A rank that dies, hangs or fails takes all down in time, and the message names it, its phase and its prompt."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -189,7 +190,10 @@ def test_the_rank_that_hosts_the_store_dies(tmp_path: Path) -> None:
     """As under srun: with the store the table is gone, but what it said last is remembered."""
     ended = run(train, tmp_path, None, 100, 0, "rollout", kill)
     assert ended.codes == [-9, 1, 1]
-    assert "Rank 0, which hosts the store, is gone. It was in phase rollout 3/4 (prompt 2" in ended.printed
+    # Its store may outlive its main thread for a moment, in which the others see that the process has ended.
+    assert re.search(
+        r"Rank 0(, which hosts the store, is gone\. It| is dead .*; it) was in phase rollout 3/4 \(prompt 2", ended.printed
+    )
 
 
 @pytest.mark.parametrize("hosted", [True, False])
@@ -322,7 +326,7 @@ def test_a_process_that_ended_and_was_not_collected_does_not_exist() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    time.sleep(0.1)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert not rank_table.process_exists(child)
     os.waitpid(child, 0)
     assert rank_table.process_exists(os.getpid())

@@ -192,7 +192,8 @@ def test_the_rank_that_hosts_the_store_dies(tmp_path: Path) -> None:
     assert ended.codes == [-9, 1, 1]
     # Its store may outlive its main thread for a moment, in which the others see that the process has ended.
     assert re.search(
-        r"Rank 0(, which hosts the store, is gone\. It| is dead .*; it) was in phase rollout 3/4 \(prompt 2", ended.printed
+        r"Rank 0(, which hosts the store, is gone\. It| is dead .*; it) was in phase rollout 3/4 \(prompt 2",
+        ended.printed,
     )
 
 

@@ -67,8 +67,9 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": VIDEO_QUALITY, "preset": "medium"}
-        # Without these tags players guess the matrix from the frame size, and colours shift.
         context = stream.codec_context
+        context.thread_count = 1  # with more, x264 makes another file of the same video once in a while
+        # Without these tags players guess the matrix from the frame size, and colours shift.
         context.colorspace = context.color_primaries = context.color_trc = 1  # BT.709
         context.color_range = 1  # limited
         for array in frames:

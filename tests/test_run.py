@@ -208,6 +208,18 @@ def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypat
     assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
 
 
+def test_saving_in_the_background_changes_no_number(tiny_run: MakeRun, tmp_path: Path) -> None:
+    given = ("--training.mode=full", "--optimizer.name=adamw", "--training.num_updates=3", "--checkpoint.every=1")
+    ways = {"background": "true", "foreground": "false"}
+    for name, asynchronous in ways.items():
+        Run(with_output(tiny_run(*given, f"--checkpoint.asynchronous={asynchronous}"), tmp_path / name)).train()
+    background, foreground = (numbers(tmp_path / name) for name in ways)
+    assert len(background) == 4 and background == foreground
+    for saved in list_checkpoints(tmp_path / "background/checkpoints"):
+        shards = (saved / "shards/__0_0.distcp").read_bytes()
+        assert shards == (tmp_path / "foreground/checkpoints" / saved.name / "shards/__0_0.distcp").read_bytes()
+
+
 def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:
     result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=2")).train()
     names = [p.name for p in list_checkpoints(result.output_dir / "checkpoints")]

@@ -99,7 +99,8 @@ _expected: dict[str, Any] = {}
 
 @pytest.mark.parametrize(
     ("layout", "mode"),
-    [(layout, "lora") for layout in LAYOUTS] + [("fsdp-2", "full"), ("hsdp-2x2", "full"), ("zero-3", "full")],
+    [(layout, "lora") for layout in LAYOUTS]
+    + [("fsdp-2", "full"), ("hsdp-2x2", "full"), ("fsdp-2-sp-2", "full"), ("zero-3", "full")],
 )
 def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
     ranks, degree, words = LAYOUTS[layout]

@@ -271,6 +271,14 @@ def test_shards_of_all_weights_and_what_stays_whole() -> None:
     assert offloaded["transformer"] == offloaded["gradients"] == offloaded["optimizer state"] == 0
 
 
+@pytest.mark.parametrize(("batch_size", "groups"), [(3, 2), (4, 1), (6, 2)])
+def test_a_rank_accumulates_for_all_groups_that_its_videos_are_of(batch_size: int, groups: int) -> None:
+    """Groups of four on four ranks: with three videos each, the second has one of the first group, two of the next."""
+    plan = small("--training.update=single_pass", f"--rollout.batch_size={batch_size}", gpus=4)
+    accumulators = plan.memory.phases["rollout"]["gradient accumulators"]
+    assert accumulators == 4 * plan.weights.trained * (batch_size + groups)
+
+
 def test_adapters_are_whole_beside_sharded_weights() -> None:
     one = small(gpus=1).memory.phases["update"]
     for keep, parts in (("never", 2), ("always", 1)):  # base weights that stay gathered are not sharded

@@ -126,6 +126,16 @@ def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) ->
         checkpoint.read("weights", "nothing")
 
 
+def test_a_disk_that_fails_later_is_an_error_that_names_the_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoint = open_checkpoint(tmp_path / "update-000005")
+    os.truncate(tmp_path / "update-000005/shards/__0_0.distcp", 100)
+    with pytest.raises(CheckpointError, match="update-000005 cannot be read"):
+        checkpoint.read("weights", "blocks.0.weight")
+    with pytest.raises(CheckpointError, match="update-000005 cannot be read"):
+        checkpoint.load_into({"weights": {"blocks.0.weight": torch.zeros(3, 5)}})
+
+
 def test_the_manifest_describes_every_other_file(tmp_path: Path) -> None:
     def adapter(folder: Path) -> Callable[[], object]:
         (folder / "lora").mkdir()

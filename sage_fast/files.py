@@ -1,6 +1,5 @@
 """Writing files so that a reader, or a run killed half way, never meets half a file."""
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -73,14 +72,17 @@ def _tensor_starts(head: bytes) -> list[int]:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[bool]:
     """Let one process at a time into the block, so that the ranks of a run do not repeat one another's work.
 
-    The folder is created when missing. On a file system without locks nobody waits; the files must therefore be written
-    by `replacing` all the same.
+    The folder is created when missing. On a file system without locks nobody waits, and False is yielded: others may be
+    at the same work, so files must be written by `replacing`, and temporary ones of others left alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            locked = True
+        except OSError:
+            locked = False
+        yield locked

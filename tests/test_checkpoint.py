@@ -126,6 +126,16 @@ def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) ->
         checkpoint.read("weights", "nothing")
 
 
+def test_a_disk_that_fails_later_is_an_error_that_names_the_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoint = open_checkpoint(tmp_path / "update-000005")
+    os.truncate(tmp_path / "update-000005/shards/__0_0.distcp", 100)
+    with pytest.raises(CheckpointError, match="update-000005 cannot be read"):
+        checkpoint.read("weights", "blocks.0.weight")
+    with pytest.raises(CheckpointError, match="update-000005 cannot be read"):
+        checkpoint.load_into({"weights": {"blocks.0.weight": torch.zeros(3, 5)}})
+
+
 def test_the_manifest_describes_every_other_file(tmp_path: Path) -> None:
     def adapter(folder: Path) -> Callable[[], object]:
         (folder / "lora").mkdir()
@@ -187,7 +197,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_checkpoint_has_no_name_before_it_is_complete(tmp_path: Path, gate: threading.Event) -> None:
     with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as saver:
         saver.save(1, contents())
-        assert [p.name for p in tmp_path.iterdir()] == [".update-000001.partial"]
+        (partial,) = tmp_path.iterdir()
+        assert partial.match(".update-000001.*.partial")
         assert newest_checkpoint(tmp_path) is None
         gate.set()
         saver.wait()
@@ -323,11 +334,27 @@ def test_a_kill_while_writing_loses_nothing(tmp_path: Path) -> None:
     child = start_child(tmp_path, 60)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".update-000002.partial", "update-000001"]
+    left, good = sorted(tmp_path.iterdir())
+    assert left.match(".update-000002.*.partial") and good.name == "update-000001"
     newest = newest_checkpoint(tmp_path)
     assert newest is not None and newest.folder.name == "update-000001"
     save(tmp_path, 3)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["update-000001", "update-000003"]
+
+
+def test_an_attempt_that_still_writes_publishes_nothing_of_another(tmp_path: Path, gate: threading.Event) -> None:
+    """Of two that write the same update the earlier one fails, and what is published is of one attempt alone."""
+    earlier = CheckpointWriter(tmp_path, keep_last=1, asynchronous=True)
+    later = CheckpointWriter(tmp_path, keep_last=1, asynchronous=True)
+    earlier.save(1, contents(1, rows=4))
+    while not list(tmp_path.rglob("state.json")):  # all is written but the manifest
+        time.sleep(0.01)
+    later.save(1, contents(1, rows=3))
+    gate.set()
+    later.close()
+    with pytest.raises(CheckpointError):
+        earlier.close()
+    assert_holds(tmp_path / "update-000001", contents(1, rows=3))
 
 
 def test_a_program_that_ends_finishes_its_checkpoint(tmp_path: Path) -> None:

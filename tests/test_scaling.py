@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from sage_fast.planning.plan import Plan, make_plan
 from sage_fast.planning.text import to_text
 from sage_fast.planning.work import anchor_share
 from sage_fast.policy.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = DEVICES["h100"]
@@ -117,7 +120,7 @@ def test_weights_travel_as_often_as_passes_are_made() -> None:
     behind = 16 * anchor_share(plan.config)
     assert sent(plan, "anchor", "weights") == (pytest.approx(behind * units), pytest.approx(behind * 3 / 4 * 2 * total))
     assert sent(plan, "update", "weights") == (32 * units, pytest.approx(32 * 3 / 4 * 2 * total))
-    assert sent(plan, "update", "gradients") == (16 * units, pytest.approx(16 * 3 / 4 * 4 * total))
+    assert sent(plan, "update", "gradients") == (16 * units, pytest.approx(16 * 3 / 4 * 4 * plan.weights.trained))
     # 24 prompts over four ranks, two steps, two branches.
     assert sent(plan, "evaluation", "weights")[0] == 6 * 2 * 2 * units
     calls, size = sent(plan, "optimizer", "updates of Muon")
@@ -136,16 +139,75 @@ def test_frozen_weights_that_stay_gathered_never_travel() -> None:
     plan = small("--distributed.sp=2", gpus=2)
     assert plan.gathered.keep == "always" and not sent(plan, "rollout", "weights")[0]
     assert "gradients" not in {e.purpose for e in plan.exchanges if e.phase == "update"}
+    words = ["--distributed.keep_gathered=rollout", "--training.update=single_pass", "--rollout.micro_batch_size=1"]
+    plan = small("--distributed.sp=2", *words, gpus=2)
+    assert sent(plan, "rollout", "weights")[0] == LAYERS + 1 and not sent(plan, "anchor", "weights")[0]
     plan = small("--distributed.sp=2", "--distributed.keep_gathered=never", gpus=2)
     assert sent(plan, "update", "weights")[1] == pytest.approx(32 / 2 * 2 * plan.weights.total)
 
 
-def test_replicas_sum_their_shards_in_the_last_backward_of_an_update() -> None:
-    plan = small(*FULL, "--distributed.dp_replicate=2", "--distributed.dp_shard=8", gpus=16)
-    size = 2 * 1 / 2 * 4 * plan.weights.total / 8
-    assert sent(plan, "update", "gradients of replicas") == (LAYERS + 1, pytest.approx(size))
+@pytest.mark.parametrize(("guidance", "pulls"), [("split", 2), ("paired", 1)])
+def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, pulls: int) -> None:
+    degrees = ["--distributed.dp_replicate=2", "--distributed.dp_shard=8"]
+    plan = small(*FULL, *degrees, f"--training.guidance={guidance}", gpus=16)
+    size = pulls * 2 * 1 / 2 * 4 * plan.weights.trained / 8
+    assert sent(plan, "update", "gradients of replicas") == (pulls * (LAYERS + 1), pytest.approx(size))
     (block, _) = [e for e in plan.exchanges if e.purpose == "gradients of replicas"]
     assert block.network_share == 1
+
+
+SHARDED = {
+    "full": ["--training.mode=full", "--model.adaln=weights", "--distributed.param_dtype=bfloat16"],
+    "adapters": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass"],
+}
+
+
+def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """(calls, bytes) that this rank sends in an iteration of each of `SHARDED`, by kind."""
+    import torch
+    from torch import distributed as dist
+
+    from sage_fast.distributed.world import start_world
+    from sage_fast.run import build_trainer
+
+    world, found = None, {}
+    for name, words in SHARDED.items():
+        config = load_config(file, words)
+        world = world or start_world(config, torch.device("cpu"))
+        trainer = build_trainer(config, world)
+        sizes: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
+
+        def counting(kind: str, share: float, own: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any, **options: Any) -> Any:
+                given = options["input"] if "input" in options else arguments[1]
+                sizes[kind].append(share * given.nbytes)  # noqa: B023  # used before the next trainer
+                return own(*arguments, **options)
+
+            return counted
+
+        with pytest.MonkeyPatch.context() as patch:
+            for kind, share in (("all_gather", 1.0), ("reduce_scatter", 0.5)):
+                patch.setattr(dist, f"{kind}_single", counting(kind, share, getattr(dist, f"{kind}_single")))
+            trainer.iterate()
+        found[name] = {kind: (len(calls), sum(calls)) for kind, calls in sizes.items()}
+    return found
+
+
+def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -> None:
+    """Both branches of guidance in one pull, which is what is special of it: gradients are summed once."""
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
+    tree["rollout"] |= {"num_generations": 4, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
+    tree |= {"model": {"path": str(tiny_model)}, "objective": {"kl_mode": "none"}, "evaluation": {"every": 0}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    first, second = run_ranks(count_collectives, 2, str(file))
+    assert first == second
+    for name, words in SHARDED.items():
+        plan = make_plan(load_config(file, words), H100, gpus=2, runtime=0.0, sizes={})
+        for kind, (calls, size) in first[name].items():
+            exchanges = [e for e in plan.exchanges if e.kind == kind and not e.host]
+            assert calls == sum(e.count for e in exchanges), (name, kind)
+            assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4), (name, kind)  # FSDP fills up
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
@@ -207,6 +269,14 @@ def test_shards_of_all_weights_and_what_stays_whole() -> None:
     assert "gathered weights" not in update
     offloaded = small(*FULL, "--distributed.cpu_offload=true", gpus=8).memory.phases["update"]
     assert offloaded["transformer"] == offloaded["gradients"] == offloaded["optimizer state"] == 0
+
+
+@pytest.mark.parametrize(("batch_size", "groups"), [(3, 2), (4, 1), (6, 2)])
+def test_a_rank_accumulates_for_all_groups_that_its_videos_are_of(batch_size: int, groups: int) -> None:
+    """Groups of four on four ranks: with three videos each, the second has one of the first group, two of the next."""
+    plan = small("--training.update=single_pass", f"--rollout.batch_size={batch_size}", gpus=4)
+    accumulators = plan.memory.phases["rollout"]["gradient accumulators"]
+    assert accumulators == 4 * plan.weights.trained * (batch_size + groups)
 
 
 def test_adapters_are_whole_beside_sharded_weights() -> None:
@@ -355,6 +425,6 @@ def test_what_the_page_says_in_words() -> None:
     assert f"{moved:.1f} TB per update and GPU" in text
     tables = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
     bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-full"])]
-    assert len(bounds) == 6 and min(bounds) == 99.7 and "99.7 % and more" in text
+    assert len(bounds) == 6 and min(bounds) == 99.8 and "99.8 % and more" in text
     bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-lora"])]
     assert len(bounds) == 6 and min(bounds) > 99.9 and "at 99.9 % and more" in text

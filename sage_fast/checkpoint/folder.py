@@ -38,9 +38,9 @@ def checkpoint_name(update: int) -> str:
     return f"update-{update:06d}"
 
 
-def partial_name(update: int) -> str:
-    """Folder name of a checkpoint that is being written."""
-    return f".{checkpoint_name(update)}.partial"
+def partial_name(update: int, attempt: str) -> str:
+    """Folder name of a checkpoint that is being written by one attempt at a run, of any others that still write."""
+    return f".{checkpoint_name(update)}.{attempt}.partial"
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -55,7 +55,7 @@ class Checkpoint:
         return {group: {n: t.shape for n, t in saved.meta.items()} for group, saved in self.tensors.items()}
 
     def read(self, group: str, name: str) -> Tensor:
-        """One whole tensor, in CPU memory. KeyError when there is none."""
+        """One whole tensor, in CPU memory. KeyError when there is none, CheckpointError when it cannot be read."""
         return self.tensors[group][name]
 
     @torch.no_grad()
@@ -74,8 +74,8 @@ class Checkpoint:
         try:
             self._check(targets)
             self._shards.read({f"{group}.{name}": t for group, named in targets.items() for name, t in named.items()})
-        except (CheckpointError, OSError, CheckpointException) as error:
-            failure = f"{self.folder} cannot be read: {error}" if not isinstance(error, CheckpointError) else str(error)
+        except CheckpointError as error:
+            failure = str(error)
         if failures := [text for text in self._world.gather(failure) if text is not None]:
             raise CheckpointError(failures[0])
 
@@ -167,8 +167,11 @@ class _Shards(FileSystemReader):
         return self._metadata
 
     def read(self, targets: dict[str, Tensor]) -> None:
-        """Fill tensors in place by "group.name"; of a DTensor, this rank's part."""
+        """Fill tensors in place by "group.name"; of a DTensor, this rank's part. CheckpointError when that fails."""
         # Each rank finds what it needs by itself; there is nothing to agree on.
         one_process_is_meant()
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(dict(targets), storage_reader=self, planner=planner, no_dist=True)
+        try:
+            load(dict(targets), storage_reader=self, planner=planner, no_dist=True)
+        except (CheckpointException, OSError) as error:  # the former is no Exception: nobody would catch it
+            raise CheckpointError(f"{Path(self.path).parent} cannot be read: {error}") from error

@@ -6,6 +6,7 @@ other about it goes over a process group of its own, because the training's coll
 
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,6 +110,8 @@ class CheckpointWriter:
             if world.mesh is None
             else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
         )
+        # Processes of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
+        self._attempt = self._gather(secrets.token_hex(4))[0]
         # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
@@ -189,7 +192,7 @@ class CheckpointWriter:
         return self.root / checkpoint_name(update)
 
     def _partial(self, update: int) -> Path:
-        return self.root / partial_name(update)
+        return self.root / partial_name(update, self._attempt)
 
     def _make_folder(self, update: int) -> None:
         """An empty folder to write in, in place of what a run that was killed has left behind."""

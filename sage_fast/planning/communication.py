@@ -106,12 +106,14 @@ class Exchange:
 class _Passes:
     """Passes of one branch through the model that a phase makes, each of a micro-batch.
 
-    seconds: of the forward and the backward of one block.
+    pulls: calls of autograd that make the backward passes; with paired guidance one makes both branches'. seconds: of
+    the forward and the backward of one block.
     """
 
     phase: str
     forwards: float
     backwards: float
+    pulls: float
     batch: int
     forward_seconds: float
     backward_seconds: float = 0.0
@@ -146,6 +148,7 @@ class Counter:
         self.gathered, self.video_tokens, self.eval_batches = gathered, video_tokens, eval_batches
         self.full = config.training.mode == "full"
         self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
+        self.pulls_per_step = self.branches if config.training.guidance == "split" else 1
         self.layers = description.num_layers
         self.item = getattr(torch, compute_dtype(config)).itemsize
 
@@ -163,19 +166,20 @@ class Counter:
         rollout, training, visited, calls = self.config.rollout, self.config.training, self.visited, self.calls
         micro_batches = rollout.batch_size / rollout.micro_batch_size
         branches = self.branches
-        pulls = 1 if training.guidance == "conditional" else branches
+        differentiated = 1 if training.guidance == "conditional" else branches
         velocity = self._seconds(calls.velocity)
         forward = velocity / branches / self.layers
 
         def backward(gradient: float) -> float:
-            return max(0.0, gradient - velocity) / pulls / self.layers
+            return max(0.0, gradient - velocity) / differentiated / self.layers
 
         single = training.update == "single_pass"
         with_gradient = visited.pass_steps + visited.second_products
         yield _Passes(
             phase="rollout",
             forwards=branches * micro_batches * (visited.rollout + visited.pass_steps),
-            backwards=pulls * micro_batches * with_gradient,
+            backwards=differentiated * micro_batches * with_gradient,
+            pulls=self.pulls_per_step * micro_batches * with_gradient,
             batch=rollout.micro_batch_size,
             forward_seconds=forward,
             backward_seconds=backward(self._seconds(calls.single_pass)) if single else 0.0,
@@ -184,6 +188,7 @@ class Counter:
             phase="anchor",
             forwards=branches * micro_batches * visited.anchor,
             backwards=0.0,
+            pulls=0.0,
             batch=rollout.micro_batch_size,
             forward_seconds=forward,
         )
@@ -192,7 +197,8 @@ class Counter:
         yield _Passes(
             phase="update",
             forwards=micro_batches * (branches * visited.update + late * visited.late_updates),
-            backwards=pulls * micro_batches * (visited.update + visited.late_updates),
+            backwards=differentiated * micro_batches * (visited.update + visited.late_updates),
+            pulls=self.pulls_per_step * micro_batches * (visited.update + visited.late_updates),
             batch=rollout.micro_batch_size,
             forward_seconds=forward,
             backward_seconds=backward(self._seconds(calls.gradient)),
@@ -202,6 +208,7 @@ class Counter:
             phase="evaluation",
             forwards=branches * self.eval_batches * (evaluation.num_steps or rollout.num_steps),
             backwards=0.0,
+            pulls=0.0,
             batch=evaluation.batch_size,
             forward_seconds=self._seconds(calls.evaluation) / branches / self.layers,
         )
@@ -215,46 +222,75 @@ class Counter:
         if group.ranks == 1 or not passes.forwards:
             return
         ring = (group.ranks - 1) / group.ranks
-        block = self.weights.block
-        rest = self.weights.total - self.layers * block
+        blocks = self.layers * self.weights.block
+        outside = self.weights.total - blocks
 
-        def units(purpose: str, kind: Kind, times: float, scale: float, window: float, which: Group) -> list[Exchange]:
-            """Of every block and of what is not in a block."""
-            common = {"phase": passes.phase, "purpose": purpose, "kind": kind, "group": which}
+        def units(
+            purpose: str,
+            kind: Kind,
+            scale: float,
+            passes: tuple[float, float, float],
+            window: float,
+            *,
+            which: Group = group,
+            outside: float = outside,
+        ) -> list[Exchange]:
+            """Of every block and of what is not in a block: passes that have nothing beside their first block's call,
+            calls for blocks, calls for the rest.
+            """
+            alone, of_blocks, of_rest = passes
+            common = {"phase": phase, "purpose": purpose, "kind": kind, "group": which}
+            sent = scale * self.weights.block
             return [
-                Exchange(**common, count=times * self.layers, sent=scale * block, window=window, alone=times),  # type: ignore[arg-type]
-                Exchange(**common, count=times, sent=scale * rest),  # type: ignore[arg-type]
+                Exchange(**common, count=of_blocks, sent=sent, window=window, alone=alone),  # type: ignore[arg-type]
+                Exchange(**common, count=of_rest, sent=scale * outside),  # type: ignore[arg-type]
             ]
 
+        phase, layers, pulls = passes.phase, self.layers, passes.pulls
         times = self._gathers(passes)
-        yield from units("weights", "all_gather", times, ring * self.item, passes.forward_seconds, group)
-        if not passes.backwards:
+        once = (times, times * layers, times)
+        yield from units("weights", "all_gather", ring * self.item, once, passes.forward_seconds)
+        if not pulls:
             return
         left = passes.backward_seconds
-        if self.gathered.keep != "always":
-            again = units("weights", "all_gather", passes.backwards, ring * self.item, left, group)
+        if not self._stays(phase):
+            # The input of the first block has no gradient under adapters, so FSDP keeps the block to the pull's end.
+            kept = 0.0 if self.full else passes.backwards - pulls
+            calls = (passes.backwards, passes.backwards * layers - kept, pulls)
+            again = units("weights", "all_gather", ring * self.item, calls, left)
             yield from again
             left = max(0.0, left - again[0].call_seconds(self.device))
         if not self.full:
             return
-        sums = units("gradients", "reduce_scatter", passes.backwards, ring * 4.0, left, group)
+        # Autograd adds up the branches of a pull before FSDP has the gradient. What is not trained has none.
+        trained = self.weights.trained - blocks
+        calls = (pulls, pulls * layers, pulls)
+        sums = units("gradients", "reduce_scatter", ring * 4.0, calls, left, outside=trained)
         yield from sums
         left = max(0.0, left - sums[0].call_seconds(self.device))
         replicas = self.layout.groups["replicas"]
         if replicas.ranks > 1:
-            # Shards are summed over the replicas in the last backward of an update.
+            # Shards are summed over the replicas in the pulls of an update's last step.
             scale = 2 * (replicas.ranks - 1) / replicas.ranks * 4.0 / group.ranks
-            updates = float(self.config.training.updates_per_rollout)
-            yield from units("gradients of replicas", "all_reduce", updates, scale, left, replicas)
+            last = float(self.config.training.updates_per_rollout * self.pulls_per_step)
+            calls = (last, last * layers, last)
+            yield from units("gradients of replicas", "all_reduce", scale, calls, left, which=replicas, outside=trained)
+
+    def _stays(self, phase: str) -> bool:
+        """Whether weights stay gathered from one pass of a phase to the next."""
+        keep = self.gathered.keep
+        return keep == "always" or (keep == "rollout" and phase != "update")
 
     def _gathers(self, passes: _Passes) -> float:
         """How often a phase's forwards gather all weights."""
         keep, phase = self.gathered.keep, passes.phase
-        if keep == "never" or (keep == "rollout" and phase == "update"):
+        if not self._stays(phase):
             return passes.forwards
         behind = anchor_share(self.config)
         if keep == "rollout":
-            return behind if phase == "anchor" else 1.0
+            # The single pass measures the anchor within the rollout.
+            measured = behind if self.config.training.update == "two_phase" else 0.0
+            return measured if phase == "anchor" else 1.0
         if not self.full:
             return 0.0
         # Kept until they change: by a step, and when the anchor takes their place and gives it back.

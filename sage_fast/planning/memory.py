@@ -11,11 +11,11 @@ tokens, and attends with 1/P of the heads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 import torch
 
-from sage_fast.config import RunConfig
+from sage_fast.config import RolloutConfig, RunConfig
 from sage_fast.distributed.ulysses import share_of
 from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
@@ -237,8 +237,7 @@ def plan_memory(
     accumulators = 0.0
     if single_pass:
         needs_kl = any(kl_uses(objective.kl_mode))
-        groups = -(-rollout.batch_size // rollout.num_generations) if needs_kl else 0
-        accumulators = copy * (rollout.batch_size + groups)
+        accumulators = copy * (rollout.batch_size + (_most_groups(rollout) if needs_kl else 0))
 
     always = {
         "runtime": runtime,
@@ -320,6 +319,12 @@ def plan_memory(
         share = FRAGMENTATION if on_gpu else CPU_FRAGMENTATION
         parts["fragmentation"] = share * sum(parts.get(name, 0.0) for name in comes_and_goes)
     return Memory(phases=phases)
+
+
+def _most_groups(rollout: RolloutConfig) -> int:
+    """Groups of which a rank has videos, on the rank that has most: its first video may be in a group's middle."""
+    latest = rollout.num_generations - gcd(rollout.batch_size, rollout.num_generations)
+    return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
 
 
 def _in_flight(gathered: Gathered) -> tuple[dict[str, float], dict[str, float]]:

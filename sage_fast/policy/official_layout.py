@@ -10,8 +10,9 @@ Facts: the official repository's pipeline and `load_glyph_byT5_v2`; diffusers' c
 Weights are renamed, the refiner's fused projection is taken apart, and the final modulation's halves change places;
 no value is altered and no data type changes.
 
-A conversion writes whole files only, each naming the source it came from, and the marker `conversion.json` last. An
-interrupted one goes on with the first file that is missing.
+A conversion writes whole files only, shards naming the source they came from, and the marker `conversion.json` last. An
+interrupted one goes on with the first file that is missing. Nodes that share the cache may convert at the same time,
+also where files cannot be locked.
 """
 
 import json
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -252,7 +254,7 @@ def convert_glyph_encoder(source: Path, target: Path) -> Path:
     identity = (
         f"{VERSION}-{fingerprint([small / 'config.json', small / 'tokenizer_config.json', *annotations, weights_file])}"
     )
-    with exclusive(target.parent):
+    with exclusive(target.parent) as alone:
         if _is_current(target, identity):
             return target
         logger.info("Converting the glyph encoder in %s, once, to %s.", source, target)
@@ -276,12 +278,17 @@ def convert_glyph_encoder(source: Path, target: Path) -> Path:
             raise ValueError(
                 f"{weights_file} does not fit {small / 'config.json'} and {annotations}: {error}"
             ) from error
-        partial = target.with_name(f".{target.name}.partial")
-        for folder in (partial, target):
-            shutil.rmtree(folder, ignore_errors=True)
-        encoder.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(target)
+        prefix, suffix = f".{target.name}.", ".partial"
+        if alone:
+            # Left by a process that was killed.
+            for folder in target.parent.glob(f"{prefix}*{suffix}"):
+                shutil.rmtree(folder)
+        target.mkdir(exist_ok=True)
+        with TemporaryDirectory(prefix=prefix, suffix=suffix, dir=target.parent) as partial:
+            encoder.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            for path in Path(partial).iterdir():
+                path.replace(target / path.name)
         _mark(target, identity)
     return target
 
@@ -299,7 +306,7 @@ def _convert(
     shard_bytes: int,
 ) -> Path:
     identity = f"{VERSION}-{shard_bytes}-{fingerprint([source / 'config.json', *_weight_files(source)])}"
-    with exclusive(target.parent):
+    with exclusive(target.parent) as alone:
         if _is_current(target, identity):
             return target
         try:
@@ -314,7 +321,7 @@ def _convert(
                 f"{source} cannot be converted: its weights do not fit its config.json; missing {sorted(missing)[:3]}, "
                 f"unexpected {sorted(unknown)[:3]}."
             )
-        _write_shards(source, target, recipes, expected, identity, shard_bytes)
+        _write_shards(source, target, recipes, expected, identity, shard_bytes, alone)
         settings = {"_class_name": model_class.__name__, "_diffusers_version": "0.36.0", **config}
         _write_json(target / "config.json", settings)
         _mark(target, identity)
@@ -328,8 +335,13 @@ def _write_shards(
     expected: Mapping[str, Tensor],
     identity: str,
     shard_bytes: int,
+    alone: bool,
 ) -> None:
-    """Write the weights and their index; shards of the same source that are there already are kept."""
+    """Write the weights and their index; shards of the same source that are there already are kept.
+
+    Args:
+        alone: whether no other process may be writing the same.
+    """
     files: dict[str, Any] = {}
     for path in _weight_files(source):
         opened = safe_open(path, framework="pt")
@@ -354,7 +366,7 @@ def _write_shards(
     target.mkdir(parents=True, exist_ok=True)
     # Of another source, or left half-written by a process that was killed.
     for path in target.iterdir():
-        if path not in paths:
+        if path not in paths and (alone or path.suffix == ".safetensors"):
             path.unlink()
     free, needed = shutil.disk_usage(target).free, total * len(todo) // len(shards)
     if free < needed:
@@ -406,7 +418,9 @@ def _is_current(target: Path, identity: str) -> bool:
 
 
 def _mark(target: Path, identity: str) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(target.iterdir()) if path.name != MARKER}
+    # Temporary files are those of another process, which may be at the same work.
+    finished = [path for path in sorted(target.iterdir()) if path.name != MARKER and path.suffix != ".partial"]
+    files = {path.name: path.stat().st_size for path in finished}
     _write_json(target / MARKER, {"source": identity, "files": files})
 
 

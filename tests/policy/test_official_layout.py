@@ -195,6 +195,49 @@ def test_other_weights_are_converted_again(transformer: Path, pipeline: HunyuanV
     assert torch.equal(converted.x_embedder.proj.bias, pipeline.transformer.x_embedder.proj.bias + 1)
 
 
+@pytest.mark.parametrize("part", ["transformer", "glyph"])
+def test_two_nodes_may_convert_at_once(
+    official_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Where files cannot be locked: one node makes all of it while another has half a file there."""
+    target = tmp_path / "cache" / part
+    source = official_checkpoint / ("transformer/480p_t2v" if part == "transformer" else "text_encoder")
+    convert = convert_transformer if part == "transformer" else convert_glyph_encoder
+    nodes: list[Path] = []
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    def overtaken(save: Callable[..., None]) -> Callable[..., None]:
+        def saving(*arguments: Any, **options: Any) -> None:
+            save(*arguments, **options)
+            if not nodes:
+                nodes.append(target)
+                convert(source, target)
+
+        return saving
+
+    monkeypatch.setattr("sage_fast.files.fcntl.flock", no_locks)
+    monkeypatch.setattr(official_layout, "save_file", overtaken(save_file))
+    monkeypatch.setattr(T5EncoderModel, "save_pretrained", overtaken(T5EncoderModel.save_pretrained))
+    convert(source, target)
+    if part == "transformer":
+        HunyuanVideo15Transformer3DModel.from_pretrained(target)
+    else:
+        T5EncoderModel.from_pretrained(target)
+        ByT5Tokenizer.from_pretrained(target)
+    assert nodes and not list(target.parent.rglob("*.partial"))
+    marker = (target / MARKER).stat().st_mtime_ns
+    convert(source, target)
+    assert (target / MARKER).stat().st_mtime_ns == marker, "it is finished"
+
+
+def test_what_a_killed_glyph_conversion_left_is_removed(official_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / ".glyph.killed.partial").mkdir()
+    convert_glyph_encoder(official_checkpoint / "text_encoder", tmp_path / "glyph")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "glyph"]
+
+
 def add_tensor(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
     weights["double_blocks.0.extra.weight"] = torch.zeros(1)
 

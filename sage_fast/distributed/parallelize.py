@@ -58,6 +58,8 @@ def parallelize(
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     shards = full or (world.dp_shard * world.sp > 1 and keep != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
+    if sharded and keep == "never" and world.dp_shard > 1:
+        _check_steps_agree(config)
     if not sharded:
         transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
@@ -145,7 +147,7 @@ class Gathering:
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Keep weights gathered through a phase without gradients, where the setting says so."""
+        """Keep weights gathered through a phase that changes none of them, where the setting says so."""
         stays = self.keep == "rollout" and name != "update"
         if stays:
             self._stay_gathered(True)
@@ -220,4 +222,21 @@ def _check_section(config: RunConfig, world: World) -> None:
         raise ConfigError(
             "distributed.cpu_offload moves shards of the weights, but with training.mode lora they are whole on every "
             "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, or leave cpu_offload out."
+        )
+
+
+def _check_steps_agree(config: RunConfig) -> None:
+    """ConfigError where a pass over one video is a forward and over another, on another rank, a backward too.
+
+    Each would gather the weights of other layers. Where weights stay gathered through a rollout it does not matter.
+    """
+    training, section = config.training, config.distributed
+    if training.update == "single_pass" and training.permute_timesteps and training.timestep_fraction < 1:
+        remedy = "Set cpu_offload to false" if section.cpu_offload else "Set keep_gathered to rollout"
+        raise ConfigError(
+            f"training.update single_pass takes gradients at other steps of every video (timestep_fraction "
+            f"{training.timestep_fraction}, permute_timesteps), but layers are gathered from all ranks for every pass "
+            f"(distributed.keep_gathered {section.keep_gathered}, cpu_offload {str(section.cpu_offload).lower()}), so "
+            f"that ranks must run the same ones. {remedy}, training.permute_timesteps to false, or training.update to "
+            "two_phase."
         )

@@ -67,6 +67,9 @@ ALONE_OR_REPLICATED = World()
 TWO_REPLICAS: Any = World(size=2, dp_replicate=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 
+# Every video is differentiated at two of its four steps, drawn for itself.
+OTHER_STEPS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--training.timestep_fraction=0.5"]
+
 
 @pytest.mark.parametrize(
     ("words", "world", "expected"),
@@ -80,9 +83,11 @@ TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # ty
             TWO_SHARDS,
             "Set model.forward to fused, or param_dtype to float32",
         ),
+        ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
+        ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(
+def test_settings_that_do_nothing_or_exclude_each_other_are_refused(
     words: list[str], world: World, expected: str, tiny_run: MakeRun
 ) -> None:
     with pytest.raises(ConfigError, match=expected):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from sage_fast.errors import ConfigError
+
 
 @dataclass(kw_only=True)
 class DistributedSettings:
@@ -93,3 +95,13 @@ class DistributedSettings:
                 f"others leave). Start {known} or a multiple, as by torchrun --nproc_per_node={known}, or change them."
             )
         return replicate, shard, sp
+
+
+def check_heads(sp: int, heads: int) -> None:
+    """ConfigError unless the `sp` ranks of a video can share the attention heads of a model evenly."""
+    if heads % sp:
+        allowed = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
+        raise ConfigError(
+            f"distributed.sp is {sp}, which does not divide the model's {heads} attention heads. Set it to one of "
+            f"{allowed}."
+        )

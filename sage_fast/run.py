@@ -185,7 +185,15 @@ class Run:
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config, self.world)
-        check_world(world, config, self.trainer.device, noise_digests(self.trainer.next_noise()))
+        eval_prompts = [sample.prompt for sample in self.trainer.eval_samples]
+        self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
+        check_world(
+            world,
+            config,
+            self.trainer.device,
+            noise=noise_digests(self.trainer.next_noise()),
+            inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
+        )
         self._check_fit()
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
@@ -305,7 +313,6 @@ class Run:
                 "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
                 config.objective.kl_mode,
             )
-        self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
         if self.checkpoint is None:
             return
         if self.checkpoint.state["model"] != trainer.model_digest:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sage_fast import run
 from sage_fast.config import ConfigError, DataConfig, RunConfig
 from sage_fast.distributed import launch, selfcheck
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.noise import NoiseKey
 from tests.distributed.ranks import run_ranks
+from tests.test_run import MakeRun
 
 CPU = torch.device("cpu")
 
@@ -76,6 +78,9 @@ def all_checks(folder: Path) -> dict[str, str]:
     (folder / "file").touch()
     results["unwritable"] = message(lambda: selfcheck.check_shared_folder(world, folder / "file" / "run"))
 
+    digests = {"model.path": "0" * 64, "prompts": ("1" if rank == 1 else "2") * 64}
+    results["inputs"] = message(lambda: selfcheck.check_world(world, sound, CPU, inputs=digests))
+
     same = [NoiseKey(seed=0, update=0, prompt_index=0, sample_index=i) for i in range(2)]
     results["noise of one seed per video"] = message(
         lambda: selfcheck.check_noise(world, selfcheck.noise_digests(same))
@@ -109,6 +114,7 @@ def test_a_sound_world_passes_and_leaves_nothing_behind(answers: tuple[Path, lis
         ("reduce_scatter_tensor", ["scatters sums over the shards of the weights", "rank 2"]),
         ("folder", ["node0' is not the same folder", "ranks 2-3", "file system that all nodes share"]),
         ("unwritable", ["cannot be written by rank 0", "another folder"]),
+        ("inputs", ["digests): prompts: 222222222222 (ranks 0, 2-3), 111111111111 (rank 1). Put"]),
         ("noise of one seed per video", ["2 video(s)", "ranks 0, 2", "same index"]),
         ("noise of one seed per rank", ["Ranks 0-1 share the tokens", "different noise"]),
     ],
@@ -125,6 +131,14 @@ def test_one_process_is_not_checked(tmp_path: Path) -> None:
     selfcheck.check_world(ALONE, config(tmp_path), CPU)
     selfcheck.check_identities(config(tmp_path), CPU)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_has_its_weights_and_prompts_compared(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: dict[str, str] = {}
+    monkeypatch.setattr(run, "check_world", lambda *_, noise, inputs: compared.update(inputs))
+    trainer = run.Run(tiny_run()).trainer
+    prompts = run.prompts_digest(trainer.schedule.prompts, [sample.prompt for sample in trainer.eval_samples])
+    assert compared == {"model.path": trainer.model_digest, "prompts": prompts}
 
 
 def test_the_digest_of_the_source_sees_a_changed_line_and_no_changed_place(tmp_path: Path) -> None:

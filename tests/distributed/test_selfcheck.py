@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def config(folder: Path) -> RunConfig:
-    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2)
+    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2, startup_timeout_seconds=77.0)
     return RunConfig(output_dir=str(folder / "run"), data=DataConfig(prompts="prompts.csv"), distributed=degrees)
 
 
@@ -44,6 +44,9 @@ def all_checks(folder: Path) -> dict[str, str]:
     rank = launch.rank()
     world = start_world(config(folder), CPU)
     sound = config(folder)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    timeouts = {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+    assert len(groups) > 1 and timeouts == {sound.distributed.startup_timeout_seconds}
     results = {"sound": message(lambda: selfcheck.check_world(world, sound, CPU, selfcheck.noise_digests(keys(world))))}
 
     odd = replace(sound, seed=1, data=replace(sound.data, shuffle=False)) if rank == 3 else sound

@@ -111,13 +111,14 @@ def check_world(
 
 
 def check_collectives(world: "World", device: torch.device) -> None:
-    """Every collective that training uses gives the right numbers on every group of the mesh. ConfigError."""
+    """Every collective that training uses gives the right numbers on the groups that it uses. ConfigError.
+
+    A group that nothing is sent over, such as that of `dp_shard` alone, is not asked: NCCL would keep memory for it.
+    """
     assert world.mesh is not None and world.fsdp_mesh is not None
     asked: dict[str, tuple[dist.ProcessGroup | None, tuple[Check, ...]]] = {
         "all ranks": (dist.group.WORLD, (sums, gathers)),
-        "the ranks of a video (sp)": (world.mesh.get_group("sp"), (exchanges,)),
-        "data-parallel ranks (dp_shard)": (world.mesh.get_group("dp_shard"), (sums,)),
-        "data-parallel replicas (dp_replicate)": (world.mesh.get_group("dp_replicate"), (sums,)),
+        "the ranks of a video (sp)": (world.mesh.get_group("sp"), (exchanges, gathers)),
         "the shards of the weights": (world.fsdp_mesh.get_group("shard"), (gathers, scatters_sums)),
         "the replicas of the weights": (world.fsdp_mesh.get_group("replicate"), (sums,)),
     }

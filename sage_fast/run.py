@@ -35,11 +35,12 @@ from sage_fast.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
-from sage_fast.config import ConfigError, RunConfig, to_dict
+from sage_fast.config import ConfigError, RunConfig, check_batch, to_dict
 from sage_fast.config_file import save_config
 from sage_fast.distributed.deepspeed_config import read_config
 from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
 from sage_fast.distributed.selfcheck import check_world, noise_digests
+from sage_fast.distributed.settings import check_heads
 from sage_fast.distributed.watchdog import Watchdog, start_watchdog, use_steady_timeout
 from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
@@ -123,9 +124,12 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     prompts, eval_prompts = load_prompts(config)
+    # Before the model is loaded, which takes minutes.
+    check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
+    if world.sp > 1:
+        _check_described_heads(config, world.sp)
     section, mode, dtype = config.distributed, config.training.mode, getattr(torch, config.model.dtype)
     if section.deepspeed_config is not None:
-        # Here too: a mistake in the file is found before the model is loaded.
         read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
         load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
@@ -140,6 +144,17 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
         return Trainer(config, components, reward, prompts, eval_prompts, world=world)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_described_heads(config: RunConfig, sp: int) -> None:
+    """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
+    from sage_fast.planning.plan import describe  # here, because few runs need it
+
+    try:
+        description = describe(config)
+    except ConfigError:
+        return  # nothing is known before it is loaded; then `shard_sequence` asks
+    check_heads(sp, description.transformer["num_attention_heads"])
 
 
 def train(config: RunConfig) -> RunResult:
@@ -170,7 +185,15 @@ class Run:
         # Before the model is loaded: a checkpoint that cannot be used is found in a second.
         self.checkpoint = self._find_checkpoint()
         self.trainer = build_trainer(config, self.world)
-        check_world(world, config, self.trainer.device, noise_digests(self.trainer.next_noise()))
+        eval_prompts = [sample.prompt for sample in self.trainer.eval_samples]
+        self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
+        check_world(
+            world,
+            config,
+            self.trainer.device,
+            noise=noise_digests(self.trainer.next_noise()),
+            inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
+        )
         self._check_fit()
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
@@ -290,7 +313,6 @@ class Run:
                 "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
                 config.objective.kl_mode,
             )
-        self.prompts_digest = prompts_digest(trainer.schedule.prompts, [s.prompt for s in trainer.eval_samples])
         if self.checkpoint is None:
             return
         if self.checkpoint.state["model"] != trainer.model_digest:

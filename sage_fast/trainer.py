@@ -19,7 +19,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
-from sage_fast.config import ConfigError, RunConfig, check_batch
+from sage_fast.config import ConfigError, RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
@@ -134,7 +134,6 @@ class Trainer:
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
 
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-        check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
         self.videos_per_rollout = config.rollout.batch_size * world.dp_degree
         """On all ranks."""
         self.own_videos = slice(

@@ -11,6 +11,7 @@ Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
 """
 
 import itertools
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from sage_fast.distributed.world import World
 from sage_fast.policy.forward import choose_forward
 from sage_fast.policy.lora import always_read_glyphs
 from sage_fast.policy.modulation import adaln_layers
+
+logger = logging.getLogger(__name__)
 
 # Our callers do not write into the outputs of blocks, which is what FSDP2 warns of.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -53,11 +56,19 @@ def parallelize(
     """
     section, full = config.distributed, config.training.mode == "full"
     zero = section.engine == "deepspeed"
-    keep = _keep(transformer, config, device)
     _check_section(config, world)
+    keep = _keep(transformer, config, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     shards = full or (world.dp_shard * world.sp > 1 and keep != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
+    if world.dp_shard > 1 and not (sharded or zero) and section.keep_gathered == "auto":
+        logger.info(
+            "distributed.dp_shard %d: the frozen weights take less than a third of a GPU, so with keep_gathered auto "
+            "every rank holds them whole. Set keep_gathered to rollout to shard them.",
+            world.dp_shard,
+        )
+    if sharded and keep == "never" and world.dp_shard > 1:
+        _check_steps_agree(config)
     if not sharded:
         transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
@@ -145,7 +156,7 @@ class Gathering:
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Keep weights gathered through a phase without gradients, where the setting says so."""
+        """Keep weights gathered through a phase that changes none of them, where the setting says so."""
         stays = self.keep == "rollout" and name != "update"
         if stays:
             self._stay_gathered(True)
@@ -177,8 +188,10 @@ def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
     return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
 
 
-def _keep(transformer: nn.Module, config: RunConfig, device: torch.device) -> Literal["never", "rollout", "always"]:
-    """What `distributed.keep_gathered` means on this device."""
+def _keep(
+    transformer: nn.Module, config: RunConfig, world: World, device: torch.device
+) -> Literal["never", "rollout", "always"]:
+    """What `distributed.keep_gathered` means on these devices: the same on every rank, the smallest GPU decides."""
     section = config.distributed
     if section.keep_gathered != "auto":
         return section.keep_gathered
@@ -188,7 +201,7 @@ def _keep(transformer: nn.Module, config: RunConfig, device: torch.device) -> Li
         return "rollout"
     size = sum(p.numel() * p.element_size() for p in transformer.parameters())
     room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
-    return "always" if size <= room else "rollout"
+    return "rollout" if world.any(size > room) else "always"
 
 
 def _check_section(config: RunConfig, world: World) -> None:
@@ -220,4 +233,21 @@ def _check_section(config: RunConfig, world: World) -> None:
         raise ConfigError(
             "distributed.cpu_offload moves shards of the weights, but with training.mode lora they are whole on every "
             "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, or leave cpu_offload out."
+        )
+
+
+def _check_steps_agree(config: RunConfig) -> None:
+    """ConfigError where a pass over one video is a forward and over another, on another rank, a backward too.
+
+    Each would gather the weights of other layers. Where weights stay gathered through a rollout it does not matter.
+    """
+    training, section = config.training, config.distributed
+    if training.update == "single_pass" and training.permute_timesteps and training.timestep_fraction < 1:
+        remedy = "Set cpu_offload to false" if section.cpu_offload else "Set keep_gathered to rollout"
+        raise ConfigError(
+            f"training.update single_pass takes gradients at other steps of every video (timestep_fraction "
+            f"{training.timestep_fraction}, permute_timesteps), but layers are gathered from all ranks for every pass "
+            f"(distributed.keep_gathered {section.keep_gathered}, cpu_offload {str(section.cpu_offload).lower()}), so "
+            f"that ranks must run the same ones. {remedy}, training.permute_timesteps to false, or training.update to "
+            "two_phase."
         )

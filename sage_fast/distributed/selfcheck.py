@@ -83,34 +83,42 @@ def check_identities(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def check_world(world: "World", config: RunConfig, device: torch.device, noise: Sequence[str] = ()) -> None:
-    """Ranks are alike, communicate rightly, see one run directory and draw the noise they should. Collective.
+def check_world(
+    world: "World",
+    config: RunConfig,
+    device: torch.device,
+    noise: Sequence[str] = (),
+    inputs: Mapping[str, str] | None = None,
+) -> None:
+    """Ranks communicate rightly, see one run directory, have read the same and draw the noise they should. Collective.
 
     Args:
         world: the processes, with their groups; on one process nothing is checked.
         config: the run.
         device: this rank's device: its collectives are those that training uses.
         noise: `noise_digests` of the videos that this rank samples first.
+        inputs: digests of what this rank has read from files, by the configuration's keys.
 
     Raises:
         ConfigError: what is wrong, and on which ranks.
     """
     if world.mesh is None:
         return
-    check_identities(config, device)
     check_collectives(world, device)
     check_shared_folder(world, Path(config.output_dir))
+    check_inputs(world, inputs or {})
     check_noise(world, noise)
 
 
 def check_collectives(world: "World", device: torch.device) -> None:
-    """Every collective that training uses gives the right numbers on every group of the mesh. ConfigError."""
+    """Every collective that training uses gives the right numbers on the groups that it uses. ConfigError.
+
+    A group that nothing is sent over, such as that of `dp_shard` alone, is not asked: NCCL would keep memory for it.
+    """
     assert world.mesh is not None and world.fsdp_mesh is not None
     asked: dict[str, tuple[dist.ProcessGroup | None, tuple[Check, ...]]] = {
         "all ranks": (dist.group.WORLD, (sums, gathers)),
-        "the ranks of a video (sp)": (world.mesh.get_group("sp"), (exchanges,)),
-        "data-parallel ranks (dp_shard)": (world.mesh.get_group("dp_shard"), (sums,)),
-        "data-parallel replicas (dp_replicate)": (world.mesh.get_group("dp_replicate"), (sums,)),
+        "the ranks of a video (sp)": (world.mesh.get_group("sp"), (exchanges, gathers)),
         "the shards of the weights": (world.fsdp_mesh.get_group("shard"), (gathers, scatters_sums)),
         "the replicas of the weights": (world.fsdp_mesh.get_group("replicate"), (sums,)),
     }
@@ -199,6 +207,16 @@ def check_shared_folder(world: "World", folder: Path) -> None:
         raise ConfigError(
             f"output_dir {str(folder)!r} is not the same folder on every node: what rank 0 writes is not seen by "
             f"{ranks_in_words(blind)} (on {hosts}). Put it on a file system that all nodes share; checkpoints need it."
+        )
+
+
+def check_inputs(world: "World", inputs: Mapping[str, str]) -> None:
+    """Every rank starts from the same weights and prompts; a path may name other files on another node. ConfigError."""
+    differences = compare([{key: digest[:12] for key, digest in own.items()} for own in world.gather(inputs)])
+    if differences:
+        raise ConfigError(
+            f"The ranks have read different files (their digests): {'; '.join(differences)}. Put them on a file system "
+            "that all nodes share, or copy them to the nodes again."
         )
 
 

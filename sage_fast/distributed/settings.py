@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from sage_fast.errors import ConfigError
+
 
 @dataclass(kw_only=True)
 class DistributedSettings:
@@ -38,7 +40,8 @@ class DistributedSettings:
     deepspeed_config: str | None = None
     """JSON file of DeepSpeed; what this project decides itself in it must agree with the run's other settings."""
     startup_timeout_seconds: float = 1800.0
-    """Longest that a rank may take to load the model, and that a collective may wait until the first update is done."""
+    """Longest that a rank may take to load the model and to encode all prompts, and from then until the first update is
+    done, that it may make no progress and a collective may wait."""
     timeout_seconds: float = 600.0
     """Longest that a rank may make no progress, and that a collective may wait, from then on."""
 
@@ -93,3 +96,13 @@ class DistributedSettings:
                 f"others leave). Start {known} or a multiple, as by torchrun --nproc_per_node={known}, or change them."
             )
         return replicate, shard, sp
+
+
+def check_heads(sp: int, heads: int) -> None:
+    """ConfigError unless the `sp` ranks of a video can share the attention heads of a model evenly."""
+    if heads % sp:
+        allowed = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
+        raise ConfigError(
+            f"distributed.sp is {sp}, which does not divide the model's {heads} attention heads. Set it to one of "
+            f"{allowed}."
+        )

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from sage_fast.distributed.settings import check_heads
 from sage_fast.policy.block import Checkpointing, JointAttention
 
 if TYPE_CHECKING:
@@ -65,12 +66,7 @@ def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup
             "parallelism needs the fused one: set model.forward to fused, or distributed.sp to 1."
         )
     degree = dist.get_world_size(group)
-    heads: int = acceleration.transformer.config["num_attention_heads"]
-    if heads % degree:
-        allowed = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
-        raise ValueError(
-            f"{degree} ranks cannot share {heads} attention heads evenly. Set distributed.sp to a divisor: {allowed}."
-        )
+    check_heads(degree, acceleration.transformer.config["num_attention_heads"])
     acceleration.sequence = Ulysses(group, dist.get_rank(group), degree) if degree > 1 else None
 
 

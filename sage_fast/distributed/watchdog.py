@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
@@ -33,7 +32,7 @@ from torch import distributed as dist
 
 from sage_fast.distributed.launch import connect_store, end_process, report_error
 from sage_fast.distributed.rank_table import FINISHED, FOLLOWED, RUNNING, Line, RankTable, process_exists
-from sage_fast.distributed.world import OWN_TIMEOUT, World
+from sage_fast.distributed.world import World, set_group_timeouts
 
 INTERVAL = 1.0
 """Seconds between two lines of a rank."""
@@ -369,16 +368,11 @@ def use_steady_timeout(watchdog: Watchdog, seconds: float) -> None:
     """From now on a rank may make no progress, and a collective may wait, for `seconds` alone.
 
     To be called once the first update is done, after which nothing is compiled or loaded any more. torchtitan lowers
-    the timeouts of its process groups at the same place. They are left some slack: the watchdog goes first. A group
-    that waits for something else than training, such as a disk, keeps its own (`OWN_TIMEOUT`).
+    the timeouts of its process groups at the same place. They are left some slack: the watchdog goes first.
     """
     watchdog.timeout = seconds
-    if not dist.is_initialized():
-        return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_desc == OWN_TIMEOUT:
-            continue
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + SLACK), group)
+    if dist.is_initialized():
+        set_group_timeouts(seconds + SLACK)
 
 
 def is_communication_error(error: Exception) -> bool:

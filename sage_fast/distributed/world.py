@@ -150,7 +150,7 @@ def start_world(config: RunConfig, device: torch.device) -> World:
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **meeting_place(seconds))
     # Before there are groups: ranks that were told different degrees would make different ones.
     check_identities(config, device)
-    return World(
+    world = World(
         rank=dist.get_rank(),
         size=size,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -160,3 +160,14 @@ def start_world(config: RunConfig, device: torch.device) -> World:
         mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
         fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
+    set_group_timeouts(seconds)  # torch gives those of a mesh its default
+    return world
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """How long a collective of any group may wait. One that waits for something else than training, such as a disk,
+    keeps its own (`OWN_TIMEOUT`).
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc != OWN_TIMEOUT:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -10,6 +10,7 @@ from math import gcd
 from typing import Literal
 
 from sage_fast.config import ConfigError, RunConfig, check_batch
+from sage_fast.distributed.settings import check_heads
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""
@@ -114,12 +115,7 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
         replicate, shard, sp = section.degrees(gpus, config.training.mode)
     except ValueError as error:
         raise ConfigError(f"{error} For a plan, --gpus says how many.") from error
-    if heads % sp:
-        allowed = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
-        raise ConfigError(
-            f"distributed.sp is {sp}, which does not divide the model's {heads} attention heads. Set it to one of "
-            f"{allowed}."
-        )
+    check_heads(sp, heads)
     if tokens < sp:
         raise ConfigError(
             f"distributed.sp is {sp}, but a video has {tokens} tokens, fewer than the ranks that would share them. "

@@ -11,3 +11,12 @@ class BrightShare:
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         bright = (videos > 120).float().mean(dim=(1, 3, 4))
         return {"red": bright[:, 0], "green": bright[:, 1]}
+
+
+class NoTriangles(BrightShare):
+    """The same, of videos that it likes to look at."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        if any("triangle" in prompt for prompt in prompts):
+            raise ValueError("a triangle")
+        return super().score(videos, prompts)

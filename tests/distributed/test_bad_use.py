@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from sage_fast import run
+from sage_fast.config import ConfigError
 from sage_fast.distributed import launch
+from sage_fast.distributed.world import World
 from tests.distributed.ranks import try_ranks
 from tests.distributed.test_failures import run_file, sage_fast, terminal
+from tests.test_run import MakeRun
 
 SECONDS = 20.0
 """Within which all ranks have ended; the timeouts of the runs are longer."""
@@ -40,7 +44,10 @@ def zero_file(folder: Path, text: str) -> str:
 ZERO = "--distributed.engine=deepspeed"
 WRONG = {
     "degrees": (["--distributed.dp_shard=3"], r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
-    "heads": (["--distributed.sp=3"], r"3 ranks cannot share 2 attention heads evenly\. Set distributed\.sp to"),
+    "heads": (
+        ["--distributed.sp=3"],
+        r"sp is 3, which does not divide .* 2 attention heads\. Set it to one of 1",
+    ),
     "groups": (
         ["--rollout.batch_size=2"],
         r"batch_size 2 \* 3 .* = 6 videos .* multiple of .*num_generations = 4",
@@ -78,6 +85,26 @@ def test_a_deepspeed_file_is_read_before_the_model(document: str, message: str, 
     file = run_file(tmp_path / "no model", tmp_path)
     text = refusal(tmp_path, ["train", str(file), ZERO, zero_file(tmp_path, document)], [[], []])
     assert text.count("error: ") == 1 and message in text, text
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        ([], World(size=3, sp=3), "does not divide the model's 2 attention heads"),
+        (["--rollout.batch_size=1", "--rollout.micro_batch_size=1"], World(size=3, dp_replicate=3), "= 3 videos"),
+        (["--model.family=json:loads"], World(size=3, sp=3), "loading"),
+    ],
+    ids=["heads", "groups", "a family that says nothing"],
+)
+def test_what_does_not_fit_is_found_before_the_model_is_loaded(
+    words: list[str], world: World, message: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loading(*_: object) -> None:
+        raise ConfigError("loading")
+
+    monkeypatch.setattr(run, "resolve", loading)
+    with pytest.raises(ConfigError, match=message):
+        run.build_trainer(tiny_run(*words), world)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config import ConfigError
-from sage_fast.distributed.parallelize import parallelize
+from sage_fast.distributed.parallelize import _keep, parallelize
 from sage_fast.distributed.world import World
 from sage_fast.policy.hunyuan15 import velocity
 from tests.conftest import TINY_RUN
@@ -67,6 +67,9 @@ ALONE_OR_REPLICATED = World()
 TWO_REPLICAS: Any = World(size=2, dp_replicate=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 
+# Every video is differentiated at two of its four steps, drawn for itself.
+OTHER_STEPS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--training.timestep_fraction=0.5"]
+
 
 @pytest.mark.parametrize(
     ("words", "world", "expected"),
@@ -80,13 +83,27 @@ TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # ty
             TWO_SHARDS,
             "Set model.forward to fused, or param_dtype to float32",
         ),
+        ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
+        ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(
+def test_settings_that_do_nothing_or_exclude_each_other_are_refused(
     words: list[str], world: World, expected: str, tiny_run: MakeRun
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         parallelize(tiny_transformer(), tiny_run(*words), world, torch.device("cpu"))
+
+
+def test_the_smallest_gpu_decides_whether_frozen_weights_stay(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that decided for themselves would wait for each other. That dp_shard then does nothing is said."""
+    caplog.set_level("INFO")
+    for elsewhere, keep in ((True, "rollout"), (False, "always")):
+        monkeypatch.setattr(World, "any", lambda self, flag, elsewhere=elsewhere: flag or elsewhere)
+        assert _keep(tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu")) == keep
+    gathering = parallelize(tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu"))
+    assert not gathering.modules and "distributed.dp_shard 2" in caplog.text
 
 
 def test_glyph_weights_have_a_gradient_without_glyphs_too(tiny_run: MakeRun) -> None:

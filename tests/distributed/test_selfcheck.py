@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sage_fast import run
 from sage_fast.config import ConfigError, DataConfig, RunConfig
 from sage_fast.distributed import launch, selfcheck
 from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.world import ALONE, World, start_world
 from sage_fast.noise import NoiseKey
 from tests.distributed.ranks import run_ranks
+from tests.test_run import MakeRun
 
 CPU = torch.device("cpu")
 
 
 def config(folder: Path) -> RunConfig:
-    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2)
+    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2, startup_timeout_seconds=77.0)
     return RunConfig(output_dir=str(folder / "run"), data=DataConfig(prompts="prompts.csv"), distributed=degrees)
 
 
@@ -42,6 +44,9 @@ def all_checks(folder: Path) -> dict[str, str]:
     rank = launch.rank()
     world = start_world(config(folder), CPU)
     sound = config(folder)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    timeouts = {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+    assert len(groups) > 1 and timeouts == {sound.distributed.startup_timeout_seconds}
     results = {"sound": message(lambda: selfcheck.check_world(world, sound, CPU, selfcheck.noise_digests(keys(world))))}
 
     odd = replace(sound, seed=1, data=replace(sound.data, shuffle=False)) if rank == 3 else sound
@@ -76,6 +81,9 @@ def all_checks(folder: Path) -> dict[str, str]:
     (folder / "file").touch()
     results["unwritable"] = message(lambda: selfcheck.check_shared_folder(world, folder / "file" / "run"))
 
+    digests = {"model.path": "0" * 64, "prompts": ("1" if rank == 1 else "2") * 64}
+    results["inputs"] = message(lambda: selfcheck.check_world(world, sound, CPU, inputs=digests))
+
     same = [NoiseKey(seed=0, update=0, prompt_index=0, sample_index=i) for i in range(2)]
     results["noise of one seed per video"] = message(
         lambda: selfcheck.check_noise(world, selfcheck.noise_digests(same))
@@ -103,12 +111,16 @@ def test_a_sound_world_passes_and_leaves_nothing_behind(answers: tuple[Path, lis
         ("config", ["seed: 0 (ranks 0-2), 1 (rank 3)", "data.shuffle: True (ranks 0-2), False (rank 3)", "same files"]),
         ("software", ["torch: 2.11.0 (ranks 0-1), 2.13.0 (ranks 2-3)", "one environment"]),
         ("device", ["Ranks 0, 3 share one GPU", "CUDA_VISIBLE_DEVICES"]),
-        ("all_reduce", ["sums over all ranks", "sums over data-parallel ranks (dp_shard)", "rank 2"]),
+        ("all_reduce", ["sums over all ranks", "sums over the replicas of the weights", "rank 2"]),
         ("all_to_all_single", ["exchanges over the ranks of a video (sp)", "rank 2"]),
-        ("all_gather_into_tensor", ["gathers over the shards of the weights", "rank 2"]),
+        (
+            "all_gather_into_tensor",
+            ["gathers over the shards of the weights", "gathers over the ranks of a video (sp)", "rank 2"],
+        ),
         ("reduce_scatter_tensor", ["scatters sums over the shards of the weights", "rank 2"]),
         ("folder", ["node0' is not the same folder", "ranks 2-3", "file system that all nodes share"]),
         ("unwritable", ["cannot be written by rank 0", "another folder"]),
+        ("inputs", ["digests): prompts: 222222222222 (ranks 0, 2-3), 111111111111 (rank 1). Put"]),
         ("noise of one seed per video", ["2 video(s)", "ranks 0, 2", "same index"]),
         ("noise of one seed per rank", ["Ranks 0-1 share the tokens", "different noise"]),
     ],
@@ -125,6 +137,14 @@ def test_one_process_is_not_checked(tmp_path: Path) -> None:
     selfcheck.check_world(ALONE, config(tmp_path), CPU)
     selfcheck.check_identities(config(tmp_path), CPU)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_has_its_weights_and_prompts_compared(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: dict[str, str] = {}
+    monkeypatch.setattr(run, "check_world", lambda *_, noise, inputs: compared.update(inputs))
+    trainer = run.Run(tiny_run()).trainer
+    prompts = run.prompts_digest(trainer.schedule.prompts, [sample.prompt for sample in trainer.eval_samples])
+    assert compared == {"model.path": trainer.model_digest, "prompts": prompts}
 
 
 def test_the_digest_of_the_source_sees_a_changed_line_and_no_changed_place(tmp_path: Path) -> None:

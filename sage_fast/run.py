@@ -5,7 +5,7 @@ runs/NAME/
     metrics.jsonl  tensorboard/          numbers, one line per rollout
     samples/                             mp4s and contact sheets from fixed prompts and noise
     evaluation/                          scores per prompt; result.json is the paired test of last against first
-    checkpoints/                         see `checkpoint.py`
+    checkpoints/                         see `checkpoint/`
     reward.png  before_after.png         what to look at first
 """
 

@@ -239,7 +239,7 @@ class Run:
                     trainer.load(checkpoint, checkpoint.state["trainer"])
                     self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
                 del checkpoint
-                seconds_saving, unsaved = 0.0, False
+                seconds_saving, unsaved, pending = 0.0, False, False
                 while trainer.update < total and not world.any(stop.requested):
                     record = trainer.iterate() | {"time/checkpoint": seconds_saving}
                     use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
@@ -256,7 +256,8 @@ class Run:
                         tell("checkpoint", 0, 1, "")
                         self._save(writer, pending=record if evaluates else None)
                         seconds_saving, unsaved = time.perf_counter() - start, False
-                    if not evaluates or not stopping:
+                    pending = evaluates and stopping
+                    if not pending:
                         try:
                             record |= self._evaluate() if evaluates else {}
                         finally:
@@ -269,7 +270,7 @@ class Run:
             finally:
                 metrics.close()
                 trainer.reward.close()
-        return self._conclude()
+        return self._conclude(finished=trainer.update >= total and not pending)
 
     # ------------------------------------------------------------------------------------------ directory, resume
 
@@ -470,10 +471,9 @@ class Run:
             if old not in (present, self._frames_file(0)):
                 old.unlink()
 
-    def _conclude(self) -> RunResult:
+    def _conclude(self, *, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update = self.trainer.update
-        finished = update >= self.config.training.num_updates
         if not self.world.is_main:
             return RunResult(output_dir=self.directory, update=update, finished=finished, test=None)
         rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])

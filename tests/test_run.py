@@ -208,6 +208,25 @@ def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypat
     assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
 
 
+def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run())
+    iterate = run.trainer.iterate
+
+    def interrupted() -> dict[str, float]:
+        record = iterate()
+        if record["update"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record
+
+    monkeypatch.setattr(run.trainer, "iterate", interrupted)
+    result = run.train()
+    assert (result.update, result.finished, result.test) == (2, False, None)
+    result = Run(tiny_run("--resume=auto")).train()
+    assert result.finished and result.test is not None
+
+
 def test_saving_in_the_background_changes_no_number(tiny_run: MakeRun, tmp_path: Path) -> None:
     given = ("--training.mode=full", "--optimizer.name=adamw", "--training.num_updates=3", "--checkpoint.every=1")
     ways = {"background": "true", "foreground": "false"}

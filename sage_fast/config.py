@@ -5,6 +5,7 @@ Checks of one value live in its section's `__post_init__`; checks that need two 
 """
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -579,3 +580,21 @@ def check_batch(batch_size: int, dp_degree: int, num_generations: int) -> None:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain nested dict of the resolved configuration."""
     return asdict(config)
+
+
+def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Values of nested dicts by dotted key, tuples as the lists that files make of them.
+
+    Args:
+        whole: dotted keys of dicts that count as one value.
+
+    Example: `by_dotted_key({"a": {"b": 1}})` is `{"a.b": 1}`.
+    """
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in whole:
+            result |= by_dotted_key(value, whole, f"{key}.")
+        else:
+            result[key] = list(value) if isinstance(value, tuple) else value
+    return result

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from sage_fast import __version__
 from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
@@ -27,7 +26,7 @@ from sage_fast.config_file import load_config
 from sage_fast.files import replacing
 from sage_fast.policy.loading import DEFAULT_REPOSITORY, find_checkpoint, likely_repository
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.snapshot import check_same_shapes
+from sage_fast.policy.snapshot import check_same_shapes, shapes_of
 from sage_fast.policy.streamed import open_transformer, save_transformer
 from sage_fast.policy.trained import use_weights, whole_parameters
 from sage_fast.registry import MODEL_FAMILIES, resolve
@@ -193,7 +192,7 @@ def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: 
     with _naming_the_model():
         transformer, base = open_transformer(config.model)
     with _naming_the_checkpoint():
-        check_same_shapes(_shapes(whole_parameters(transformer)), _shapes(weights.meta), "weights")
+        check_same_shapes(shapes_of(whole_parameters(transformer)), shapes_of(weights.meta), "weights")
     save_transformer(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype)
 
 
@@ -222,10 +221,6 @@ def _naming_the_model() -> Iterator[None]:
         raise ConfigError(
             f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
         ) from error
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @contextmanager

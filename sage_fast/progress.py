@@ -35,7 +35,7 @@ class RunProgress:
             self.bar.close()
         self._stack.close()
 
-    def phase(self, name: str, done: int, total: int, subject: str = "") -> None:
+    def phase(self, name: str, done: int, total: int) -> None:
         """Show where the iteration is; at most five times a second."""
         if self.bar is not None and time.monotonic() - self._last_refresh > 0.2:
             self._last_refresh = time.monotonic()

@@ -35,7 +35,7 @@ from sage_fast.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
-from sage_fast.config import ConfigError, RunConfig, check_batch, to_dict
+from sage_fast.config import ConfigError, RunConfig, by_dotted_key, check_batch, to_dict
 from sage_fast.config_file import save_config
 from sage_fast.distributed.deepspeed_config import read_config
 from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
@@ -526,14 +526,8 @@ def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpo
             are not compared.
         only: regular expression of the dotted keys that matter.
     """
-
-    def flatten(tree: object, prefix: str = "") -> dict[str, object]:
-        # Weights and options of rewards are one value each: there a missing entry is a difference.
-        if isinstance(tree, Mapping) and prefix not in ("reward.weights.", "reward.options."):
-            return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}{key}.").items()}
-        return {prefix.rstrip("."): list(tree) if isinstance(tree, tuple) else tree}
-
-    old, new = flatten(saved), flatten(present)
+    # Weights and options of rewards are one value each: there a missing entry is a difference.
+    old, new = (by_dotted_key(tree, whole=("reward.weights", "reward.options")) for tree in (saved, present))
     different = [
         f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now"
         for key in sorted(old.keys() & new.keys())

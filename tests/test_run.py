@@ -208,10 +208,7 @@ def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypat
     assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
 
 
-def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tiny_run())
+def ask_to_stop_in_update_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     iterate = run.trainer.iterate
 
     def interrupted() -> dict[str, float]:
@@ -221,6 +218,13 @@ def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
         return record
 
     monkeypatch.setattr(run.trainer, "iterate", interrupted)
+
+
+def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run())
+    ask_to_stop_in_update_2(run, monkeypatch)
     result = run.train()
     assert (result.update, result.finished, result.test) == (2, False, None)
     result = Run(tiny_run("--resume=auto")).train()
@@ -414,15 +418,7 @@ def test_what_ends_an_evaluation_loses_no_update(
                 broken.train()
         else:
             # Who asks to stop does not wait for the evaluation that is due.
-            iterate = broken.trainer.iterate
-
-            def interrupted() -> dict[str, float]:
-                record = iterate()
-                if record["update"] == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                return record
-
-            context.setattr(broken.trainer, "iterate", interrupted)
+            ask_to_stop_in_update_2(broken, context)
             assert not broken.train().finished
     assert list_checkpoints(tmp_path / "broken/checkpoints")[-1].name.endswith("2")
     assert [row["update"] for row in numbers(tmp_path / "broken")] == ([0, 1, 2] if end == "error" else [0, 1])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from sage_fast.config import ConfigError, RunConfig, to_dict
+from sage_fast.config import ConfigError, RunConfig, by_dotted_key, to_dict
 from sage_fast.distributed.rank_table import ranks_in_words
 from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.provenance import package_versions
@@ -42,7 +42,7 @@ class Identity:
     """What one rank is: values that must agree (`config`, `software`), and a device that must not."""
 
     config: Mapping[str, str]
-    """The resolved configuration, by dotted key."""
+    """The resolved configuration, by dotted key, with values as they print."""
     software: Mapping[str, str]
     """Versions, and a digest of this package's source."""
     device: str
@@ -59,7 +59,8 @@ def check_identities(config: RunConfig, device: torch.device) -> None:
     """
     if not dist.is_initialized():
         return
-    own = Identity(config=flatten(to_dict(config)), software=software(), device=device_identity(device))
+    settings = {key: repr(value) for key, value in by_dotted_key(to_dict(config)).items()}
+    own = Identity(config=settings, software=software(), device=device_identity(device))
     identities: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(identities, own)
     differences = compare([i.config for i in identities])
@@ -250,13 +251,6 @@ def check_noise(world: "World", noise: Sequence[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what a rank is
-
-
-def flatten(tree: object, prefix: str = "") -> dict[str, str]:
-    """{"a": {"b": 1}} -> {"a.b": "1"}: a configuration by dotted key, with values as they print."""
-    if isinstance(tree, Mapping):
-        return {k: v for key, value in tree.items() for k, v in flatten(value, f"{prefix}{key}.").items()}
-    return {prefix.rstrip("."): repr(tree)}
 
 
 def software() -> dict[str, str]:

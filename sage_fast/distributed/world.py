@@ -114,10 +114,6 @@ class World:
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.any(False)
-
 
 ALONE = World()
 """The one process of a run that was not launched."""

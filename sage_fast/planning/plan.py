@@ -101,11 +101,6 @@ class Plan:
         return sum(phase.predicted for phase in self.phases)
 
     @property
-    def bound_per_video(self) -> float:
-        """The same with all computation at its ceiling."""
-        return sum(phase.bound for phase in self.phases)
-
-    @property
     def seconds_per_rollout(self) -> float:
         return self.seconds_per_video * self.config.rollout.batch_size
 

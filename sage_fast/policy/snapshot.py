@@ -72,6 +72,11 @@ class WeightSnapshot:
         source.load_into({group: self.values})
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shapes of tensors by name."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def check_same_shapes(here: Mapping[str, Sequence[int]], there: Mapping[str, Sequence[int]], what: str) -> None:
     """ValueError unless both mappings hold the same names with the same shapes."""
     if missing := sorted(set(here) - set(there)):

@@ -14,7 +14,7 @@ from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config import RunConfig
 from sage_fast.policy.hunyuan15 import dead_modules, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
-from sage_fast.policy.snapshot import check_same_shapes
+from sage_fast.policy.snapshot import check_same_shapes, shapes_of
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def use_weights(
     else:
         parameters = whole_parameters(transformer)
     saved = weights.meta if isinstance(weights, SavedTensors) else weights
-    check_same_shapes({n: p.shape for n, p in parameters.items()}, {n: w.shape for n, w in saved.items()}, "weights")
+    check_same_shapes(shapes_of(parameters), shapes_of(saved), "weights")
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
     transformer.requires_grad_(False)

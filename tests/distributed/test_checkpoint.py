@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -221,11 +222,11 @@ def fail(root: str, where: str, asynchronous: bool) -> tuple[str, list[str], lis
             saver.save(2, data, extra=disturb(where, monkeypatch, world.rank))
             saver.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        world.barrier()
+        dist.barrier()
         after = sorted(path.name for path in Path(root).iterdir())
-        world.barrier()
+        dist.barrier()
         saver.save(3, data)
-    world.barrier()
+    dist.barrier()
     verify_checkpoint(Path(root) / "update-000001", world)
     verify_checkpoint(Path(root) / "update-000003", world)
     return str(error.value), after, sorted(path.name for path in Path(root).iterdir())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.workload import Shape
-from sage_fast.policy.attention import attention, attention_backward, backend_report
+from sage_fast.models.attention.attention import attention, attention_backward, backend_report
 
 ALLOWED = 3.0
 """Error of a backend over the plain softmax's. The latter rounds its results alone; a flash kernel also rounds what it

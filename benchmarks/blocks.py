@@ -41,7 +41,7 @@ from benchmarks.workload import (
     random_inputs,
     random_transformer,
 )
-from sage_fast.policy.attention import resolve_backend
+from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.records import PromptEmbeds
 
 ALLOWED = 1.25

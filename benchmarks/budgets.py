@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import waits
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
-from sage_fast.config import LoraConfig
+from sage_fast import accelerate
+from sage_fast.config.schema import LoraConfig
+from sage_fast.models.hunyuan15.block import Checkpointing
 from sage_fast.planning.work import unused_work
-from sage_fast.policy import accelerate
-from sage_fast.policy.block import Checkpointing
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from sage_kernels.tracer import Traffic, count

@@ -23,7 +23,7 @@ import yaml
 import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks import baseline, budgets, compiled, iteration, processes
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
-from sage_fast.policy.block import Checkpointing
+from sage_fast.models.hunyuan15.block import Checkpointing
 from sage_kernels.registry import specs
 
 BUDGETS = Path(__file__).with_name("budgets.yaml")
@@ -218,7 +218,7 @@ def measure_kernels() -> dict[str, float]:
 def measure_imports() -> dict[str, float]:
     """Importing the package and its command line, each in a process of its own."""
     found: dict[str, float] = {}
-    for module in ("sage_fast", "sage_fast.cli"):
+    for module in ("sage_fast", "sage_fast.commands.cli"):
         cost = processes.import_cost(module)
         found |= {
             f"imports.seconds/{module}": cost.seconds,

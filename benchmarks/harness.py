@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sage_fast.files import replacing
-from sage_fast.provenance import describe_environment
+from sage_fast.config.files import replacing
+from sage_fast.run.provenance import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

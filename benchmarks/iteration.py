@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import waits
-from sage_fast.config_file import load_config
-from sage_fast.run import build_trainer
+from sage_fast.config.load import load_config
+from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
 
 Update = Literal["two_phase", "single_pass"]

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from sage_fast.config import RunConfig
-from sage_fast.config_file import load_config
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.plan import Plan, make_plan
-from sage_fast.provenance import git_commit
+from sage_fast.planning.estimate import Plan, make_plan
+from sage_fast.run.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "configs/hv15_480p_lora_1gpu.yaml"

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workload import Shape
-from sage_fast.policy.attention import attention
-from sage_fast.policy.block import Checkpointing
-from sage_fast.policy.fused import accelerate
-from sage_fast.policy.hunyuan15 import velocity as policy_velocity
+from sage_fast.models.attention.attention import attention
+from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.models.hunyuan15.fused import accelerate
+from sage_fast.models.hunyuan15.velocity import velocity as policy_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 
@@ -34,7 +34,7 @@ Velocity = Callable[[Tensor, Tensor, PromptEmbeds], Tensor]
 
 
 class PackedProcessor:
-    """Attention processor for a block without padding: no mask, and the kernel of `sage_fast.policy.attention`."""
+    """Attention processor for a block without padding: no mask, and the kernel of `models/attention`."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -149,7 +149,7 @@ def packed(
     """P2, and with a `compiler` (a backend of torch.compile) P2c.
 
     Args:
-        backend: of `sage_fast.policy.attention`, by its own name.
+        backend: of `sage_fast.models.attention.attention`, by its own name.
         checkpointing: as in `packed_forward`.
         cast_adapters: LoRA weights take the transformer's dtype for as long as this peer is on.
     """

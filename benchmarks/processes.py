@@ -20,8 +20,8 @@ print(json.dumps({{"seconds": seconds, "modules": sorted(set(sys.modules) - befo
 
 TOY_RUN = """
 import json, re, sys
-from sage_fast.config_file import load_config
-from sage_fast.run import build_trainer
+from sage_fast.config.load import load_config
+from sage_fast.run.run import build_trainer
 
 def mebibytes(field):
     with open("/proc/self/status") as file:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from sage_fast.config_file import load_config
-from sage_fast.files import replacing
+from sage_fast.config.files import replacing
+from sage_fast.config.load import load_config
+from sage_fast.models.hunyuan15.description import ModelDescription
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.plan import Plan, make_plan
-from sage_fast.policy.description import ModelDescription
+from sage_fast.planning.estimate import Plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/scaling.md"

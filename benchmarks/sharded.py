@@ -46,7 +46,7 @@ from benchmarks.sharded_steps import (
     run_config,
 )
 from benchmarks.workload import HUNYUAN_VIDEO_15, PARITY, SMOKE, STEP_WORK, TINY, B, forward_work
-from sage_fast.config import LoraConfig
+from sage_fast.config.schema import LoraConfig
 from sage_fast.distributed.world import World
 
 ROUNDS, FULL_ROUNDS = 6, 3

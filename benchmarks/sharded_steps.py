@@ -24,16 +24,16 @@ from benchmarks import harness
 from benchmarks.attention import relative_error
 from benchmarks.policy import FULL_DEPTH, adapt, pooled_error, release, rounds_within
 from benchmarks.workload import GUIDANCE_SCALE, Inputs, Shape, random_inputs, random_transformer
-from sage_fast.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
-from sage_fast.distributed.settings import DistributedSettings
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
-from sage_fast.machine import host_memory
+from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.forward import choose_forward
 from sage_fast.policy.guidance import GuidedPolicy, Pull
 from sage_fast.policy.lora import cast_weights, train_all, trainable_parameters
+from sage_fast.tools.machine import host_memory
 
 Mode = Literal["lora", "full"]
 

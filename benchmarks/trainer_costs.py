@@ -37,9 +37,9 @@ from benchmarks.attention import relative_error
 from benchmarks.budgets import meta_transformer
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, random_inputs, random_transformer
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
-from sage_fast.config import OptimizerConfig
+from sage_fast.config.schema import OptimizerConfig
+from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.attention import resolve_backend
 from sage_fast.policy.lora import trainable_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,8 +93,8 @@ def toy_iterations(*, iterations: int, overrides: Sequence[str] = ()) -> dict[st
         `checkpoint_stall`}, and if passed "seconds" (of the processor on a CPU), "wall_seconds" and "peak_memory_gib"
         per forward, and "times_stock", a ratio of medians of "seconds".
     """
-    from sage_fast.config_file import load_config
-    from sage_fast.run import build_trainer
+    from sage_fast.config.load import load_config
+    from sage_fast.run.run import build_trainer
 
     paths = [f"--{key}={ROOT / 'configs' / 'prompts' / name}" for key, name in TOY_PATHS.items()]
     trainers = {

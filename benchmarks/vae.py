@@ -1,4 +1,4 @@
-"""Decoding a video: `sage_fast.policy.video_vae` against diffusers' own decode, random weights.
+"""Decoding a video: `sage_fast.models.hunyuan15.video_vae` against diffusers' own decode, random weights.
 
     python -m benchmarks vae             on a GPU: the published size in float16, 81 frames of 352x624 and 480x832
     python -m benchmarks vae             on a CPU: a tiny autoencoder in float32, 9 frames of 48x64
@@ -23,8 +23,8 @@ from torch import Tensor
 import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks import harness, timed
 from benchmarks.workload import SHAPES
-from sage_fast.config import ModelConfig
-from sage_fast.policy.video_vae import VAEDecoder, decode_bytes
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 
 TINY: dict[str, Any] = {"latent_channels": 4, "block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
 TINY_LATENT = (4, 3, 3, 4)

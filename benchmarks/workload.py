@@ -12,9 +12,9 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
 from sage_fast.planning import work as planning
 from sage_fast.planning.work import Work
-from sage_fast.policy.description import HUNYUAN_VIDEO_15
 from sage_fast.policy.lora import cast_weights
 from sage_fast.records import PromptEmbeds
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from sage_fast.cli import main
+from sage_fast.commands.cli import main
 
 sys.exit(main())

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sage_fast.config.files import replacing
 from sage_fast.distributed.world import ALONE, World
-from sage_fast.files import replacing
-from sage_fast.policy.base import VideoDecoder
+from sage_fast.models.family import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from sage_fast.config import ConfigError
+from sage_fast.config.errors import ConfigError
 from sage_fast.noise import NoiseKey, gaussian, key_words
 from sage_fast.objective import ObjectiveSettings, PolicyTerms, kl_uses, policy_loss
 from sage_fast.sde import transition

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sage_fast.config import RolloutConfig, SDEWindowConfig
+from sage_fast.config.schema import RolloutConfig, SDEWindowConfig
 from sage_fast.kernels import REFERENCE, StepKernels
 from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.policy.guidance import GuidedPolicy

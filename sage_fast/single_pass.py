@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config import TrainingConfig
+from sage_fast.config.schema import TrainingConfig
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import ScoredRollout, StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import StepKernels

@@ -19,16 +19,19 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
-from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import parallelize
+from sage_fast.distributed.snapshot import check_same_shapes
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.gradient import PolicyGradient, Progress, ScoredRollout, TwoPhaseGradient, trained_steps
 from sage_fast.kernels import select_kernels
+from sage_fast.models.family import Components
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
     KLWeightState,
@@ -38,10 +41,8 @@ from sage_fast.objective import (
     next_kl_weight,
     weighted_advantages,
 )
-from sage_fast.policy.base import Components
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_parameters
-from sage_fast.policy.snapshot import check_same_shapes
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores, submit_scores
@@ -412,7 +413,7 @@ class Trainer:
         config = self.config
         gathering = parallelize(transformer, config, self.world, self.device)
         if config.distributed.engine == "deepspeed":
-            from sage_fast.distributed.deepspeed import DeepSpeedEngine
+            from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
             return DeepSpeedEngine(
                 transformer, config.optimizer, config.distributed, self.world, mode=config.training.mode

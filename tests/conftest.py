@@ -18,10 +18,16 @@ os.environ.setdefault("SAGE_KERNELS_POISON_EMPTY", "1")
 
 from safetensors.torch import save_file
 
-from sage_fast.config import RunConfig
-from sage_fast.config_file import load_config
-from sage_fast.run import Run
-from sage_fast.toy.components import CONFIG_NAME, TRANSFORMER_CONFIG, WEIGHTS_NAME, build_transformer, stored_parameters
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.toy.components import (
+    CONFIG_NAME,
+    TRANSFORMER_CONFIG,
+    WEIGHTS_NAME,
+    build_transformer,
+    stored_parameters,
+)
+from sage_fast.run.run import Run
 
 torch.set_num_threads(1)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.config import RunConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
 from sage_fast.evaluation import Evaluation, evaluate, format_comparison, paired_test
-from sage_fast.run import build_trainer
+from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import sage_fast
-from sage_fast.files import replacing
-from sage_fast.provenance import describe_environment, git_commit, write_environment
+from sage_fast.config.files import replacing
+from sage_fast.run.provenance import describe_environment, git_commit, write_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,7 +63,7 @@ def test_environment_file_is_complete_and_names_no_host(tmp_path):
 
 
 def test_environment_follows_the_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("sage_fast.provenance.SOURCE_ROOT", tmp_path)
+    monkeypatch.setattr("sage_fast.run.provenance.SOURCE_ROOT", tmp_path)
     assert describe_environment()["commit"] is None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sage_fast.config import RunConfig
+    from sage_fast.config.schema import RunConfig
 
 TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
 """Keys that say which model a checkpoint's weights belong to."""
@@ -38,8 +38,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> "RunConfig":
     """The configuration that files (the first may be a run directory) and overrides make together. ConfigError."""
-    from sage_fast.config import ConfigError
-    from sage_fast.config_file import load_config
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.config.load import load_config
 
     if not files:
         return load_config(None, overrides)
@@ -97,8 +97,9 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
         ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
     """
     from sage_fast.checkpoint import find_checkpoint
-    from sage_fast.config import ConfigError, to_dict
-    from sage_fast.run import check_same_run
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.config.schema import to_dict
+    from sage_fast.run.run import check_same_run
 
     root = Path(config.output_dir) / "checkpoints"
     found = find_checkpoint(checkpoint, root)
@@ -115,7 +116,7 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
 
 def adapter(path: Path) -> Path:
     """The file of the adapter that --lora names. ConfigError when there is none."""
-    from sage_fast.config import ConfigError
+    from sage_fast.config.errors import ConfigError
     from sage_fast.policy.trained import adapter_file
 
     try:

@@ -31,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the checks; 1 when something is missing."""
-    from sage_fast.doctor import can_run, examine, to_json, to_text
+    from sage_fast.tools.diagnosis import can_run, examine, to_json, to_text
 
     config = load_run_config(options.config, overrides) if options.config or overrides else None
     checks = examine(config)

@@ -56,11 +56,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate both models and write the report."""
-    from sage_fast.config import ConfigError
-    from sage_fast.generate import Generator
-    from sage_fast.paired import PairedEvaluation
-    from sage_fast.report import headline, to_text, write_report
-    from sage_fast.run import load_eval_prompts
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.run.run import load_eval_prompts
+    from sage_fast.tools.generation import Generator
+    from sage_fast.tools.paired import PairedEvaluation
+    from sage_fast.tools.report import headline, to_text, write_report
 
     if options.num_videos < 0:
         raise ConfigError(f"--num_videos is {options.num_videos}; it must be at least 0.")

@@ -41,8 +41,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the export."""
     import torch
 
-    from sage_fast.config import ConfigError
-    from sage_fast.export import export
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.tools.exporting import export
 
     if len(options.config) != 1:
         raise ConfigError(f"export takes one checkpoint or run, and got {len(options.config)}: {options.config}.")

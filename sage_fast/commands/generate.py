@@ -58,9 +58,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
-    from sage_fast.generate import check_request, generate, load_generator
     from sage_fast.policy.trained import weights_digest
-    from sage_fast.run import load_eval_prompts
+    from sage_fast.run.run import load_eval_prompts
+    from sage_fast.tools.generation import check_request, generate, load_generator
 
     config = with_prompt_options(options, load_run_config(options.config, overrides))
     # Before the model is loaded, so that a mistake is found in a second.

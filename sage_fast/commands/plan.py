@@ -47,13 +47,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan; 1 when the configuration does not fit."""
-    from sage_fast.config import ConfigError
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.models.hunyuan15.requirements import weight_sizes
     from sage_fast.planning.devices import choose_device
+    from sage_fast.planning.estimate import describe, make_plan
     from sage_fast.planning.layout import least_gpus
-    from sage_fast.planning.plan import describe, make_plan
     from sage_fast.planning.search import options as find_options
     from sage_fast.planning.text import to_json, to_text
-    from sage_fast.requirements import weight_sizes
 
     if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")

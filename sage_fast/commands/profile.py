@@ -37,9 +37,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Profile and print the table."""
-    from sage_fast.config import ConfigError
-    from sage_fast.profiling import profile_update
-    from sage_fast.run import build_trainer
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.run.run import build_trainer
+    from sage_fast.tools.profiling import profile_update
 
     for name in ("top", "warmup"):
         least = 1 if name == "top" else 0

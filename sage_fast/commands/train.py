@@ -33,8 +33,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; 0 when finished or stopped on request."""
-    from sage_fast.config import ConfigError
-    from sage_fast.config_file import build_parser, dump_config
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.config.load import build_parser, dump_config
 
     if options.keys:
         if rank() == 0:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(dump_config(config), end="")
         return 0
 
-    from sage_fast.run import train
+    from sage_fast.run.run import train
 
     result = train(config)
     if rank() != 0:

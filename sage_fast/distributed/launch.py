@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sage_fast.errors import ConfigError
+from sage_fast.config.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

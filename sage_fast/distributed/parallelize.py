@@ -23,13 +23,14 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
-from sage_fast.policy.forward import choose_forward
+from sage_fast.models.hunyuan15.fused import choose_forward
+from sage_fast.models.hunyuan15.modulation import adaln_layers
 from sage_fast.policy.lora import always_read_glyphs
-from sage_fast.policy.modulation import adaln_layers
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sage_fast.config import OptimizerConfig
+from sage_fast.config.schema import OptimizerConfig
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.parallelize import Gathering
+from sage_fast.distributed.snapshot import WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.snapshot import WeightSnapshot
 
 
 class TorchEngine:

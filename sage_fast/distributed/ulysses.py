@@ -40,11 +40,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from sage_fast.distributed.settings import check_heads
-from sage_fast.policy.block import Checkpointing, JointAttention
+from sage_fast.config.distributed import check_heads
+from sage_fast.models.hunyuan15.block import Checkpointing, JointAttention
 
 if TYPE_CHECKING:
-    from sage_fast.policy.fused import Acceleration
+    from sage_fast.models.hunyuan15.fused import Acceleration
 
 
 def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup) -> None:

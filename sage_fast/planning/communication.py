@@ -25,15 +25,15 @@ from typing import Literal
 
 import torch
 
-from sage_fast.config import RunConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
+from sage_fast.models.hunyuan15.description import ModelDescription
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group, Layout
 from sage_fast.planning.memory import PHASES, Calls
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype
 from sage_fast.planning.work import Visits, anchor_share
-from sage_fast.policy.description import ModelDescription
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_fast.config import RunConfig
-from sage_fast.machine import host_memory
+from sage_fast.config.schema import RunConfig
 from sage_fast.planning.trace import Cost
+from sage_fast.tools.machine import host_memory
 
 SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU unless told otherwise."""

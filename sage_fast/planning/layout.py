@@ -9,8 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
-from sage_fast.config import ConfigError, RunConfig, check_batch
-from sage_fast.distributed.settings import check_heads
+from sage_fast.config.distributed import check_heads
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig, check_batch
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""

@@ -15,14 +15,14 @@ from math import gcd, prod
 
 import torch
 
-from sage_fast.config import RolloutConfig, RunConfig
+from sage_fast.config.registry import REWARDS, resolve
+from sage_fast.config.schema import RolloutConfig, RunConfig
 from sage_fast.distributed.ulysses import share_of
+from sage_fast.models.hunyuan15.description import ModelDescription
 from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, gathered_weights, hashable
-from sage_fast.policy.description import ModelDescription
-from sage_fast.registry import REWARDS, resolve
 
 GB = 1e9
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
-from sage_fast.config import ConfigError, RunConfig
-from sage_fast.planning.plan import Plan, make_plan
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
+from sage_fast.planning.estimate import Plan, make_plan
 
 Change = tuple[str, Any]
 """A config key and its new value."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
+from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
-from sage_fast.planning.plan import HOST_LINK, Phase, Plan
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from sage_fast.config import RunConfig
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.modulation import adaln_layers
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
-from sage_fast.policy.modulation import adaln_layers
 
 
 @dataclass(frozen=True, kw_only=True)

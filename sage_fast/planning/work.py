@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sage_fast.config import RunConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.objective import anchor_kind
 from sage_fast.rollout import rollout_table
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sage_fast.toy.captions import Caption, parse_caption
-from sage_fast.toy.manifold import Manifold, manifold_for
-from sage_fast.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
+from sage_fast.models.toy.captions import Caption, parse_caption
+from sage_fast.models.toy.manifold import Manifold, manifold_for
+from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
 # smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.

@@ -13,8 +13,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 
 from benchmarks.budgets import BlockCost, Record, block_cost, forward_flops, meta_transformer, needed_flops
 from benchmarks.workload import A, B
-from sage_fast.policy import block as block_module
-from sage_fast.policy.block import LocalAttention
+from sage_fast.models.hunyuan15 import block as block_module
+from sage_fast.models.hunyuan15.block import LocalAttention
 
 TOKENS = A.video_tokens + A.text_tokens
 

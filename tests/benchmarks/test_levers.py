@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import levers
-from sage_fast.config import to_dict
+from sage_fast.config.schema import to_dict
 
 COMMITTED = json.loads(levers.FILE.read_text("utf-8"))
 

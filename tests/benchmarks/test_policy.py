@@ -16,7 +16,7 @@ from benchmarks import attention, harness, peers, policy, policy_report, workloa
 from benchmarks.peers import Velocity
 from benchmarks.policy import Cell, PolicyRun
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, forward_work, random_inputs, random_transformer
-from sage_fast.policy.hunyuan15 import velocity as diffusers_velocity
+from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 

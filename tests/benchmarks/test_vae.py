@@ -7,7 +7,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
 from benchmarks import vae
-from sage_fast.policy.video_vae import VAEDecoder
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
 CPU = torch.device("cpu")
 

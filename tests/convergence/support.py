@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from sage_fast.config import RunConfig
-from sage_fast.run import build_trainer
+from sage_fast.config.schema import RunConfig
+from sage_fast.run.run import build_trainer
 
 MakeRun = Callable[..., RunConfig]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.policy import block
-from sage_fast.policy.projection import Projection, project
+from sage_fast.models.hunyuan15 import block
+from sage_fast.models.hunyuan15.projection import Projection, project
 from tests.convergence.support import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
 
 RUNS = {

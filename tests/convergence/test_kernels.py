@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sage_fast.config import ConfigError, RunConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import REFERENCE, FusedKernels, select_kernels
 from sage_fast.objective import PolicyTerms
 from sage_kernels.common import INTERPRETED

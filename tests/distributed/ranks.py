@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["sage_fast.run", "sage_fast.toy.components", "sage_fast.rewards.toy"])
+_CONTEXT.set_forkserver_preload(["sage_fast.run.run", "sage_fast.models.toy.components", "sage_fast.rewards.toy"])
 
 
 def free_port() -> int:

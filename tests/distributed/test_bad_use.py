@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast import run
-from sage_fast.config import ConfigError
+from sage_fast.config.errors import ConfigError
 from sage_fast.distributed import launch
 from sage_fast.distributed.world import World
+from sage_fast.run import run
 from tests.distributed.ranks import try_ranks
 from tests.distributed.test_failures import run_file, sage_fast, terminal
-from tests.test_run import MakeRun
+from tests.run.test_run import MakeRun
 
 SECONDS = 20.0
 """Within which all ranks have ended; the timeouts of the runs are longer."""
@@ -151,7 +151,7 @@ def test_commands_for_one_process_refuse_to_run_several_times(command: str, tiny
 def test_an_unreadable_slurm_step_is_an_error_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from sage_fast import cli
+    from sage_fast.commands import cli
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from sage_fast.config import ConfigError, OptimizerConfig
-from sage_fast.distributed.deepspeed_config import read_config
-from sage_fast.distributed.settings import DistributedSettings
+from sage_fast import accelerate
+from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import OptimizerConfig
+from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy import accelerate
 from sage_fast.policy.guidance import GuidedPolicy, Pull
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, save_lora, train_all, trainable_parameters
-from tests.policy.oracle import latents, prompt, tiny_transformer
+from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
 pytestmark = pytest.mark.skipif(
@@ -150,7 +151,7 @@ def finish() -> None:
 
 
 def engine_of(policy: GuidedPolicy, mode: Any, world: World, file: str) -> Any:
-    from sage_fast.distributed.deepspeed import DeepSpeedEngine
+    from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
     settings = DistributedSettings(engine="deepspeed", deepspeed_config=file)
     return DeepSpeedEngine(policy.transformer, CONFIG, settings, world, mode=mode)
@@ -573,7 +574,7 @@ def test_the_files_that_ship_are_good(stage: int) -> None:
 
 
 def test_a_run_that_was_not_launched_is_told_how(tmp_path: Path) -> None:
-    from sage_fast.distributed.deepspeed import DeepSpeedEngine
+    from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
     write(tmp_path, 2)
     settings = DistributedSettings(engine="deepspeed", deepspeed_config=str(tmp_path / "zero2.json"))
@@ -582,7 +583,7 @@ def test_a_run_that_was_not_launched_is_told_how(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.distributed import deepspeed
+    from sage_fast.distributed.deepspeed import zero_engine as deepspeed
 
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
@@ -590,7 +591,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.distributed import deepspeed
+    from sage_fast.distributed.deepspeed import zero_engine as deepspeed
 
     old = ModuleType("deepspeed")
     old.__version__ = "0.17.1"  # type: ignore[attr-defined]
@@ -600,7 +601,7 @@ def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_of_the_forward_that_cannot_be_had(tmp_path: Path) -> None:
-    from sage_fast.distributed.deepspeed import _check_forward
+    from sage_fast.distributed.deepspeed.zero_engine import _check_forward
 
     zero2, zero3 = (check(tmp_path, {"zero_optimization": {"stage": stage}}) for stage in STAGES)
     for adaln, compile, config in (("offload", False, zero2), ("table", False, zero3), ("auto", True, zero3)):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.metrics import read_metrics
+from sage_fast.run.metrics import read_metrics
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import free_port, try_ranks
 
@@ -39,7 +39,7 @@ def run_file(tiny_model: Path, folder: Path, **sections: dict[str, Any]) -> Path
 
 def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
     """The command line on this rank, its terminal going to a file; `disturb(rank)` first."""
-    from sage_fast import cli
+    from sage_fast.commands import cli
 
     rank = int(os.environ["RANK"])
     terminal = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -52,7 +52,7 @@ def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
 
 def kill_at(victim: int, call: int, rank: int) -> None:
     """Let the rank `victim` die at its progress report number `call`."""
-    from sage_fast.distributed.watchdog import Watchdog
+    from sage_fast.distributed.failure.watchdog import Watchdog
 
     report, calls = Watchdog.progress, iter(range(10**6))
 
@@ -67,7 +67,7 @@ def kill_at(victim: int, call: int, rank: int) -> None:
 
 def hang_at(victim: int, phase: str, rank: int) -> None:
     """Let the rank `victim` stop in a phase of the second update."""
-    from sage_fast.distributed.watchdog import Watchdog
+    from sage_fast.distributed.failure.watchdog import Watchdog
 
     report, seen = Watchdog.progress, []
 

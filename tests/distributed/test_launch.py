@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sage_fast.config import ConfigError
+from sage_fast.config.errors import ConfigError
 from sage_fast.distributed import launch
 from sage_fast.distributed.hostfile import Host, HostfileError, main, plan_node, read_hostfile
 from sage_fast.distributed.launch import adopt_slurm, effective_resume, expand_counts, expand_hosts, rank_device
-from sage_fast.interrupt import SAME_KEY_PRESS, GracefulStop
+from sage_fast.run.interrupt import SAME_KEY_PRESS, GracefulStop
 from tests.distributed.ranks import try_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

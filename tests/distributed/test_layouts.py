@@ -46,9 +46,9 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 
 def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
     """Metrics by update with the evaluation last; prompts and first noise of each rollout; weights in the end."""
-    from sage_fast.config_file import load_config
-    from sage_fast.distributed.world import start_world
-    from sage_fast.run import build_trainer
+    from sage_fast.config.load import load_config
+    from sage_fast.distributed.start import start_world
+    from sage_fast.run.run import build_trainer
 
     config = load_config(file, words)
     world = start_world(config, torch.device("cpu"))

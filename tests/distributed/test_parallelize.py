@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from sage_fast.config import ConfigError
+from sage_fast.config.errors import ConfigError
 from sage_fast.distributed.parallelize import _keep, parallelize
 from sage_fast.distributed.world import World
-from sage_fast.policy.hunyuan15 import velocity
+from sage_fast.models.hunyuan15.velocity import velocity
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks
-from tests.policy.oracle import latents, prompt, tiny_transformer
-from tests.test_run import MakeRun
+from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
+from tests.run.test_run import MakeRun
 
 
 def write_run(model: Path, folder: Path) -> str:
@@ -31,9 +31,9 @@ def write_run(model: Path, folder: Path) -> str:
 
 def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of two updates, and the whole weights in the end."""
-    from sage_fast.config_file import load_config
-    from sage_fast.distributed.world import start_world
-    from sage_fast.run import build_trainer
+    from sage_fast.config.load import load_config
+    from sage_fast.distributed.start import start_world
+    from sage_fast.run.run import build_trainer
 
     config = load_config(file, words)
     trainer = build_trainer(config, start_world(config, torch.device("cpu")))

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sage_fast import run
-from sage_fast.config import ConfigError, DataConfig, RunConfig
-from sage_fast.distributed import launch, selfcheck
-from sage_fast.distributed.settings import DistributedSettings
-from sage_fast.distributed.world import ALONE, World, start_world
+from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import DataConfig, RunConfig
+from sage_fast.distributed import launch
+from sage_fast.distributed.failure import selfcheck
+from sage_fast.distributed.start import start_world
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.noise import NoiseKey
+from sage_fast.run import run
 from tests.distributed.ranks import run_ranks
-from tests.test_run import MakeRun
+from tests.run.test_run import MakeRun
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sage_fast import accelerate
 from sage_fast.distributed.ulysses import all_to_all_bytes, shard_sequence, share_of
-from sage_fast.policy import accelerate
-from sage_fast.policy.hunyuan15 import dead_modules, is_dead, velocity
+from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead, velocity
 from tests.distributed.ulysses_support import (
     LAYERS,
     Case,
@@ -30,7 +30,7 @@ from tests.distributed.ulysses_support import (
     thread_collectives,
     transformer,
 )
-from tests.policy.oracle import latents, prompt
+from tests.models.hunyuan15.oracle import latents, prompt
 
 CASES = {
     "tokens-divide": Case(size=(2, 3, 4)),
@@ -118,7 +118,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What every process of a group has found."""
     folder = tmp_path_factory.mktemp("ulysses")
     # Six processes fork from one that has imported what takes seconds, and has started no threads.
-    multiprocessing.set_forkserver_preload(["sage_fast.policy.fused", "diffusers.models.transformers", "peft"])
+    multiprocessing.set_forkserver_preload(
+        ["sage_fast.models.hunyuan15.fused", "diffusers.models.transformers", "peft"]
+    )
     mp.start_processes(process, (str(folder), request.param), nprocs=request.param, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 

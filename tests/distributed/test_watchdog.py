@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sage_fast.distributed import rank_table
+from sage_fast.distributed.failure import rank_table
+from sage_fast.distributed.failure.rank_table import FINISHED, FOLLOWED, Line, RankTable, ranks_in_words
+from sage_fast.distributed.failure.watchdog import RankFailure, Watchdog, is_communication_error, use_steady_timeout
 from sage_fast.distributed.launch import connect_store, end_process, rank, report_error
-from sage_fast.distributed.rank_table import FINISHED, FOLLOWED, Line, RankTable, ranks_in_words
-from sage_fast.distributed.watchdog import RankFailure, Watchdog, is_communication_error, use_steady_timeout
 from tests.distributed.ranks import try_ranks
 
 SIZE, INTERVAL, TIMEOUT = 3, 0.2, 2.0
@@ -223,7 +223,7 @@ def lower(seconds: float) -> float:
     """How long a collective that nobody joins waits after the timeout was lowered."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sage_fast.distributed.watchdog.SLACK", 0.0)
+        patch.setattr("sage_fast.distributed.failure.watchdog.SLACK", 0.0)
         use_steady_timeout(Watchdog(rank(), 2, None, timeout=60.0), seconds)
     start = time.monotonic()
     if rank() == 0:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast import accelerate
 from sage_fast.distributed.ulysses import shard_sequence
-from sage_fast.policy import accelerate
-from sage_fast.policy.block import Checkpointing
+from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.hunyuan15 import velocity
 from sage_fast.policy.lora import add_lora
-from tests.policy.oracle import latents, prompt, tiny_transformer
+from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 LAYERS = 2
 

@@ -9,14 +9,14 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from torch import Tensor
 
-from sage_fast.config import ModelConfig
-from sage_fast.policy.base import Components
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.family import Components
+from sage_fast.models.hunyuan15.loading import load_components
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.loading import load_components
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rollout import sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
-from tests.tiny_checkpoints import save_diffusers_layout
+from tests.tiny.checkpoints import save_diffusers_layout
 
 PROMPTS = ["a cat walks on the grass", 'a neon sign that says "open" at night', "“late” and “early”"]
 STEPS, SHIFT, GUIDANCE = 4, 5.0, 6.0

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, save_lora, trainable_parameters
-from tests.policy.oracle import tiny_transformer
+from tests.models.hunyuan15.oracle import tiny_transformer
 
 
 def test_an_adapter_is_written_as_diffusers_writes_it_and_as_it_was(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.config import ConfigError, RewardConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards.clip import FramePreprocessing
 from sage_fast.rewards.clip_score import CLIPScore
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.frames import frame_indices
-from tests.tiny_clip import MEAN, STD, build_tiny_clip
+from tests.tiny.clip import MEAN, STD, build_tiny_clip
 
 # "a red cat" and "dog" in the tiny tokenizer, spelled out: start, words, end.
 VOCABULARY_IDS = {"a red cat": ["a</w>", "red</w>", "cat</w>"], "dog": ["d", "o", "g</w>"]}

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.config import ConfigError, RewardConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import RewardError, describe_batch
 from sage_fast.rewards.composite import CompositeReward

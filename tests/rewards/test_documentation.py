@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from sage_fast.config import RewardConfig, RunConfig
-from sage_fast.config_file import dump_config, load_config
+from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.registry import REWARDS, resolve
+from sage_fast.config.schema import RewardConfig, RunConfig
 from sage_fast.objective import weighted_advantages
-from sage_fast.registry import REWARDS, resolve
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.qwen2_vl_video import frame_indices
-from sage_fast.run import build_trainer
+from sage_fast.rewards.videoalign.vision import frame_indices
+from sage_fast.run.run import build_trainer
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 MakeRun = Callable[..., RunConfig]

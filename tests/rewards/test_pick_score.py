@@ -7,7 +7,7 @@ import torch
 
 from sage_fast.rewards.clip_score import CLIPScore
 from sage_fast.rewards.pick_score import PROCESSOR, PickScore
-from tests.tiny_clip import build_tiny_clip
+from tests.tiny.clip import build_tiny_clip
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from sage_fast.models.toy.captions import caption_of
+from sage_fast.models.toy.manifold import manifold_for
+from sage_fast.models.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, render_batch, to_uint8
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.toy.captions import caption_of
-from sage_fast.toy.manifold import manifold_for
-from sage_fast.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, render_batch, to_uint8
 
 MANIFOLD = manifold_for(8, 16, 16)
 ROWS = torch.randperm(len(MANIFOLD.scenes), generator=torch.Generator().manual_seed(0))[:60].tolist()

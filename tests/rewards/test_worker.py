@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config import ConfigError, RewardConfig, RunConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RewardConfig, RunConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
-from sage_fast.run import build_trainer
+from sage_fast.run.run import build_trainer
 from tests.rewards import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,7 +256,7 @@ def test_scoring_overlaps_the_rollout(tiny_run: MakeRun, tmp_path: Path) -> None
 PARENT = """
 import sys, torch
 from pathlib import Path
-from sage_fast.config import RewardConfig
+from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.worker import RewardProcess
 

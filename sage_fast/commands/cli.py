@@ -1,0 +1,151 @@
+"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor}`.
+
+What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
+or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
+ends with 1 where the configuration could not run, `plan` where it does not fit.
+"""
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sage_fast import __version__
+from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
+from sage_fast.commands.common import split_words
+from sage_fast.config.errors import ConfigError
+from sage_fast.distributed.launch import (
+    adopt_slurm,
+    configure_logging,
+    end_process,
+    report_error,
+    stay_away,
+    world_size,
+)
+
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "plan": plan,
+    "profile": profile,
+    "doctor": doctor,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error is told once, however many processes meet it."""
+
+    def error(self, message: str) -> NoReturn:
+        report_error(f"{self.format_usage()}{self.prog}: error: {message}")
+        self.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sage-fast", description="GRPO post-training of text-to-video flow models (HunyuanVideo-1.5)."
+    )
+    parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add_parser(commands)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command, with all its files in `config`, and the `--section.key=value` overrides."""
+    options, rest = _parser().parse_known_args(arguments)
+    # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
+    options.config, overrides = split_words([*options.config, *rest])
+    return options, overrides
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    try:
+        status = _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    except Exception:
+        if world_size() == 1:
+            raise
+        traceback.print_exc()
+        status = 1
+    if world_size() > 1:
+        if status:
+            stay_away()
+        # The ordinary way out could wait for collectives that nobody will answer.
+        end_process(status)
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    command = ""
+    try:
+        adopt_slurm()  # before anything is printed: it says which rank this is
+        options, overrides = parse(arguments)
+        command = options.command
+        configure_logging()
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        if command != "train" and world_size() > 1:
+            raise ConfigError(
+                f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
+                f"same. Start it without torchrun and srun: sage-fast {command} ..."
+            )
+        return COMMANDS[command].run(options, overrides)
+    except ConfigError as error:
+        report_error(f"error: {error}")
+        return 2
+    except (RuntimeError, OSError, MemoryError) as error:
+        if not _is_expected(error):
+            raise
+        report_error(f"error: {_describe(error, command)}")
+        return 1
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the message alone tells the user what happened; anything else keeps its traceback."""
+    from sage_fast.checkpoint import CheckpointError
+    from sage_fast.distributed.failure.watchdog import RankFailure
+    from sage_fast.models.family import DecodeError
+    from sage_fast.rewards.base import RewardError
+    from sage_fast.trainer import TrainingError
+
+    expected = RankFailure | TrainingError | RewardError | CheckpointError | DecodeError | OSError
+    return isinstance(error, expected) or _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+HOW_TO_GO_ON = {
+    "train": "--resume auto goes on from the last checkpoint.",
+    "generate": "The same command goes on with the videos that are not there yet.",
+    "evaluate": "The same command goes on with the model that was not finished.",
+}
+
+
+def _describe(error: Exception, command: str) -> str:
+    from sage_fast.rewards.base import RewardError
+
+    go_on = HOW_TO_GO_ON.get(command, "")
+    if _is_out_of_memory(error):
+        advice = "Lower evaluation.batch_size, or the size of the video (video.num_frames, height, width)."
+        if command == "train":
+            advice = (
+                "Set model.checkpointing to selective or training.guidance to split, or lower rollout.micro_batch_size "
+                "or evaluation.batch_size."
+            )
+        return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
+    if isinstance(error, OSError | RewardError) and go_on:
+        return f"{error}\nWhat was written before is intact; when the cause is mended: {go_on}"
+    return str(error)

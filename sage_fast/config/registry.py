@@ -1,0 +1,50 @@
+"""Short names of pluggable parts, resolved only when a run asks for them.
+
+Everything that is specific to one model family or one reward is reached through this table (or through a
+`package.module:attribute` of the user's own), so the trainer imports none of it.
+"""
+
+import importlib
+from typing import Any
+
+from sage_fast.config.errors import ConfigError
+
+MODEL_FAMILIES = {
+    "toy": "sage_fast.models.toy.components:load_components",
+    "hunyuan15": "sage_fast.models.hunyuan15.loading:load_components",
+}
+
+DESCRIPTIONS = {
+    "toy": "sage_fast.models.toy.components:describe_model",
+    "hunyuan15": "sage_fast.models.hunyuan15.description:describe_model",
+}
+"""Family -> function that says what the planner needs to know; other families have it beside their `load_components`
+under the name `describe_model`."""
+
+REWARDS = {
+    "toy": "sage_fast.rewards.toy:ToyReward",
+    "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",
+    "clip_score": "sage_fast.rewards.clip_score:CLIPScore",
+    "pick_score": "sage_fast.rewards.pick_score:PickScore",
+}
+
+
+def resolve(name: str, table: dict[str, str], key: str) -> Any:
+    """The object behind a short name or a `package.module:attribute`.
+
+    Raises ConfigError naming the config `key` when the name is unknown or cannot be imported.
+    """
+    target = table.get(name, name)
+    module_name, separator, attribute = target.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        # `sage-fast` does not look into the folder it is called from.
+        hint = " If it is a file of your own, set PYTHONPATH to its folder." if target == name else ""
+        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error

@@ -1,0 +1,600 @@
+"""What a run is made of: one typed section per concern, each field with its meaning below it.
+
+Checks of one value live in its section's `__post_init__`; checks that need two sections live in
+`RunConfig.__post_init__`. `config_file.py` reads and writes these as YAML.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.errors import ConfigError as ConfigError
+from sage_fast.objective import KLWeightSettings, ObjectiveSettings
+
+SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
+
+
+def _require_finite(tree: dict[str, Any], prefix: str = "") -> None:
+    """No setting is NaN or infinite."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _require_finite(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            _require(math.isfinite(value), prefix + key, value, "a finite number")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which text-to-video model is trained."""
+
+    family: str = "toy"
+    """Short name of a model family, or `package.module:function` that returns `Components`."""
+    path: str | None = None
+    """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
+    variant: str | None = None
+    """Which transformer of a folder that holds several, such as 480p_t2v; null takes the only one that can be used."""
+    cache_dir: str | None = None
+    """Where prompt embeddings and converted weights are kept; null keeps them in `.sage_fast` inside `path`, or in
+    ~/.cache/sage_fast where `path` is not a folder that can be written to."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the frozen transformer weights. Trained weights are always float32."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
+    CPU."""
+    decode_memory_gib: float | None = 16.0
+    """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
+    is decoded in overlapping tiles. null decodes every video whole."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    kernels: Literal["auto", "reference", "triton"] = "auto"
+    """How the steps of a rollout and the loss are computed: `triton` by the kernels of sage_kernels, `reference` by
+    plain PyTorch, `auto` by Triton on a GPU and PyTorch elsewhere."""
+    forward: Literal["fused", "stock"] = "fused"
+    """`fused` computes diffusers' transformer with packed tokens and the kernels of sage_kernels; `stock` is diffusers'
+    own forward, the reference."""
+    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = "auto"
+    """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
+    here that cannot run is an error."""
+    deterministic: bool = False
+    """Only attention backends whose backward pass gives the same bits every time."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
+    attention's result and recomputes the rest, `full` recomputes everything. `none` takes 73 GB per guidance branch of
+    HunyuanVideo-1.5 at 480x832; the presets for it say `selective`."""
+    offload_activations: bool = False
+    """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
+    adaln: Literal["auto", "weights", "table", "offload"] = "auto"
+    """Where the timestep modulation comes from: `weights` computes it in every forward; `table` computes it once per
+    noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
+    `table` where the AdaLN weights are frozen and `weights` elsewhere."""
+    compile: bool = False
+    """torch.compile the text refiner, which depends on the timestep and is what the kernels leave. One graph serves
+    prompts of every length."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.decode_memory_gib is None or self.decode_memory_gib > 0,
+            "model.decode_memory_gib",
+            self.decode_memory_gib,
+            "null or positive",
+        )
+        if self.forward == "stock":
+            _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
+            _require(
+                self.checkpointing != "selective",
+                "model.checkpointing",
+                self.checkpointing,
+                "none or full with model.forward stock",
+            )
+            for key in ("deterministic", "offload_activations", "compile"):
+                _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
+            _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+
+
+@dataclass(kw_only=True)
+class VideoConfig:
+    """Size of the generated videos, in pixels."""
+
+    num_frames: int = 81
+    """Frames per video."""
+    height: int = 352
+    """Rows."""
+    width: int = 624
+    """Columns."""
+    fps: float = 24.0
+    """Frames per second of the files that are written."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_frames", "height", "width", "fps"):
+            _require(0 < getattr(self, key) < math.inf, f"video.{key}", getattr(self, key), "positive")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Training prompts."""
+
+    prompts: str
+    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts."""
+    shuffle: bool = True
+    """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
+
+
+@dataclass(kw_only=True)
+class SDEWindowConfig:
+    """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
+
+    steps: list[int] | None = None
+    """A fixed set of step indices. Cannot be combined with `size`."""
+    size: int | None = None
+    """Width of a sliding window of steps; null leaves every step stochastic."""
+    start: int = 0
+    """First step of the sliding window at the first update."""
+    stride: int = 1
+    """Steps by which the window moves (0 keeps it in place); it wraps around at the last step."""
+    interval: int = 1
+    """Rollouts between two moves."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.size is not None:
+            raise ConfigError(
+                "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
+                "or size for a sliding window, and leave the other null."
+            )
+        moves = (self.start, self.stride, self.interval) != (0, 1, 1)
+        if self.size is None and moves:
+            raise ConfigError(
+                f"rollout.sde_window.start {self.start}, stride {self.stride} and interval {self.interval} move a "
+                "sliding window, but rollout.sde_window.size is null. Set size, or leave the three at 0, 1 and 1."
+            )
+        _require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
+        _require(self.size is None or self.size >= 1, "rollout.sde_window.size", self.size, "null or at least 1")
+        _require(self.start >= 0, "rollout.sde_window.start", self.start, "at least 0")
+        _require(self.stride >= 0, "rollout.sde_window.stride", self.stride, "at least 0")
+        _require(self.interval >= 1, "rollout.sde_window.interval", self.interval, "at least 1")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """How the videos of an update are sampled."""
+
+    sde_type: SDEType = "sage_grpo"
+    """Sampler of the exploration. `ode` draws no noise, so it cannot be trained with."""
+    num_steps: int = 20
+    """Denoising steps T."""
+    shift: float = 5.0
+    """Timestep shift of the sigma schedule."""
+    eta: float = 0.5
+    """Noise scale of the sampler; 0 is the ODE."""
+    guidance_scale: float = 6.0
+    """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    num_generations: int = 4
+    """Group size G: videos per prompt that compete."""
+    batch_size: int = 4
+    """Videos per rollout on each data-parallel rank; batch_size * ranks must be a multiple of num_generations."""
+    micro_batch_size: int = 1
+    """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
+    bit and the ratio starts at exactly 1."""
+    shared_initial_noise: bool = False
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
+    """Steps that draw noise."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
+        _require(self.shift > 0, "rollout.shift", self.shift, "positive")
+        _require(self.eta >= 0, "rollout.eta", self.eta, "at least 0")
+        _require(self.guidance_scale >= 0, "rollout.guidance_scale", self.guidance_scale, "at least 0")
+        _require(
+            self.num_generations >= 2,
+            "rollout.num_generations",
+            self.num_generations,
+            "at least 2: an advantage compares the videos of one prompt",
+        )
+        _require(self.batch_size >= 1, "rollout.batch_size", self.batch_size, "at least 1")
+        _require(
+            self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
+            "rollout.micro_batch_size",
+            self.micro_batch_size,
+            f"a divisor of rollout.batch_size = {self.batch_size}",
+        )
+        window = self.sde_window
+        _require(
+            window.steps is None or all(0 <= i < self.num_steps for i in window.steps),
+            "rollout.sde_window.steps",
+            window.steps,
+            f"a list of indices in 0..{self.num_steps - 1} (rollout.num_steps = {self.num_steps})",
+        )
+        _require(
+            window.size is None or window.size <= self.num_steps,
+            "rollout.sde_window.size",
+            window.size,
+            f"at most rollout.num_steps = {self.num_steps}",
+        )
+        _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    normalization: Literal["sum", "per_reward"] = "sum"
+    """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`: normalise each, then sum."""
+    std: Literal["group", "global"] = "group"
+    """Divide by the population std of the prompt's group, or of the whole batch."""
+    clip: float = 5.0
+    """Advantages are clamped to +-clip."""
+    eps: float = 1e-6
+    """Added to the std. A group with no spread gives zero advantages whatever eps is."""
+
+    def __post_init__(self) -> None:
+        _require(self.clip > 0, "advantage.clip", self.clip, "positive")
+        _require(self.eps >= 0, "advantage.eps", self.eps, "at least 0")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """What is maximised."""
+
+    rewards: list[str] = field(default_factory=lambda: ["toy"])
+    """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments per entry of `rewards`."""
+    weights: dict[str, float] = field(default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0})
+    """Score name -> weight. Scores without a weight are logged, not trained on."""
+    on_failure: Literal["stop", "drop_group"] = "stop"
+    """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out of the update.
+    In the paired evaluation it always ends the run, after the update has been saved."""
+    placement: Literal["inline", "process"] = "inline"
+    """`inline` scores between two rollouts; `process` scores in a process of its own, while the policy samples the next
+    videos. The scores are the same."""
+    device: str | None = None
+    """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
+    a policy on cuda:0; null leaves it to each reward."""
+    queue_size: int = 2
+    """Batches of videos that are with the process at once, the one being scored included; a rollout that is further
+    ahead waits. Each is in memory, as bytes."""
+    timeout_seconds: float = 1800.0
+    """Longest that the process may take to set its rewards up, and to score one batch."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
+        _require(any(self.weights.values()), "reward.weights", self.weights, "at least one non-zero weight")
+        unknown = set(self.options) - set(self.rewards)
+        if unknown:
+            raise ConfigError(
+                f"reward.options has an entry for {sorted(unknown)}, which reward.rewards = {self.rewards} lacks. "
+                "Add it there or remove its options."
+            )
+        _require(1 <= self.queue_size <= 32, "reward.queue_size", self.queue_size, "in 1 .. 32")
+        _require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "positive")
+        if self.placement == "inline" and (self.queue_size, self.timeout_seconds) != (2, 1800.0):
+            raise ConfigError(
+                f"reward.queue_size {self.queue_size} and reward.timeout_seconds {self.timeout_seconds} belong to a "
+                "process of its own. Set reward.placement to process, or leave the two at 2 and 1800."
+            )
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on the transformer blocks."""
+
+    rank: int = 32
+    """Rank of the adapters."""
+    alpha: float | None = None
+    """Scale numerator (scale = alpha / rank); null means alpha = rank."""
+    target_modules: list[str] = field(
+        default_factory=lambda: [
+            "attn.to_q",
+            "attn.to_k",
+            "attn.to_v",
+            "attn.to_out.0",
+            "attn.add_q_proj",
+            "attn.add_k_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+        ]
+    )
+    """Names of the linear layers inside each transformer block that get an adapter. Layers that cannot influence the
+    video (the last block's text output) are left out by themselves."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        _require(self.alpha is None or self.alpha > 0, "lora.alpha", self.alpha, "null or positive")
+        _require(bool(self.target_modules), "lora.target_modules", self.target_modules, "a non-empty list")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning rate."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    """`muon` (torch.optim.Muon for matrices, AdamW for everything else) or `adamw`."""
+    learning_rate: float = 1e-5
+    """Learning rate after warm-up."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's running averages."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self) -> None:
+        _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
+        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
+        _require(self.warmup_updates >= 0, "optimizer.warmup_updates", self.warmup_updates, "at least 0")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
+        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
+        _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "in [0, 1)")
+        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "positive")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The training loop."""
+
+    num_updates: int = 200
+    """Optimizer updates in all."""
+    mode: Literal["lora", "full"] = "lora"
+    """Train adapters, or every weight that influences the video. `full` keeps float32 weights; it computes in
+    float32, or in distributed.param_dtype where FSDP2 gathers them."""
+    update: Literal["two_phase", "single_pass"] = "two_phase"
+    """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
+    the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
+    adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
+    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
+    guidance: Literal["paired", "split", "conditional"] = "paired"
+    """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
+    `conditional` differentiates the conditional branch alone, g dv_c in place of g dv_c + (1 - g) dv_u: half the
+    backward passes, half the memory, and another gradient than the objective's."""
+    updates_per_rollout: int = 1
+    """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
+    timestep_fraction: float = 1.0
+    """Share of the trainable steps of each video that is trained, at least one."""
+    permute_timesteps: bool = True
+    """Visit each video's steps in its own random order."""
+    anchor_interval: int = 10
+    """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_updates >= 1, "training.num_updates", self.num_updates, "at least 1")
+        _require(self.updates_per_rollout >= 1, "training.updates_per_rollout", self.updates_per_rollout, "at least 1")
+        _require(
+            self.num_updates % self.updates_per_rollout == 0,
+            "training.num_updates",
+            self.num_updates,
+            f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
+        )
+        _require(0 < self.timestep_fraction <= 1, "training.timestep_fraction", self.timestep_fraction, "in (0, 1]")
+        _require(self.anchor_interval >= 1, "training.anchor_interval", self.anchor_interval, "at least 1")
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"
+        )
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """The paired evaluation: the same prompts and the same noise before and after, by the ODE sampler."""
+
+    prompts: str | None = None
+    """Prompt file; null evaluates on the training prompts."""
+    num_prompts: int | None = None
+    """Use only the first so many prompts."""
+    every: int = 20
+    """Updates between evaluations; 0 turns evaluation off."""
+    num_steps: int | None = None
+    """Denoising steps; null takes the rollout's."""
+    batch_size: int = 1
+    """Videos that go through the model at once."""
+    seed: int = 1_000_003
+    """Seed of the evaluation noise, apart from the training noise."""
+    num_samples: int = 4
+    """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "evaluation.every", self.every, "at least 0")
+        _require(
+            self.num_prompts is None or self.num_prompts >= 2, "evaluation.num_prompts", self.num_prompts, "at least 2"
+        )
+        _require(self.num_steps is None or self.num_steps >= 2, "evaluation.num_steps", self.num_steps, "at least 2")
+        _require(self.batch_size >= 1, "evaluation.batch_size", self.batch_size, "at least 1")
+        _require(self.num_samples >= 0, "evaluation.num_samples", self.num_samples, "at least 0")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is kept to resume from."""
+
+    every: int = 10
+    """Updates between checkpoints; the last update is always saved."""
+    keep_last: int = 3
+    """Checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
+    is reported at the next checkpoint or at the end."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
+        _require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project; needs `pip install wandb`."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """GRPO post-training of a text-to-video model."""
+
+    output_dir: str
+    """Run directory: metrics.jsonl, config.yaml, checkpoints/, samples/, reward.png."""
+    data: DataConfig
+    """Training prompts."""
+    seed: int = 0
+    """Every random number of the run is a function of it."""
+    resume: str = "none"
+    """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
+    a path goes on from that checkpoint."""
+    num_threads: int | None = None
+    """CPU threads of torch; null leaves torch's default."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model."""
+    video: VideoConfig = field(default_factory=VideoConfig)
+    """Video size."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Advantages."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """Objective."""
+    kl_weight: KLWeightSettings = field(default_factory=KLWeightSettings)
+    """Weight lambda of the KL terms: warm-up and feedback."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Rewards."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters (training.mode lora)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training loop."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation and samples."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Loggers."""
+    distributed: DistributedSettings = field(default_factory=DistributedSettings)
+    """Processes and how they share the work; they are started by torchrun or SLURM."""
+
+    def __post_init__(self) -> None:
+        _require_finite(asdict(self))
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "in 0 .. 2^63 - 1")
+        _require(
+            self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"
+        )
+        _require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
+        if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
+            raise ConfigError(
+                f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
+                "policy has no log-probability and nothing can be trained. Choose sage_grpo, dance_grpo, flow_grpo or "
+                "cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+            )
+        if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
+            raise ConfigError(
+                "training.guidance conditional differentiates the conditional branch, which has no part in the "
+                "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
+            )
+        if self.training.update == "single_pass":
+            self._check_single_pass()
+        self._check_engine()
+        if self.model.adaln in ("table", "offload"):
+            self._check_frozen_adaln()
+
+    def _check_single_pass(self) -> None:
+        """A gradient taken during the rollout needs room per video, one video at a time and the rollout's policy."""
+        training = self.training
+        if training.mode != "lora":
+            raise ConfigError(
+                f"training.update single_pass keeps a copy of the trained weights per video, but training.mode is "
+                f"{training.mode!r} (33 GB per video for 8.3 B weights, 0.2 GB for adapters of rank 32). Set "
+                "training.mode to lora, or training.update to two_phase."
+            )
+        if training.updates_per_rollout != 1:
+            raise ConfigError(
+                "training.update single_pass takes the gradient at the policy that makes the rollout, but "
+                f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
+                "two_phase."
+            )
+        if self.rollout.micro_batch_size != 1:
+            raise ConfigError(
+                "training.update single_pass collects a gradient per video, but rollout.micro_batch_size is "
+                f"{self.rollout.micro_batch_size}. Set it to 1, or training.update to two_phase."
+            )
+
+    def _check_engine(self) -> None:
+        """What the engines cannot do."""
+        if self.distributed.engine == "deepspeed" and self.training.update == "single_pass":
+            raise ConfigError(
+                "training.update single_pass takes gradients of single videos, but distributed.engine deepspeed sums "
+                "them as they are made. Set training.update to two_phase, or the engine to fsdp."
+            )
+        if self.distributed.param_dtype != "float32" and self.training.mode != "full":
+            raise ConfigError(
+                f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
+                "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
+            )
+
+    def _check_frozen_adaln(self) -> None:
+        """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
+        trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
+        given = f"model.adaln is {self.model.adaln!r}, which needs frozen AdaLN weights, but "
+        if self.training.mode == "full":
+            raise ConfigError(
+                f"{given}training.mode full trains them. Set model.adaln to auto or weights, or training.mode to lora."
+            )
+        if trained:
+            raise ConfigError(
+                f"{given}lora.target_modules has {', '.join(trained)}. Set model.adaln to auto or weights, or leave "
+                "them out of lora.target_modules."
+            )
+
+
+def check_batch(batch_size: int, dp_degree: int, num_generations: int) -> None:
+    """A group must be complete within one rollout of all ranks.
+
+    Raises ConfigError unless batch_size * dp_degree is a multiple of num_generations.
+    """
+    total = batch_size * dp_degree
+    if total % num_generations:
+        step = next(
+            b for b in range(batch_size, batch_size + num_generations + 1) if b * dp_degree % num_generations == 0
+        )
+        raise ConfigError(
+            f"rollout.batch_size {batch_size} * {dp_degree} data-parallel rank(s) = {total} videos per rollout is not "
+            f"a multiple of rollout.num_generations = {num_generations}, so a prompt's group would be incomplete. "
+            f"Set rollout.batch_size to {step}, or choose another group size."
+        )
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain nested dict of the resolved configuration."""
+    return asdict(config)
+
+
+def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Values of nested dicts by dotted key, tuples as the lists that files make of them.
+
+    Args:
+        whole: dotted keys of dicts that count as one value.
+
+    Example: `by_dotted_key({"a": {"b": 1}})` is `{"a.b": 1}`.
+    """
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in whole:
+            result |= by_dotted_key(value, whole, f"{key}.")
+        else:
+            result[key] = list(value) if isinstance(value, tuple) else value
+    return result

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO-2 and 3 as the engine of a run."""

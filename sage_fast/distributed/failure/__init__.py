@@ -1,0 +1,1 @@
+"""What notices that ranks disagree, died or hang, and says which."""

@@ -1,0 +1,1 @@
+"""Attention of any transformer: the backends, and the libraries some of them need."""

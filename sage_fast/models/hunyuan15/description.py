@@ -1,0 +1,161 @@
+"""What a model family says of its model before anything is loaded: the planner's view of it.
+
+`sage_fast.config.registry.DESCRIPTIONS` names one function per family that returns a `ModelDescription`; a family of
+your own has a function `describe_model` in the module that `model.family` names.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hunyuan15.requirements import local_folder
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
+
+HUNYUAN_VIDEO_15: dict[str, Any] = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_theta": 256.0,
+    "rope_axes_dim": (16, 56, 56),
+    "target_size": 640,
+    "task_type": "t2v",
+    "use_meanflow": False,
+}
+"""The published text-to-video transformer, 8,326,608,160 parameters."""
+
+TEXT_TOKENS = 250
+"""Tokens of a prompt of a long sentence or two."""
+
+VAE_GB, TEXT_ENCODER_GB = 2.5, 14.2
+"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How some videos are decoded at once, and the activations that takes.
+
+    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in tiles.
+    """
+
+    peak_bytes: float
+    tiled: bool = False
+
+
+@cache
+def _published_decoder() -> VAEDecoder:
+    """The published video autoencoder without memory for its weights."""
+    with torch.device("meta"):
+        return VAEDecoder(AutoencoderKLHunyuanVideo15())
+
+
+def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
+    """Cost of decoding a micro-batch as `VAEDecoder` does it: as many videos at once as the budget allows, or tiles."""
+    decoder = _published_decoder()
+    size = latent[1], latent[2], latent[3]
+    half = on_gpu if model.vae_dtype == "auto" else model.vae_dtype != "float32"
+    # `decode_bytes` counts in the autoencoder's type, which is float32 on the meta device.
+    whole = decode_bytes(decoder.vae, size) * (0.5 if half else 1.0)
+    together, tile = 1, whole
+    if model.decode_memory_gib is not None:
+        together = min(videos, int(model.decode_memory_gib * 2**30 / whole))
+        rows = min(size[1], decoder.vae.tile_latent_min_height)
+        columns = min(size[2], decoder.vae.tile_latent_min_width)
+        tile = whole * rows * columns / (size[1] * size[2])
+    return Decoding(peak_bytes=together * whole if together else tile, tiled=together == 0)
+
+
+def vae_decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> float:
+    """FLOPs that torch counts in decoding one video, on the meta device: 813e12 for 81 frames of 480x832, whole."""
+    vae = _published_decoder().vae
+    channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
+    if not tiled:
+        return _decode_flops((channels, frames, height, width))
+    rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
+    # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
+    row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
+    return float(
+        sum(
+            _decode_flops((channels, frames, min(rows, height - top), min(columns, width - left)))
+            for top in range(0, height, row_step)
+            for left in range(0, width, column_step)
+        )
+    )
+
+
+@cache
+def _decode_flops(latent: tuple[int, int, int, int]) -> int:
+    vae = _published_decoder().vae
+    vae.use_tiling = False
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae.decode(torch.empty(1, *latent, device="meta"))
+    return int(counter.get_total_flops())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model to plan for. The defaults are the published HunyuanVideo-1.5.
+
+    transformer: `config.json` of diffusers' class. text_tokens: of a prompt and of the empty prompt alike.
+    latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
+    decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
+    decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
+    decoder_gb, encoder_gb: weights of the video decoder and of the largest prompt encoder, in 1e9 bytes.
+
+    Example: `ModelDescription()` is the 8.3 B model.
+    """
+
+    transformer: Mapping[str, Any] = field(default_factory=lambda: dict(HUNYUAN_VIDEO_15))
+    text_tokens: int = TEXT_TOKENS
+    latent_shape: Callable[[int, int, int], tuple[int, int, int, int]] = field(
+        default_factory=lambda: _published_decoder().latent_shape
+    )
+    decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding] = field(default=vae_decoding)
+    decode_flops: Callable[[tuple[int, int, int, int], bool], float] = field(default=vae_decode_flops)
+    decoder_gb: float = VAE_GB
+    encoder_gb: float = TEXT_ENCODER_GB
+
+    @property
+    def width(self) -> int:
+        """Hidden size D."""
+        return int(self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+
+def describe_model(model: ModelConfig) -> ModelDescription:
+    """HunyuanVideo-1.5: the transformer of `model.path` where that is here in diffusers' layout, else the published."""
+    folder = local_folder(model.path) if model.path else None
+    file = folder / "transformer" / "config.json" if folder else None
+    if file is None or not file.is_file():
+        return ModelDescription()
+    transformer = HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8")))
+
+    def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        _, *size = _published_decoder().latent_shape(num_frames, height, width)
+        return int(transformer["out_channels"]), size[0], size[1], size[2]
+
+    return ModelDescription(transformer=transformer, latent_shape=latent_shape)
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without diffusers' own entries, such as `_class_name`."""
+    return {key: value for key, value in config.items() if not key.startswith("_")}

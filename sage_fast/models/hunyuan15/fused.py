@@ -1,0 +1,539 @@
+"""The fused forward of HunyuanVideo-1.5 over diffusers' own class and weights, for text-to-video.
+
+    from sage_fast import accelerate
+
+    acceleration = accelerate(pipe.transformer)     # this instance only
+    pipe("a red fox", ...)
+    acceleration.undo()
+
+The forward of the instance and of its blocks is replaced; class, parameters, their names and `state_dict` stay, so LoRA
+adapters, `save_pretrained` and FSDP work as before. What is computed is what diffusers computes, without what a
+text-to-video model does not need: padded text, the zero image tokens and with them the mask, the zero condition
+channels, and the last block's text output. Timesteps stay float32.
+
+Samples whose prompts have as many tokens run as one dense batch; a batch of ragged prompts runs as several.
+
+Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D width.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.hunyuan15.block import (
+    BlockSettings,
+    Checkpointing,
+    JointAttention,
+    LocalAttention,
+    block_forward,
+    read_block,
+)
+from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
+from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
+from sage_fast.models.hunyuan15.transformer_kernels import Choice, TransformerKernels, select_transformer_kernels
+from sage_fast.records import PromptEmbeds
+
+logger = logging.getLogger(__name__)
+
+AdaLN = Literal["auto", "weights", "table", "offload"]
+
+
+_WEAK_CACHES = ("_glyphs", "_masks", "_images")
+
+
+class SequenceLayout(Protocol):
+    """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
+
+    The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
+    exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
+    """
+
+    def split(self, tokens: Tensor, dim: int) -> Tensor:
+        """This rank's share of all video tokens, which lie along `dim`; differentiable."""
+        ...
+
+    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
+        """All `num_video` video tokens from the ranks' shares; differentiable."""
+        ...
+
+    def attention(self, local: JointAttention, num_video: int) -> JointAttention:
+        """What the blocks of a video of so many tokens attend with; `local` is attention on one device."""
+        ...
+
+
+class Acceleration:
+    """The fused forward of one transformer; `undo` restores diffusers' own. Made by `accelerate`."""
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        *,
+        attention: str,
+        kernels: Choice,
+        checkpointing: Checkpointing,
+        deterministic: bool,
+        offload_activations: bool,
+        adaln: AdaLN,
+        compile: bool,
+    ) -> None:
+        self.transformer = transformer
+        self.blocks: list[Any] = list(transformer.transformer_blocks)
+        self.attention_choice, self.deterministic = attention, deterministic
+        self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
+        self.sequence: SequenceLayout | None = None
+        """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
+        self.adaln = adaln
+        self.table: ModulationTable | None = None
+        self.rotary: tuple[Tensor, Tensor]
+        """cos and sin of the video tokens of the forward that runs, those that are computed here."""
+        self.num_video = 0
+        """Video tokens of the forward that runs, on all ranks that share them."""
+        self._settings: dict[tuple[Any, ...], BlockSettings] = {}
+        self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._glyphs = WeakTensorKeyDictionary()
+        self._masks = WeakTensorKeyDictionary()
+        self._images = WeakTensorKeyDictionary()
+        # One graph for prompts of every length: with another one for each, rollout and update could differ in rounding.
+        self._refine = torch.compile(transformer.context_embedder, dynamic=True) if compile else None
+        if adaln in ("table", "offload") and not can_tabulate(transformer):
+            raise ValueError(
+                f"adaln is {adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
+                "norm1_context.linear) are trained, sharded, or carry an adapter, so their output is no table. Freeze "
+                "them first, or choose auto."
+            )
+        if adaln == "offload":
+            self.table = self._make_table(offload=True)
+
+    # ------------------------------------------------------------------------------------------------- switching
+
+    def install(self) -> None:
+        """Replace the forward of this instance and of its blocks, and lay query, key and value weights together.
+
+        ValueError where somebody else has replaced a forward before.
+        """
+        for name, module in self.transformer.named_modules():
+            if "forward" in module.__dict__ and (module is self.transformer or name.startswith("transformer_blocks")):
+                raise ValueError(
+                    f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
+                    "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
+                )
+        for block in self.blocks:
+            for layers in _stackable(block):
+                stack_weights(layers)
+            block.forward = partial(_fused_block, block)
+            block._acceleration = self
+        transformer: Any = self.transformer
+        transformer.forward = partial(_fused_forward, transformer)
+        transformer._acceleration = self
+
+    def undo(self) -> None:
+        """Restore diffusers' forward. Weights keep their values, names and devices.
+
+        ValueError where a hook was put around the fused forward since; remove it first.
+        """
+        for module in (self.transformer, *self.blocks):
+            if getattr(module.__dict__.get("forward"), "func", None) not in (_fused_forward, _fused_block):
+                raise ValueError(
+                    "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
+                    "hook. Remove the hook, then undo."
+                )
+        if self.table is not None:
+            self.table.restore(self.transformer.device)
+        transformer: Any = self.transformer
+        for module in (transformer, *self.blocks):
+            for name in ("forward", "_acceleration"):
+                module.__dict__.pop(name, None)
+        for block in self.blocks:
+            for layers in _stackable(block):
+                unstack_weights(layers)
+
+    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
+        """How blocks are computed for tensors of a device and dtype."""
+        checkpointing: Checkpointing = self.checkpointing
+        if checkpointing == "none" and self.transformer.gradient_checkpointing:
+            checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
+        # Blocks keep their settings for the backward, so what they exchange by is that of their own forward.
+        sequence = None if self.sequence is None else (self.sequence, self.num_video)
+        key = (device, dtype, checkpointing, sequence)
+        if key not in self._settings:
+            kernels = select_transformer_kernels(self.kernels_choice, device, dtype)
+            backend = resolve_backend(
+                self.attention_choice,
+                device=device,
+                dtype=dtype,
+                head_dim=self.transformer.config["attention_head_dim"],
+                deterministic=self.deterministic,
+            )
+            attention: JointAttention = LocalAttention(backend, self.deterministic)
+            if self.sequence is not None:
+                attention = self.sequence.attention(attention, self.num_video)
+            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload)
+        return self._settings[key]
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        """Velocity of B samples; prompts of one length run together.
+
+        Args:
+            latents: (B, C', F, H, W); C' is the model's in_channels, or its latent channels alone.
+            timestep: (B,) float32 sigma * 1000. On the CPU it is known without waiting for the GPU.
+            prompts: B records.
+
+        Returns:
+            (B, C, F, H, W) in the weights' dtype.
+        """
+        # Products write into given memory, which autocast does not follow; the weights' dtype is what counts.
+        device = self.transformer.device.type
+        with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+            return self._grouped(latents, timestep, prompts)
+
+    def _grouped(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
+        if len(groups) == 1:
+            return self._dense(latents, timestep, prompts)
+        rows = [row for group in groups.values() for row in group]
+        parts = [
+            self._dense(latents[group], timestep[group], [prompts[row] for row in group]) for group in groups.values()
+        ]
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        return torch.cat(parts)[order]
+
+    def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        transformer: Any = self.transformer
+        weight = transformer.x_embedder.proj.weight
+        device, dtype = weight.device, weight.dtype
+        known = timestep.tolist() if timestep.device.type == "cpu" else None
+        timestep = timestep.to(device, torch.float32, non_blocking=True)
+        activated = self.embed_time(timestep)
+        text = self.embed_text(prompts, timestep, dtype)
+        x = self.embed_latents(latents.to(dtype))
+        cos, sin = self.rope(latents)
+        self.num_video = x.shape[1]
+        if self.sequence is not None:
+            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
+        table = self.modulation(known, timestep)
+        # Not through the blocks' arguments, which FSDP may cast to bfloat16.
+        self.rotary = cos, sin
+        for index, block in enumerate(self.blocks):
+            modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
+            x, text = block(x, text, activated, *modulations)
+        tokens = self.project_out(x, activated)
+        if self.sequence is not None:
+            tokens = self.sequence.join(tokens, 1, self.num_video)
+        return self.unpatchify(tokens, latents.shape[2:])
+
+    def embed_time(self, timestep: Tensor) -> Tensor:
+        """silu of the time embedding, (B, D), of timesteps (B,) float32."""
+        embed: Any = self.transformer.time_embed
+        weight = embed.timestep_embedder.linear_1.weight
+        return F.silu(embed.timestep_embedder(embed.time_proj(timestep).to(weight.dtype)))
+
+    def embed_latents(self, latents: Tensor) -> Tensor:
+        """(B, C', F, H, W) to video tokens (B, N, D). Condition channels that are not given are zero."""
+        embedder: Any = self.transformer.x_embedder
+        proj: nn.Conv3d = embedder.proj
+        channels = latents.shape[1]
+        if proj.kernel_size == (1, 1, 1):
+            return F.linear(latents.flatten(2).transpose(1, 2), proj.weight.flatten(1)[:, :channels], proj.bias)
+        if channels < proj.in_channels:
+            missing = latents.new_zeros(latents.shape[0], proj.in_channels - channels, *latents.shape[2:])
+            latents = torch.cat([latents, missing], dim=1)
+        return embedder(latents)
+
+    def embed_text(self, prompts: Sequence[PromptEmbeds], timestep: Tensor, dtype: torch.dtype) -> Tensor:
+        """Text tokens (B, L, D): glyph tokens, then the language model's, refined with the timestep."""
+        transformer: Any = self.transformer
+        device = timestep.device
+        texts = torch.stack([p.text.to(device, dtype) for p in prompts])
+        refine = transformer.context_embedder if self._refine is None else self._refine
+        kind = transformer.cond_type_embed.weight
+        text = refine(texts, timestep, None) + kind[0]
+        if prompts[0].glyph.shape[0] == 0:
+            return text
+        glyphs = torch.stack([self._embed_glyph(p.glyph, device, dtype) for p in prompts])
+        return torch.cat([glyphs, text], dim=1)
+
+    def _embed_glyph(self, glyph: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """ByT5 tokens (Lg, Dg) projected to (Lg, D); kept per prompt while the weights are frozen."""
+        transformer: Any = self.transformer
+        weights = [*transformer.context_embedder_2.parameters(), transformer.cond_type_embed.weight]
+        frozen = not any(p.requires_grad for p in weights) and not torch.is_inference_mode_enabled()
+        version = (device, dtype, _version(glyph), *((id(p), p._version) for p in weights)) if frozen else None
+        found = self._glyphs.get(glyph) if frozen else None
+        if frozen and found is not None and found[0] == version:
+            return found[1]
+        result = transformer.context_embedder_2(glyph.to(device, dtype)) + transformer.cond_type_embed.weight[1]
+        if frozen:
+            self._glyphs[glyph] = version, result
+        return result
+
+    def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (N, head dim) float32, of a latent size."""
+        key = (*latents.shape[2:], self.transformer.device)
+        if key not in self._rope:
+            with torch.inference_mode(False), torch.no_grad():
+                self._rope[key] = self.transformer.rope(torch.empty(latents.shape, device=self.transformer.device))
+        return self._rope[key]
+
+    def _make_table(self, *, offload: bool) -> ModulationTable:
+        transformer: Any = self.transformer
+        return ModulationTable(self.blocks, self.embed_time, transformer.time_embed, offload=offload)
+
+    def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
+        """Modulation of all blocks from the table, (2 K, B, 6 D); None where blocks compute their own."""
+        if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
+            return None
+        if not can_tabulate(self.transformer):
+            raise ValueError(
+                f"adaln is {self.adaln!r}, but the AdaLN weights are no longer frozen. Freeze them, or accelerate "
+                "with adaln='auto'."
+            )
+        if self.table is None:
+            self.table = self._make_table(offload=False)
+        return self.table.lookup(timestep.tolist() if known is None else known, timestep.device)
+
+    def forget(self) -> None:
+        """Drop what was computed from frozen weights. Needed after writing to them through `.data`, which leaves no
+        trace; every other change of weights is seen.
+        """
+        if self.table is not None:
+            self.table.forget()
+        self._glyphs.clear()
+
+    def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
+        """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
+        transformer: Any = self.transformer
+        norm = transformer.norm_out
+        scale, shift = norm.linear(activated).chunk(2, dim=1)
+        kernels: TransformerKernels = self.settings(x.device, x.dtype).kernels
+        result: Tensor = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
+        return result
+
+    def unpatchify(self, tokens: Tensor, size: Sequence[int]) -> Tensor:
+        """(B, N, C * patch) to (B, C, F, H, W)."""
+        p_t, p = self.transformer.config["patch_size_t"], self.transformer.config["patch_size"]
+        grid = size[0] // p_t, size[1] // p, size[2] // p
+        patches = tokens.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
+        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    # ------------------------------------------------------------------------------ diffusers' padded conventions
+
+    def unpad(
+        self, text: Tensor, mask: Tensor, glyph: Tensor | None, glyph_mask: Tensor | None, image: Tensor | None
+    ) -> list[PromptEmbeds]:
+        """Padded conditions with masks, as diffusers' pipeline passes them, to records of valid tokens.
+
+        Waits for the GPU once per mask tensor, not once per step.
+
+        Raises:
+            ValueError: image tokens that are not zero.
+        """
+        if image is not None and image.shape[1] and not self._is_zero(image):
+            raise ValueError(
+                "The fused forward is for text-to-video, and image_embeds is not zero. Undo the acceleration for "
+                "image-to-video."
+            )
+        texts = self._valid(text, mask)
+        if glyph is None or glyph_mask is None:
+            glyphs = [text.new_zeros(0, self.transformer.config["text_embed_2_dim"])] * len(texts)
+        else:
+            glyphs = self._valid(glyph, glyph_mask)
+        return [PromptEmbeds(text=t, glyph=g) for t, g in zip(texts, glyphs, strict=True)]
+
+    def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
+        version = _version(mask)
+        found = self._masks.get(mask)
+        if found is None or version is None or found[0] != version:
+            found = version, [row.nonzero().flatten() for row in mask.bool()]
+            self._masks[mask] = found
+        return [row.index_select(0, index) for row, index in zip(tokens, found[1], strict=True)]
+
+    def _is_zero(self, image: Tensor) -> bool:
+        version = _version(image)
+        found = self._images.get(image)
+        if found is None or version is None or found[0] != version:
+            found = version, not bool(image.any())
+            self._images[image] = found
+        return found[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: caches hold tensors by identity and are left behind."""
+        own = {name: value for name, value in self.__dict__.items() if name not in _WEAK_CACHES}
+        return own | {"_settings": {}, "_rope": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, **{name: WeakTensorKeyDictionary() for name in _WEAK_CACHES})
+
+
+def accelerate(
+    transformer: HunyuanVideo15Transformer3DModel,
+    *,
+    attention: str = "auto",
+    kernels: Choice = "auto",
+    checkpointing: Checkpointing = "none",
+    deterministic: bool = False,
+    offload_activations: bool = False,
+    adaln: AdaLN = "auto",
+    compile: bool = False,
+) -> Acceleration:
+    """Give one transformer the fused forward, for training and for generating.
+
+    Its signature stays diffusers'; besides, `prompts` (a list of `PromptEmbeds`) may stand for all conditions, with
+    `hidden_states` the float32 latents alone.
+
+    Args:
+        transformer: a text-to-video HunyuanVideo-1.5, with or without LoRA adapters.
+        attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
+        kernels: `triton`, `reference` (plain PyTorch), or `auto`.
+        checkpointing: what blocks keep for the backward pass, see `block.py`.
+        deterministic: only attention backends whose backward gives the same bits every time.
+        offload_activations: keep it in CPU memory.
+        adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
+        compile: torch.compile the text refiner.
+
+    Returns:
+        The handle whose `undo()` restores diffusers' forward.
+
+    Raises:
+        ValueError: a variant of the model that is not supported, or options that cannot be had.
+    """
+    config = transformer.config
+    if "_acceleration" in transformer.__dict__:
+        raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")
+    if config["use_meanflow"]:
+        raise ValueError("The model is a MeanFlow variant (use_meanflow), which the fused forward does not compute.")
+    if config["qk_norm"] != "rms_norm":
+        raise ValueError(f"qk_norm is {config['qk_norm']!r}; the fused forward computes 'rms_norm'.")
+    acceleration = Acceleration(
+        transformer,
+        attention=attention,
+        kernels=kernels,
+        checkpointing=checkpointing,
+        deterministic=deterministic,
+        offload_activations=offload_activations,
+        adaln=adaln,
+        compile=compile,
+    )
+    weight = next(transformer.parameters())
+    if weight.device.type != "meta":
+        # Options that cannot be had are refused now, not in the middle of a run.
+        acceleration.settings(weight.device, transformer.dtype)
+    acceleration.install()
+    return acceleration
+
+
+def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig) -> Acceleration | None:
+    """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
+
+    Returns:
+        The handle whose `undo()` restores diffusers' forward, as is needed before an adapter is added; None for stock.
+
+    Raises:
+        ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
+        not support.
+    """
+    if model.forward == "stock":
+        if model.checkpointing == "full":
+            transformer.enable_gradient_checkpointing()
+        return None
+    return accelerate(
+        transformer,
+        attention=model.attention,
+        kernels=model.kernels,
+        checkpointing=model.checkpointing,
+        deterministic=model.deterministic,
+        offload_activations=model.offload_activations,
+        adaln=model.adaln,
+        compile=model.compile,
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Counts in-place changes; None for tensors made in inference mode, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _stackable(block: nn.Module) -> list[list[nn.Linear]]:
+    """Layers of a block that share their input."""
+    attn: Any = block.attn
+    groups = [attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+    return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
+
+
+def _fused_block(
+    self: Any,
+    x: Tensor,
+    text: Tensor,
+    activated: Tensor,
+    modulation: Tensor | None,
+    text_modulation: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
+    acceleration: Acceleration = self._acceleration
+    if modulation is None or text_modulation is None:
+        video_layer, text_layer = adaln_layers(self)
+        modulation, text_modulation = video_layer(activated), text_layer(activated)
+    streams, flat = read_block(self, last=self is acceleration.blocks[-1])
+    settings = acceleration.settings(x.device, x.dtype)
+    return block_forward(settings, streams, flat, x, text, modulation, text_modulation, *acceleration.rotary)
+
+
+def _fused_forward(
+    self: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    timestep_r: Tensor | None = None,
+    encoder_hidden_states_2: Tensor | None = None,
+    encoder_attention_mask_2: Tensor | None = None,
+    image_embeds: Tensor | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    *,
+    prompts: Sequence[PromptEmbeds] | None = None,
+) -> Any:
+    """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
+    acceleration: Acceleration = self._acceleration
+    if timestep_r is not None:
+        raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")
+    if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"timestep is {timestep.dtype}, and rounded so it is another noise level. Pass float32; with FSDP2, use "
+            "MixedPrecisionPolicy(cast_forward_inputs=False)."
+        )
+    if prompts is None:
+        if encoder_hidden_states is None or encoder_attention_mask is None:
+            raise ValueError("Give encoder_hidden_states and encoder_attention_mask, or prompts.")
+        prompts = acceleration.unpad(
+            encoder_hidden_states,
+            encoder_attention_mask,
+            encoder_hidden_states_2,
+            encoder_attention_mask_2,
+            image_embeds,
+        )
+    scale = (attention_kwargs or {}).get("scale", 1.0)
+    if scale != 1.0:
+        from diffusers.utils import scale_lora_layers, unscale_lora_layers
+
+        scale_lora_layers(self, scale)
+    try:
+        sample = acceleration.forward(hidden_states, timestep, prompts)
+    finally:
+        if scale != 1.0:
+            unscale_lora_layers(self, scale)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

@@ -1,0 +1,390 @@
+"""HunyuanVideo-1.5 from the public checkpoints: the model family `hunyuan15`.
+
+`model.path` is one of
+
+* a folder as diffusers saves a `HunyuanVideo15Pipeline`: transformer/, vae/, text_encoder/, tokenizer/, ...;
+* the id of such a repository on the Hugging Face hub, downloaded into its cache, or taken from there when offline;
+* the official `ckpts/` folder, whose transformer, VAE and glyph encoder are converted once (`official_layout.py`).
+"""
+
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from safetensors import SafetensorError, safe_open
+
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.family import Components
+from sage_fast.models.hunyuan15.official_layout import convert_glyph_encoder, convert_transformer, convert_vae
+from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled or 720p_t2v_distilled"
+
+SHIFTS = {"480p": 5.0, "720p": 9.0}
+"""Timestep shift of the text-to-video models by resolution; https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5."""
+
+_PARTS = {
+    "transformer": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "text_encoder_2": "model",
+}
+"""Folders with weights in diffusers' layout, and the stem of their files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that is whole and can be trained.
+
+    root: folder of its parts. variant: the transformer of the official layout, such as 480p_t2v; None in diffusers'
+    layout. guidance_distilled: the file that says that guidance is distilled into the weights, or None. shift: the
+    timestep shift it was published with, or None where nothing says.
+
+    Example: `Checkpoint(root=Path("ckpts"), variant="480p_t2v", guidance_distilled=None, shift=5.0)`
+    """
+
+    root: Path
+    variant: str | None
+    guidance_distilled: str | None
+    shift: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFiles:
+    """Folders of a checkpoint's parts, each readable by `from_pretrained`.
+
+    Example: in diffusers' layout `transformer` is `<model.path>/transformer`.
+    """
+
+    transformer: Path
+    vae: Path
+    text_encoder: Path
+    tokenizer: Path
+    glyph_encoder: Path
+    glyph_tokenizer: Path
+
+
+def load_components(model: ModelConfig) -> Components:
+    """Load the transformer and the VAE, and prepare the prompt encoders, which load themselves when they are needed.
+
+    The transformer is read straight into `model.dtype`. Everything is on the CPU.
+
+    Raises:
+        ValueError: files are missing or damaged (the message names the file and the command that gets it), or the
+            weights are of a variant that cannot be trained from text alone.
+        OSError: a folder cannot be written to.
+    """
+    cache = cache_folder(model)
+    checkpoint = find_checkpoint(model)
+    files = checkpoint_files(checkpoint, cache)
+    dtype = getattr(torch, model.dtype)
+    on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
+    vae_dtype = ("float16" if on_gpu else "float32") if model.vae_dtype == "auto" else model.vae_dtype
+    return Components(
+        transformer=_load(HunyuanVideo15Transformer3DModel, files.transformer, dtype),
+        prompt_encoder=HunyuanPromptEncoder(
+            text_encoder=files.text_encoder,
+            tokenizer=files.tokenizer,
+            glyph_encoder=files.glyph_encoder,
+            glyph_tokenizer=files.glyph_tokenizer,
+            cache=cache / "prompts",
+            device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
+        ),
+        video_decoder=VAEDecoder(
+            _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
+            memory_gib=model.decode_memory_gib,
+        ),
+        guidance_distilled=checkpoint.guidance_distilled,
+        shift=checkpoint.shift,
+    )
+
+
+def cache_folder(model: ModelConfig) -> Path:
+    """Where prompt embeddings and converted weights of a model are kept (see `ModelConfig.cache_dir`).
+
+    ValueError when `model.cache_dir` cannot be written to.
+    """
+    if model.cache_dir is not None:
+        folder = Path(model.cache_dir).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"model.cache_dir is {model.cache_dir!r}, which cannot be created: {error}.") from error
+        if not os.access(folder, os.W_OK):
+            raise ValueError(
+                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to. Choose another folder."
+            )
+        return folder
+    root = checkpoint_root(Path(model.path)) if model.path is not None else None
+    if root is not None and root.is_dir() and os.access(root, os.W_OK):
+        return root / ".sage_fast"
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
+
+
+def find_checkpoint(model: ModelConfig, *, download: bool = True) -> Checkpoint:
+    """The checkpoint that `model.path` names, checked as far as it can be without loading or converting anything.
+
+    Args:
+        download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
+
+    Raises as `load_components`.
+    """
+    path = model.path if model.path is not None else DEFAULT_REPOSITORY
+    folder, repository = Path(path).expanduser(), None
+    if not folder.is_dir():
+        folder, repository = _download(path, download), path
+    root = checkpoint_root(folder)
+    if (root / "model_index.json").is_file() or (root / "transformer" / "config.json").is_file():
+        if model.variant is not None:
+            raise ValueError(
+                f"model.variant is {model.variant!r}, but {root} is in diffusers' layout and holds one transformer. "
+                "Leave model.variant out."
+            )
+        return _check_diffusers(root, repository)
+    variants = sorted(p.parent.name for p in root.glob("transformer/*/config.json"))
+    if variants:
+        wanted = folder.name if root != folder else model.variant
+        return _check_official(root, _choose_variant(root, variants, wanted))
+    raise ValueError(
+        f"model.path {path!r} has neither model_index.json (diffusers' layout) nor transformer/<variant>/config.json "
+        f"(the official ckpts folder). Get the weights with: {_command(DEFAULT_REPOSITORY, folder)}"
+    )
+
+
+def checkpoint_files(checkpoint: Checkpoint, cache: Path) -> CheckpointFiles:
+    """The parts of a checkpoint; what has to be converted is converted into `cache`, once.
+
+    ValueError for weights that do not fit their configuration, OSError where `cache` cannot be written to.
+    """
+    root = checkpoint.root
+    if checkpoint.variant is None:
+        return CheckpointFiles(
+            transformer=root / "transformer",
+            vae=root / "vae",
+            text_encoder=root / "text_encoder",
+            tokenizer=root / "tokenizer",
+            glyph_encoder=root / "text_encoder_2",
+            glyph_tokenizer=root / "tokenizer_2",
+        )
+    converted = cache / "converted"
+    glyph_encoder = convert_glyph_encoder(root / "text_encoder", converted / "glyph_encoder")
+    return CheckpointFiles(
+        transformer=convert_transformer(root / "transformer" / checkpoint.variant, converted / checkpoint.variant),
+        vae=convert_vae(root / "vae", converted / "vae"),
+        text_encoder=root / "text_encoder" / "llm",
+        tokenizer=root / "text_encoder" / "llm",
+        glyph_encoder=glyph_encoder,
+        glyph_tokenizer=glyph_encoder,
+    )
+
+
+def checkpoint_root(folder: Path) -> Path:
+    """The checkpoint of a path that may name one transformer of the official layout, ckpts/transformer/480p_t2v."""
+    folder = folder.expanduser()
+    if folder.parent.name == "transformer" and (folder / "config.json").is_file():
+        return folder.parents[1]
+    return folder
+
+
+def _download(repository: str, download: bool) -> Path:
+    """The local snapshot of a hub repository. ValueError when there is none and it is not or cannot be downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise ValueError(
+            f"model.path is {repository!r}, which is no folder here and no repository of the form owner/name. Get the "
+            f"weights with: {_command(DEFAULT_REPOSITORY, Path(repository))}"
+        )
+    patterns = [f"{part}/*" for part in (*_PARTS, "tokenizer", "tokenizer_2", "scheduler", "guider")]
+    try:
+        return Path(
+            snapshot_download(repository, allow_patterns=["model_index.json", *patterns], local_files_only=not download)
+        )
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"model.path is {repository!r}, which is no folder here; as a repository of the Hugging Face hub it is "
+            f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
+            f"hf download {repository}    Without one, set model.path to a folder that holds the weights."
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------- diffusers' layout
+
+
+def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
+    index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
+    kind = index.get("_class_name", "HunyuanVideo15Pipeline")
+    if kind != "HunyuanVideo15Pipeline":
+        _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
+    for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
+        # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
+        command = f"hf download {repository}" if repository else _command(likely_repository(root), root, f"{name}/*")
+        _require(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
+        if name in _PARTS:
+            _require_weights(root / name, _PARTS[name], command)
+    config_file = root / "transformer" / "config.json"
+    config = _read_json(config_file)
+    if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
+        _refuse(config_file, f"describes a {config.get('_class_name')}")
+    if config.get("use_meanflow"):
+        _refuse(config_file, "says use_meanflow: the model is step-distilled, so its velocity is not that of a flow")
+    # Published text-to-video pipelines carry task_type i2v in this file, so it counts only where nothing else speaks.
+    if not index and config.get("task_type") == "i2v":
+        _refuse(config_file, "says task_type i2v: the model animates an image")
+    guider = root / "guider" / "guider_config.json"
+    distilled = guider.is_file() and _read_json(guider).get("guidance_scale") == 1.0
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    shift = _read_json(scheduler).get("shift") if scheduler.is_file() else None
+    return Checkpoint(
+        root=root,
+        variant=None,
+        guidance_distilled=str(guider) if distilled else None,
+        shift=None if shift is None else float(shift),
+    )
+
+
+def likely_repository(root: Path) -> str:
+    """The repository that a damaged or incomplete local folder most likely came from."""
+    config = root / "transformer" / "config.json"
+    large = config.is_file() and _read_json(config).get("target_size") == 960
+    return DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
+
+
+# ---------------------------------------------------------------------------------------------- the official layout
+
+
+def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
+    """The transformer folder to use; `_check_official` says whether it can be used."""
+    if wanted is not None:
+        if wanted not in variants:
+            raise ValueError(
+                f"model.variant is {wanted!r}, but {root / 'transformer'} holds {', '.join(variants)}. Choose one of "
+                f"them, or run: {_command('tencent/HunyuanVideo-1.5', root, f'transformer/{wanted}/*')}"
+            )
+        return wanted
+    usable = [v for v in variants if re.fullmatch(r"\d+p_t2v(_distilled)?", v)]
+    if len(usable) > 1:
+        raise ValueError(
+            f"{root / 'transformer'} holds several transformers. Set model.variant to one of {', '.join(usable)}."
+        )
+    return usable[0] if usable else variants[0]
+
+
+def _check_official(root: Path, variant: str) -> Checkpoint:
+    transformer = root / "transformer" / variant
+    official = "tencent/HunyuanVideo-1.5"
+    config = _read_json(transformer / "config.json")
+    _refuse_official(transformer, config)
+    _require_weights(transformer, "diffusion_pytorch_model", _command(official, root, f"transformer/{variant}/*"))
+    _require(root / "vae" / "config.json", _command(official, root, "vae/*"))
+    _require_weights(root / "vae", "diffusion_pytorch_model", _command(official, root, "vae/*"))
+    text, llm, small = root / "text_encoder", root / "text_encoder" / "llm", root / "text_encoder" / "byt5-small"
+    glyph = text / "Glyph-SDXL-v2"
+    for folder, names, command in (
+        (llm, ["config.json", "tokenizer_config.json"], f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}"),
+        (small, ["config.json", "tokenizer_config.json"], f"hf download google/byt5-small --local-dir {small}"),
+        (
+            glyph,
+            ["assets/color_idx.json", "assets/multilingual_10-lang_idx.json", "checkpoints/byt5_model.pt"],
+            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
+        ),
+    ):
+        for name in names:
+            _require(folder / name, command)
+    _require_weights(llm, "model", f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}")
+    return Checkpoint(
+        root=root,
+        variant=variant,
+        guidance_distilled=str(transformer) if variant.endswith("_distilled") else None,
+        shift=SHIFTS[config["ideal_resolution"]],
+    )
+
+
+def _refuse_official(transformer: Path, config: dict[str, Any]) -> None:
+    """ValueError for a transformer that is not a plain text-to-video flow."""
+    file = transformer / "config.json"
+    if config.get("use_meanflow"):
+        _refuse(file, "says use_meanflow: the model is step-distilled, so its velocity is not that of a flow")
+    if "sparse" in transformer.name:
+        _refuse(transformer, "is named so: the model needs sparse attention, which diffusers does not have")
+    if config.get("attn_param"):
+        _refuse(file, "has an attn_param: the model needs sparse attention, which diffusers does not have")
+    if "_sr_" in transformer.name:
+        _refuse(transformer, "is named so: the model enlarges videos")
+    if config.get("ideal_task") != "t2v":
+        _refuse(file, f"says ideal_task {config.get('ideal_task')}: only text-to-video can be trained from prompts")
+    if config.get("ideal_resolution") not in ("480p", "720p"):
+        _refuse(file, f"says ideal_resolution {config.get('ideal_resolution')}")
+    if config.get("guidance_embed") or config.get("mm_single_blocks_depth"):
+        _refuse(file, "describes another architecture (guidance_embed or single-stream blocks)")
+
+
+def _refuse(where: Path, why: str) -> None:
+    raise ValueError(
+        f"These weights cannot be trained: {where} {why}. Use {SUPPORTED}, for example: "
+        f"hf download {DEFAULT_REPOSITORY}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def _command(repository: str, folder: Path, include: str | None = None) -> str:
+    chosen = f" --include '{include}'" if include else ""
+    return f"hf download {repository}{chosen} --local-dir {folder}"
+
+
+def _require(file: Path, command: str) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file} is missing. Get it with: {command}")
+
+
+def _require_weights(folder: Path, stem: str, command: str) -> None:
+    """ValueError unless the safetensors of a folder are all there and none was cut off."""
+    index = folder / f"{stem}.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_read_json(index)["weight_map"].values()))
+    else:
+        names = [f"{stem}.safetensors"]
+    for name in names:
+        _require(folder / name, command)
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{folder / name} is damaged or was not downloaded to its end ({error}). Delete it and run: {command}"
+            ) from error
+
+
+def _load(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """A diffusers model in evaluation mode. ValueError unless the weights and the configuration fit each other."""
+    model, info = model_class.from_pretrained(
+        folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
+    )
+    wrong = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    if wrong:
+        kind, names = next(iter(wrong.items()))
+        raise ValueError(
+            f"The weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, among them "
+            f"{sorted(map(str, names))[0]}. Download the folder again."
+        )
+    return model.eval()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error

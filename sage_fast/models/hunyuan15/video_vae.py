@@ -1,0 +1,148 @@
+"""Decoding latents to pixels with the VAE of HunyuanVideo-1.5, diffusers' `AutoencoderKLHunyuanVideo15`.
+
+Facts used here (diffusers 0.36 - 0.42):
+* 16 x spatial and 4 x temporal compression, causal in time: 4k+1 frames have k+1 latent frames;
+* latents are divided by `scaling_factor` once, and have no shift;
+* the attention of the middle block gets a dense causal mask of (F H W)^2 entries, which the class fills by a Python
+  loop over its rows in every call, and expands over the batch so that only one sample at a time can be decoded.
+"""
+
+import logging
+from functools import lru_cache
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+
+from sage_fast.models.family import DecodeError
+
+logger = logging.getLogger(__name__)
+
+
+def causal_mask(num_frames: int, tokens_per_frame: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Additive attention mask (N, N), N = num_frames * tokens_per_frame: 0 up to a token's own frame, -inf after it.
+
+    The values are those of `HunyuanVideo15AttnBlock.prepare_causal_attention_mask`, without its loop over rows.
+    """
+    frame = torch.arange(num_frames * tokens_per_frame, device=device) // tokens_per_frame
+    mask = torch.zeros(len(frame), len(frame), dtype=dtype, device=device)
+    return mask.masked_fill_(frame[None, :] > frame[:, None], float("-inf"))
+
+
+class VAEDecoder:
+    """Latents (B, C, F, H, W) to videos uint8 (B, 4F-3, 3, 16H, 16W), on the CPU.
+
+    Args:
+        vae: is taken over: it goes to the device of the latents, and its encoder, which nothing here needs, is dropped.
+        memory_gib: what the activations of a decode may take, in GiB. As many samples as fit are decoded at once; a
+            sample that does not fit by itself is decoded in diffusers' overlapping tiles of 256 pixels, as the official
+            code decodes everything. None decodes each sample whole, one at a time.
+    """
+
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15, *, memory_gib: float | None = None) -> None:
+        del vae.encoder
+        self.vae = vae.eval().requires_grad_(False)
+        self.memory_gib = memory_gib
+        self._warned = False
+        # A mask serves all tiles and samples of a decode, and is freed after it: 2 GiB at 480 x 848 and 81 frames.
+        self._cached_mask = lru_cache(maxsize=4)(causal_mask)
+        for block in vae.decoder.mid_block.attentions:
+            block.prepare_causal_attention_mask = self._mask
+
+    def _mask(
+        self,
+        n_frame: int,
+        n_hw: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Stands in for the class's method. (1, N, N), its shape for one sample, broadcasts over any batch."""
+        return self._cached_mask(n_frame, n_hw, dtype, device)[None]
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of a video: 81 frames of 480 x 832 are (32, 21, 30, 52).
+
+        ValueError unless there are 4k+1 frames of a size that is a multiple of 16; it names the nearest allowed ones.
+        """
+        time, space = self.vae.temporal_compression_ratio, self.vae.spatial_compression_ratio
+        if num_frames < 1 or (num_frames - 1) % time:
+            below = (num_frames - 1) // time * time + 1
+            near = " or ".join(str(n) for n in (below, below + time) if n > 0)
+            raise ValueError(
+                f"video.num_frames is {num_frames}, but this VAE decodes {time}k + 1 frames. The nearest: {near}."
+            )
+        for key, size in (("height", height), ("width", width)):
+            if size < space or size % space:
+                below = size // space * space
+                near = " or ".join(str(n) for n in (below, below + space) if n > 0)
+                raise ValueError(
+                    f"video.{key} is {size}, but this VAE decodes multiples of {space} pixels. The nearest: {near}."
+                )
+        return self.vae.config["latent_channels"], (num_frames - 1) // time + 1, height // space, width // space
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Videos uint8 (B, 4F-3, 3, 16H, 16W) RGB on the CPU, of latents (B, C, F, H, W) on any device.
+
+        Pixels p in [-1, 1] become round(255 clamp(p / 2 + 1/2, 0, 1)) in float32, ties to even, which is what the stock
+        pipeline's images are. Each sample is decoded for itself.
+
+        Raises:
+            DecodeError: a latent or a decoded pixel is not finite.
+        """
+        vae = self.vae.to(latents.device)
+        if not latents.isfinite().all():
+            raise DecodeError(
+                "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
+                "bfloat16, and check the weights."
+            )
+        scaled = (latents.float() / vae.config["scaling_factor"]).to(vae.dtype)
+        frames, height, width = latents.shape[2:]
+        together = self._samples_at_once((frames, height, width))
+        vae.use_tiling = together == 0
+        parts = scaled.split(together or 1)
+        try:
+            return torch.cat([_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
+        finally:
+            self._cached_mask.cache_clear()
+
+    def _samples_at_once(self, latent_size: tuple[int, int, int]) -> int:
+        """Samples that fit into the memory budget; 0 when one does not."""
+        if self.memory_gib is None:
+            return 1
+        fitting = int(self.memory_gib * 2**30 / decode_bytes(self.vae, latent_size))
+        if fitting == 0 and not self._warned:
+            frames, height, width = latent_size
+            tile = min(height, self.vae.tile_latent_min_height), min(width, self.vae.tile_latent_min_width)
+            needed = decode_bytes(self.vae, (frames, *tile)) / 2**30
+            if needed > self.memory_gib:
+                logger.warning(
+                    "Decoding a tile takes about %.1f GiB, more than model.decode_memory_gib = %g.",
+                    needed,
+                    self.memory_gib,
+                )
+                self._warned = True
+        return fitting
+
+
+def decode_bytes(vae: AutoencoderKLHunyuanVideo15, latent_size: tuple[int, int, int]) -> int:
+    """Estimated peak of one sample's activations, in bytes, for latents of (F, H, W).
+
+    The peak is in the last, widest blocks. Traced through the published VAE it is 6.0 to 7.9 tensors of their size, in
+    float16 (where normalisation makes float32 copies) and in float32, for 1 to 121 frames and 256 to 1280 pixels.
+    """
+    frames, height, width = latent_size
+    item = vae.dtype.itemsize
+    pixels = ((frames - 1) * vae.temporal_compression_ratio + 1) * height * width * vae.spatial_compression_ratio**2
+    return 8 * pixels * int(vae.config["block_out_channels"][0]) * item
+
+
+def _to_uint8(pixels: Tensor) -> Tensor:
+    """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
+    if not pixels.isfinite().all():
+        raise DecodeError(
+            f"The VAE decoded to values that are not finite in {pixels.dtype}. Set model.vae_dtype to bfloat16 or "
+            "float32."
+        )
+    return ((pixels.float() / 2 + 0.5).clamp_(0, 1) * 255).round_().to(torch.uint8).transpose(1, 2).contiguous().cpu()

@@ -1,0 +1,113 @@
+"""The language of the toy world: "a red circle moving left", and its word embeddings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Scene
+from sage_fast.records import PromptEmbeds
+
+UNCONDITIONAL = "<unconditional>"
+VOCABULARY = (UNCONDITIONAL, "a", *COLOURS, *SHAPES, "moving", *MOTIONS)
+EMBED_DIM = 24
+GLYPH_DIM = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """The attributes that a caption names, e.g. `Caption(colour="red", shape="circle", motion="left")`."""
+
+    colour: str
+    shape: str
+    motion: str
+
+    def __post_init__(self) -> None:
+        Scene(colour=self.colour, shape=self.shape, motion=self.motion)
+
+    @property
+    def text(self) -> str:
+        """The sentence, e.g. "a red circle moving left"."""
+        return f"a {self.colour} {self.shape} moving {self.motion}"
+
+
+def caption_of(scene: Scene) -> Caption:
+    """The caption of a scene (its position is not part of it)."""
+    return Caption(colour=scene.colour, shape=scene.shape, motion=scene.motion)
+
+
+def all_captions() -> tuple[Caption, ...]:
+    """The 120 captions, ordered by colour, shape, motion (the last varies fastest)."""
+    return tuple(
+        Caption(colour=colour, shape=shape, motion=motion)
+        for colour, shape, motion in product(COLOURS, SHAPES, MOTIONS)
+    )
+
+
+def split_captions() -> tuple[tuple[Caption, ...], tuple[Caption, ...]]:
+    """Two disjoint lists of 60 captions (train, eval); every attribute value is equally frequent in both.
+
+    The parity of the three attribute indices decides, so each pair of values of two attributes occurs in
+    both lists.
+    """
+    colours = list(COLOURS)
+    halves: tuple[list[Caption], list[Caption]] = ([], [])
+    for caption in all_captions():
+        parity = colours.index(caption.colour) + SHAPES.index(caption.shape) + MOTIONS.index(caption.motion)
+        halves[parity % 2].append(caption)
+    return tuple(halves[0]), tuple(halves[1])
+
+
+def tokenize(text: str) -> list[int]:
+    """Vocabulary indices of the words of `text`; the empty text is the one unconditional token.
+
+    ValueError names the first unknown word and the vocabulary.
+    """
+    words = text.lower().split() or [UNCONDITIONAL]
+    for word in words:
+        if word not in VOCABULARY or (word == UNCONDITIONAL and text.strip()):
+            known = ", ".join(VOCABULARY[1:])
+            raise ValueError(f"Unknown word {word!r} in the toy prompt {text!r}; the toy world knows: {known}.")
+    return [VOCABULARY.index(word) for word in words]
+
+
+def parse_caption(text: str) -> Caption:
+    """Read "a COLOUR SHAPE moving DIRECTION" (case and spacing do not matter).
+
+    ValueError for unknown words and for sentences of another form.
+    """
+    words = [VOCABULARY[token] for token in tokenize(text)]
+    well_formed = (
+        len(words) == 5
+        and (words[0], words[3]) == ("a", "moving")
+        and words[1] in COLOURS
+        and words[2] in SHAPES
+        and words[4] in MOTIONS
+    )
+    if not well_formed:
+        raise ValueError(
+            f"The toy prompt {text!r} is not of the form 'a COLOUR SHAPE moving DIRECTION', with a colour of "
+            f"{', '.join(COLOURS)}; a shape of {', '.join(SHAPES)}; a direction of {', '.join(MOTIONS)}."
+        )
+    return Caption(colour=words[1], shape=words[2], motion=words[4])
+
+
+class WordEncoder:
+    """Prompt encoder of the toy world: one fixed one-hot vector a word, scaled to unit root mean square.
+
+    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). There is no glyph
+    branch.
+    """
+
+    def __init__(self) -> None:
+        self._table = torch.eye(EMBED_DIM) * EMBED_DIM**0.5
+
+    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+        """One record a text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
+
+        ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
+        """
+        return [
+            PromptEmbeds(text=self._table[tokenize(text)].clone(), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts
+        ]

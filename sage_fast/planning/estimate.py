@@ -1,0 +1,347 @@
+"""The plan of a configuration: memory by phase, work, exchange and predicted time on each GPU. Nothing is loaded.
+
+plan = make_plan(load_config("configs/hv15_480p_lora_1gpu.yaml"), DEVICES["h100"])
+plan.memory.peak, plan.seconds_per_video
+"""
+
+import importlib
+import importlib.util
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import DESCRIPTIONS, MODEL_FAMILIES, resolve
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.hunyuan15.requirements import weight_sizes
+from sage_fast.objective import anchor_kind
+from sage_fast.planning.communication import Counter, Exchange
+from sage_fast.planning.devices import CONVOLUTION_SHARE, Device
+from sage_fast.planning.layout import Layout, plan_layout
+from sage_fast.planning.memory import CUDA_RUNTIME, Calls, Memory, model_calls, plan_memory
+from sage_fast.planning.trace import Cost
+from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
+from sage_fast.planning.work import Visits, Work, forward_work, visits
+from sage_fast.run.prompts import read_prompts
+
+REWARD_SECONDS = {"videoalign": 0.5, "clip_score": 0.2, "pick_score": 0.3}
+"""Seconds to score a video on a GPU, frames resized on the CPU; assumed."""
+
+HOST_LINK = 50e9
+"""Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One phase of an iteration, per video, on each of the GPUs that share the video.
+
+    cost: work of one GPU. predicted, bound: seconds, as predicted and with the computation at its ceilings; both hold
+    `waiting`, the seconds in which nothing is computed because of an exchange.
+
+    Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
+    """
+
+    name: str
+    cost: Cost
+    predicted: float
+    bound: float
+    waiting: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a configuration costs.
+
+    forward: closed form of one packed forward of one sample. phases: per video, the optimizer and what is exchanged
+    once shared out among the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among them.
+    exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory would do.
+    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    """
+
+    config: RunConfig
+    description: ModelDescription
+    device: Device
+    layout: Layout
+    memory_limit: float
+    latent: tuple[int, int, int, int]
+    weights: Weights
+    gathered: Gathered
+    forward: Work
+    calls: Calls
+    visits: Visits
+    memory: Memory
+    phases: tuple[Phase, ...]
+    exchanges: tuple[Exchange, ...]
+    alone: tuple[Phase, ...]
+    seconds_per_evaluation: float | None
+    checkpoint: float
+    tiled: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.gpus
+
+    @cached_property
+    def video_tokens(self) -> int:
+        return _tokens(self.description, self.latent)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.memory_limit
+
+    @property
+    def seconds_per_video(self) -> float:
+        """On the GPUs that share a video."""
+        return sum(phase.predicted for phase in self.phases)
+
+    @property
+    def seconds_per_rollout(self) -> float:
+        return self.seconds_per_video * self.config.rollout.batch_size
+
+    @property
+    def videos_per_gpu_hour(self) -> float:
+        return 3600.0 / (self.seconds_per_video * self.layout.sp)
+
+    @property
+    def weak_scaling(self) -> float:
+        """Videos per GPU-hour over those of one GPU with as large a batch: at most, as ranks never wait for one another
+        here.
+        """
+        return sum(phase.predicted for phase in self.alone) / (self.seconds_per_video * self.layout.sp)
+
+
+def describe(config: RunConfig) -> ModelDescription:
+    """What the family of a config says of its model.
+
+    Raises:
+        ConfigError: a family that says nothing.
+    """
+    family = config.model.family
+    if family in MODEL_FAMILIES:
+        function: Callable[..., ModelDescription] = resolve(DESCRIPTIONS[family], {}, "model.family")
+    else:
+        module = family.partition(":")[0]
+        resolve(family, MODEL_FAMILIES, "model.family")
+        if not hasattr(importlib.import_module(module), "describe_model"):
+            raise ConfigError(
+                f"model.family is {family!r}, and {module} has no describe_model, so nothing is known of the model "
+                "before it is loaded. Give it a function describe_model(model: ModelConfig) -> ModelDescription "
+                "(sage_fast/models/hunyuan15/description.py)."
+            )
+        function = resolve(f"{module}:describe_model", {}, "model.family")
+    try:
+        return function(config.model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_plan(
+    config: RunConfig,
+    device: Device,
+    *,
+    on_gpu: bool = True,
+    gpus: int = 1,
+    memory_gb: float | None = None,
+    runtime: float | None = None,
+    description: ModelDescription | None = None,
+    sizes: Mapping[str, float] | None = None,
+) -> Plan:
+    """Plan a configuration.
+
+    Args:
+        device: its ceilings.
+        on_gpu: whether the device is a GPU.
+        gpus: processes, one per GPU, as the config's `distributed` section divides them.
+        memory_gb: 1e9 bytes that may be used; None is what the device has.
+        runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
+        description: of the model; None asks the family.
+        sizes: gigabytes of weights beside the transformer; None looks for their files.
+
+    Raises:
+        ConfigError: the model, the size of the videos or the options do not fit each other.
+    """
+    description = description or describe(config)
+    if runtime is None:
+        runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
+    try:
+        latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
+        heads = description.transformer["num_attention_heads"]
+        layout = plan_layout(config, gpus, heads, _tokens(description, latent))
+        weights = count_weights(config, description.transformer)
+        calls = model_calls(config, description, on_gpu, layout.sp)
+        calls_alone = model_calls(config, description, on_gpu)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    gathered = gathered_weights(config, weights, description.num_layers, layout, device.memory_gb * 1e9)
+    memory = plan_memory(
+        config,
+        description,
+        on_gpu=on_gpu,
+        calls=calls,
+        weights=weights,
+        sizes=weight_sizes(config) if sizes is None else sizes,
+        runtime=runtime,
+        layout=layout,
+        gathered=gathered,
+    )
+    visited = visits(config)
+    decoding = description.decoding(latent, config.rollout.micro_batch_size, config.model, on_gpu)
+    decode_flops = description.decode_flops(latent, decoding.tiled)
+    exchanges = Counter(
+        config,
+        layout,
+        device,
+        description=description,
+        weights=weights,
+        visited=visited,
+        calls=calls,
+        gathered=gathered,
+        video_tokens=_tokens(description, latent),
+        eval_batches=_evaluation_batches(config, layout),
+    ).exchanges()
+    return Plan(
+        config=config,
+        description=description,
+        device=device,
+        layout=layout,
+        memory_limit=(device.memory_gb if memory_gb is None else memory_gb) * 1e9,
+        latent=latent,
+        weights=weights,
+        gathered=gathered,
+        forward=forward_work(description.transformer, prod(latent[1:]), description.text_tokens),
+        calls=calls,
+        visits=visited,
+        memory=memory,
+        phases=_phases(config, device, weights, calls, visited, decode_flops, layout, exchanges),
+        exchanges=exchanges,
+        alone=_phases(config, device, weights, calls_alone, visited, decode_flops, Layout(), ()),
+        seconds_per_evaluation=_evaluation_seconds(config, device, calls, decode_flops, layout, exchanges),
+        checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
+        tiled=decoding.tiled,
+    )
+
+
+def _tokens(description: ModelDescription, latent: tuple[int, int, int, int]) -> int:
+    patch = description.transformer
+    return int(prod(latent[1:]) // (patch.get("patch_size_t", 1) * patch.get("patch_size", 1) ** 2))
+
+
+def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
+    """Bytes of one checkpoint: float32 weights, optimizer state, anchor and average, and the adapter once more."""
+    copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
+    copies += anchor_kind(config.objective.kl_mode) != "none"
+    return 4.0 * (weights.trained * copies + weights.moments)
+
+
+def _phases(
+    config: RunConfig,
+    device: Device,
+    weights: Weights,
+    calls: Calls,
+    visited: Visits,
+    decode_flops: float,
+    layout: Layout,
+    exchanges: Sequence[Exchange],
+) -> tuple[Phase, ...]:
+    model, batch = config.model, config.rollout.micro_batch_size
+    updates, videos = config.training.updates_per_rollout, config.rollout.batch_size
+
+    def waiting(name: str) -> float:
+        return sum(e.exposed(device) for e in exchanges if e.phase == name) / videos
+
+    def phase(name: str, cost: Cost, extra: float = 0.0) -> Phase:
+        predicted, bound = device.seconds(cost, compute_dtype(config), model.attention)
+        wait = waiting(name)
+        return Phase(name=name, cost=cost, predicted=predicted + extra + wait, bound=bound + extra + wait, waiting=wait)
+
+    # What was kept in CPU memory is waited for in the backward pass; on its way out it hides behind the computation.
+    steps = visited.pass_steps + visited.update + visited.late_updates
+    kept = max(calls.gradient.kept, calls.single_pass.kept)
+    fetching = steps / batch * kept / HOST_LINK if model.offload_activations else 0.0
+    # The products of a second backward pass are those of a gradient's cost less a velocity's.
+    backward = _less(calls.single_pass, calls.velocity)
+    rollout = calls.velocity.times(visited.rollout / batch) + calls.single_pass.times(visited.pass_steps / batch)
+    anchor = calls.velocity.times(visited.anchor / batch)
+    if config.training.update == "single_pass":
+        rollout = rollout + backward.times(visited.second_products / batch)
+    update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
+    # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
+    # are those of this rank, but what Muon makes orthogonal is whole.
+    held = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
+    elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * held
+    optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
+    rate = device.rates("bfloat16" if model.vae_dtype != "float32" else "float32", "sdpa")[0]
+    # The ranks that share videos decode and score a share of them each, once all are sampled.
+    videos = config.rollout.batch_size
+    in_turn = math.ceil(videos / layout.sp) / videos
+    decode = decode_flops * in_turn / rate
+    scoring = sum(REWARD_SECONDS.get(name, 0.0) for name in config.reward.rewards) * in_turn
+    scoring += waiting("reward")
+    return (
+        phase("rollout", rollout, fetching if config.training.update == "single_pass" else 0.0),
+        Phase(
+            name="decode",
+            cost=Cost(linear=decode_flops * in_turn),
+            predicted=decode / CONVOLUTION_SHARE,
+            bound=decode,
+        ),
+        Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring, waiting=waiting("reward")),
+        phase("anchor", anchor),
+        phase("update", update, 0.0 if config.training.update == "single_pass" else fetching),
+        phase("optimizer", optimizer.times(updates / videos)),
+    )
+
+
+def _less(whole: Cost, part: Cost) -> Cost:
+    return Cost(
+        linear=whole.linear - part.linear,
+        attention=whole.attention - part.attention,
+        attention_backward=whole.attention_backward,
+        elementwise=whole.elementwise - part.elementwise,
+    )
+
+
+def _evaluation_batches(config: RunConfig, layout: Layout) -> int:
+    """Batches of an evaluation on the rank that has most of them; 0 without one."""
+    section = config.evaluation
+    if not section.every:
+        return 0
+    prompts = section.num_prompts or len(read_prompts(section.prompts or config.data.prompts))
+    return math.ceil(math.ceil(prompts / section.batch_size) / layout.data_parallel)
+
+
+def _evaluation_seconds(
+    config: RunConfig,
+    device: Device,
+    calls: Calls,
+    decode_flops: float,
+    layout: Layout,
+    exchanges: Sequence[Exchange],
+) -> float | None:
+    section = config.evaluation
+    if not section.every:
+        return None
+    batches = _evaluation_batches(config, layout)
+    steps = section.num_steps or config.rollout.num_steps
+    forward, _ = device.seconds(calls.evaluation, compute_dtype(config), config.model.attention)
+    in_turn = math.ceil(batches * section.batch_size / layout.sp)
+    decode = in_turn * decode_flops / (device.matmul * 1e12) / CONVOLUTION_SHARE
+    waiting = sum(e.exposed(device) for e in exchanges if e.phase == "evaluation")
+    return batches * steps * forward + decode + waiting
+
+
+def resident_bytes() -> int:
+    """Memory of this process with the libraries of a run imported."""
+    for name in ("sage_fast.run.run", "peft", "torch.utils.tensorboard", "matplotlib.figure", "av"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,212 @@
+"""VideoAlign (KwaiVGI/VideoReward), the reward of the SAGE-GRPO paper: visual quality, motion quality, text alignment.
+
+Qwen2-VL-2B reads the frames and a fixed questionnaire with the prompt in it; a linear head turns its hidden states at
+three special tokens into scores. https://arxiv.org/abs/2501.13918, https://github.com/KwaiVGI/VideoAlign.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.rewards.base import RewardError
+from sage_fast.rewards.frames import resolve_device
+from sage_fast.rewards.videoalign import vision as preprocessing
+from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
+from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class VideoAlignReward:
+    """Scores VQ (visual quality), MQ (motion quality) and TA (text alignment) of VideoAlign; higher is better.
+
+    With `normalise` a score is in standard deviations of the checkpoint's training set from its mean. The paper of
+    SAGE-GRPO weighs (VQ, MQ, TA) by (1, 1, 1), its Setting A, or (0.5, 0.5, 1.0), its Setting B. In a configuration:
+
+        reward:
+          rewards: [videoalign]
+          options:
+            videoalign: {path: checkpoints/VideoReward, fps: 24}
+          weights: {VQ: 0.5, MQ: 0.5, TA: 1.0}
+
+    The model is frozen and keeps no state: a video's scores depend on the video, the prompt and `fps` alone, up to the
+    rounding of another batch size.
+
+    Args:
+        path: folder of the checkpoint, the one that holds model_config.json.
+        fps: frames per second that the videos are meant to be played at. Set it to `video.fps`: 2 frames of a second
+            are scored, so it decides which ones, and a wrong value changes every score.
+        base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
+        device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or `cuda:N`.
+        dtype: `auto` (bfloat16 on a GPU, float32 elsewhere), `bfloat16` or `float32`.
+        batch_size: videos that go through the model at once.
+        mp4: score what a reader of the H.264 file sees, as the public trainers do, instead of the frames themselves.
+        normalise: subtract the mean and divide by the std that the checkpoint's inference_config gives.
+
+    Raises:
+        FileNotFoundError, OSError: weights are missing; the message holds the command that fetches them.
+        ValueError: an option is out of range, or the weights are damaged or do not fit.
+
+    Example: `VideoAlignReward("checkpoints/VideoReward", fps=24).score(videos, prompts)["VQ"]` has shape (B,).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fps: float | None = None,
+        base_model: str = DEFAULT_BASE_MODEL,
+        device: str = "auto",
+        dtype: str = "auto",
+        batch_size: int = 8,
+        mp4: bool = False,
+        normalise: bool = True,
+    ) -> None:
+        if fps is None or not (math.isfinite(fps) and fps > 0):
+            raise ValueError(
+                f"fps is {fps!r}, and it must be a positive number: the frames per second that the videos are meant to "
+                "be played at. VideoAlign sees 2 frames a second, so its scores depend on it; set it to video.fps."
+            )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size!r}, but it must be an integer of at least 1.")
+        self.fps, self.batch_size, self.mp4 = float(fps), batch_size, mp4
+        self.device = resolve_device(device)
+        self.dtype = _resolve_dtype(dtype, self.device)
+
+        folder = Path(path).expanduser()
+        self.settings = VideoAlignSettings.read(folder)
+        if normalise and not self.settings.statistics:
+            raise ValueError(
+                f"{folder}/model_config.json has no inference_config with the means and stds of the scores. "
+                "Set normalise to false for the scores as the model gives them."
+            )
+        statistics = [self.settings.statistics[name] if normalise else (0.0, 1.0) for name in SCORES]
+        self.mean, self.std = torch.tensor(statistics).T
+
+        base = os.path.expanduser(base_model)
+        model, head, self.tokenizer = load_videoalign(folder, self.settings, base, self.dtype)
+        self.model: Any = model.to(self.device)
+        self.head = head.to(self.device)
+        self.video_token = self.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
+        self.score_tokens = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """RewardError, naming the prompt, for one that no score can be given for.
+
+        A prompt with one of the tokenizer's control tokens would be read as more than a text: `<|VQ_reward|>` as the
+        place of a score, `<|video_pad|>` as a piece of the video, `<|im_end|>` as the end of the questions.
+        """
+        for prompt in prompts:
+            found = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
+            if found:
+                raise RewardError(
+                    f"VideoAlign cannot score the prompt {prompt!r}: it holds {', '.join(found)}, which the reward "
+                    "model reads as a control token and not as text. Rewrite or remove the prompt."
+                )
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Score a batch.
+
+        Args:
+            videos: (B, F, 3, H, W) uint8 RGB, F at least 2.
+            prompts: B texts.
+
+        Returns:
+            "VQ", "MQ" and "TA", each (B,) float32 on the CPU.
+
+        Raises:
+            RewardError: a prompt holds a control token.
+            ValueError: another shape or dtype, not one prompt a video, or frames that Qwen2-VL cannot read.
+        """
+        if videos.dim() != 5 or videos.shape[2] != 3 or videos.dtype != torch.uint8 or 0 in videos.shape:
+            raise ValueError(
+                f"videos must be uint8 of shape (B, F, 3, H, W) with no empty side, not {videos.dtype} of shape "
+                f"{tuple(videos.shape)}."
+            )
+        if len(prompts) != videos.shape[0]:
+            raise ValueError(f"Got {videos.shape[0]} videos and {len(prompts)} prompts; give one prompt a video.")
+        self.check_prompts(prompts)
+        parts = [
+            self._logits(self._seen_frames(videos[start : start + self.batch_size]), prompts[start:][: self.batch_size])
+            for start in range(0, len(prompts), self.batch_size)
+        ]
+        scores = (torch.cat(parts).cpu() - self.mean) / self.std
+        return dict(zip(SCORES, scores.unbind(1), strict=True))
+
+    def _seen_frames(self, videos: Tensor) -> Tensor:
+        """The frames that the model looks at, on its device: (B, N, 3, H, W) uint8, N even."""
+        fps = self.fps
+        if self.mp4:
+            decoded = [preprocessing.through_mp4(video, self.fps) for video in videos]
+            videos, fps = torch.stack([video for video, _ in decoded]), decoded[0][1]
+        indices = preprocessing.frame_indices(videos.shape[1], fps, self.settings.sample_fps)
+        return videos[:, indices].to(self.device)
+
+    def _logits(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores before normalisation, float32 (B, 3).
+
+        Args:
+            frames: (B, N, 3, H, W) uint8.
+            prompts: B texts.
+        """
+        batch, num_frames = frames.shape[:2]
+        height, width = preprocessing.frame_size(frames.shape[3], frames.shape[4], self.settings.max_frame_pixels)
+        levels = preprocessing.resize_frames(frames.flatten(0, 1), height, width).unflatten(0, (batch, num_frames))
+        patches = preprocessing.pixel_patches(levels).to(self.dtype)
+        grid = [
+            num_frames // preprocessing.TEMPORAL_PATCH_SIZE,
+            *(n // preprocessing.PATCH_SIZE for n in (height, width)),
+        ]
+        output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
+        # The merged features: transformers 5 returns them beside the unmerged ones, 4 alone.
+        features = getattr(output, "pooler_output", output)
+
+        texts = [conversation(prompt, features.shape[0] // batch) for prompt in prompts]
+        rows = [torch.tensor(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        # On the right, so that padding comes after everything that counts. Which token it is does not matter.
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        mask = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
+
+        embeddings = self.model.language_model.embed_tokens(tokens)
+        is_video = (tokens == self.video_token)[..., None]
+        embeddings = embeddings.masked_scatter(is_video, features.to(embeddings.dtype))
+        hidden = self.model.language_model(
+            inputs_embeds=embeddings,
+            attention_mask=mask.long(),
+            position_ids=sequential_positions(tokens),
+            use_cache=False,
+        ).last_hidden_state
+
+        places = torch.stack([(tokens == token).long().argmax(1) for token in self.score_tokens], dim=1)
+        at_tokens = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        # In float32: the steps of bfloat16 would make ties within a group.
+        return own_scores(at_tokens.float() @ self.head.T)
+
+
+def sequential_positions(tokens: Tensor) -> Tensor:
+    """Position ids (3, B, L) that count the tokens, the video's like all others.
+
+    Qwen2-VL itself numbers video tokens by frame, row and column. VideoAlign was trained without: its forward passed no
+    position ids, for which transformers 4.45 counted. Its weights know no other positions.
+    """
+    batch, length = tokens.shape
+    return torch.arange(length, device=tokens.device).expand(3, batch, length)
+
+
+def own_scores(logits: Tensor) -> Tensor:
+    """Of the head's outputs (B, 3 tokens, outputs) each token's own, (B, 3): the diagonal, or the only one."""
+    return logits.squeeze(2) if logits.shape[2] == 1 else logits.diagonal(dim1=1, dim2=2)
+
+
+def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}, but it must be auto, {' or '.join(DTYPES)}.")
+    return DTYPES[name]

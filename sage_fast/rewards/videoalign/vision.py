@@ -1,0 +1,148 @@
+"""Video preprocessing of Qwen2-VL on tensors: which frames, what size, which patches. Needs no torchvision.
+
+The rules are those of the reader of VideoAlign (vision_process.py of https://github.com/KwaiVGI/VideoAlign, after
+qwen-vl-utils) and of Qwen2-VL's image processor in transformers; both were part of the reward model's training.
+"""
+
+import math
+import os
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PATCH_SIZE = 14
+MERGE_SIZE = 2
+TEMPORAL_PATCH_SIZE = 2
+SIZE_FACTOR = PATCH_SIZE * MERGE_SIZE
+
+MIN_FRAMES = 4
+MAX_FRAMES = 768
+MIN_FRAME_PIXELS = 128 * SIZE_FACTOR**2
+MAX_ASPECT_RATIO = 200
+
+# OpenAI CLIP's statistics, as in Qwen2-VL's preprocessor_config.json.
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def frame_indices(num_frames: int, fps: float, sample_fps: float) -> list[int]:
+    """Frames that the model sees: an even number of them, evenly from the first frame to the last.
+
+    Args:
+        num_frames: frames of the video.
+        fps: frames per second the video is played at.
+        sample_fps: frames to see per second. At least 4 are seen, and of a shorter video all but an odd one.
+
+    Raises:
+        ValueError: fewer than two frames, which no temporal patch can be made of.
+    """
+    if num_frames < TEMPORAL_PATCH_SIZE:
+        raise ValueError(
+            f"a video of {num_frames} frame(s) cannot be scored: Qwen2-VL reads frames in pairs; give at least 2"
+        )
+    longest = min(MAX_FRAMES, num_frames) // TEMPORAL_PATCH_SIZE * TEMPORAL_PATCH_SIZE
+    wanted = min(max(num_frames / fps * sample_fps, MIN_FRAMES), longest)
+    # `round` takes halves to the even neighbour, and so did the training.
+    count = round(wanted / TEMPORAL_PATCH_SIZE) * TEMPORAL_PATCH_SIZE
+    return torch.linspace(0, num_frames - 1, count).round().long().tolist()
+
+
+def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width that a frame is resized to: multiples of 28 with about its aspect ratio.
+
+    Between 100,352 and `max_pixels` pixels: small frames are enlarged.
+
+    Raises:
+        ValueError: one side is more than 200 times the other.
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise ValueError(f"frames of {width}x{height} pixels cannot be scored: one side is over 200 times the other")
+    rows = max(1, round(height / SIZE_FACTOR))
+    columns = max(1, round(width / SIZE_FACTOR))
+    if rows * columns * SIZE_FACTOR**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rows = max(1, math.floor(height / shrink / SIZE_FACTOR))
+        columns = max(1, math.floor(width / shrink / SIZE_FACTOR))
+    elif rows * columns * SIZE_FACTOR**2 < MIN_FRAME_PIXELS:
+        grow = math.sqrt(MIN_FRAME_PIXELS / (height * width))
+        rows = math.ceil(height * grow / SIZE_FACTOR)
+        columns = math.ceil(width * grow / SIZE_FACTOR)
+    return rows * SIZE_FACTOR, columns * SIZE_FACTOR
+
+
+def resize_frames(frames: Tensor, height: int, width: int) -> Tensor:
+    """Bicubic resize with antialiasing to whole levels, as an image library gives: float32 (N, 3, height, width).
+
+    Args:
+        frames: (N, 3, H, W) uint8.
+    """
+    levels = frames.float()
+    if frames.shape[-2:] != (height, width):
+        levels = F.interpolate(levels, size=(height, width), mode="bicubic", antialias=True)
+    # Back to the 256 levels of the uint8 frames that the model was trained on.
+    return levels.clamp(0, 255).round()
+
+
+def pixel_patches(levels: Tensor) -> Tensor:
+    """Normalised patches in the order of Qwen2-VL: two frames deep, the four that merge into one token side by side.
+
+    Args:
+        levels: (B, F, 3, H, W) float32, 0 to 255; F even, H and W multiples of 28.
+
+    Returns:
+        float32 (B * F/2 * H/14 * W/14, 1176), a row per patch (colour, frame, row, column).
+    """
+    mean, std = (torch.tensor(values, device=levels.device).view(3, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
+    pixels = (levels / 255 - mean) / std
+    batch, num_frames, _, height, width = pixels.shape
+    patches = pixels.view(
+        batch * num_frames // TEMPORAL_PATCH_SIZE,
+        TEMPORAL_PATCH_SIZE,
+        3,
+        height // SIZE_FACTOR,
+        MERGE_SIZE,
+        PATCH_SIZE,
+        width // SIZE_FACTOR,
+        MERGE_SIZE,
+        PATCH_SIZE,
+    )
+    # Pair of frames, block of four patches, patch within the block; then the patch's own pixels.
+    patches = patches.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(-1, 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
+
+
+def through_mp4(video: Tensor, fps: float) -> tuple[Tensor, float]:
+    """The video as a reader of its mp4 file sees it, after H.264 compression.
+
+    Args:
+        video: (F, 3, H, W) uint8 RGB.
+        fps: frames per second of the file.
+
+    Returns:
+        The decoded video, same shape, uint8 on the CPU, and the frame rate that the file declares.
+    """
+    import av
+
+    from sage_fast.run.media import write_video
+
+    height, width = video.shape[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "video.mp4")
+        write_video(path, video, fps)
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            assert stream.average_rate is not None  # write_video has just set it
+            declared = float(stream.average_rate)
+            decoded = [
+                torch.from_numpy(frame.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray())
+                for frame in container.decode(stream)
+            ]
+    frames = torch.stack(decoded).permute(0, 3, 1, 2)
+    # The file holds tiny videos enlarged and odd sizes padded by a row or column, for the sake of players.
+    factor = frames.shape[2] // height
+    frames = frames[:, :, : height * factor, : width * factor]
+    if factor > 1:
+        frames = F.avg_pool2d(frames.float(), factor).round().to(torch.uint8)
+    return frames, declared

@@ -1,0 +1,1 @@
+"""A training run as its user sees it: directory, resume, metrics, media."""

@@ -1,0 +1,454 @@
+"""Files a person looks at: mp4 videos, contact sheets (PNG) and the reward curve of a run.
+
+Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
+"""
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from sage_fast.config.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Players blur videos of a few pixels, and some refuse them.
+MIN_VIDEO_SIDE = 128
+
+# x264's constant quality: visually lossless, since these files are looked at for artefacts of the model.
+VIDEO_QUALITY = "14"
+
+# The short side of a sheet's frames: tiny frames grow to at most the first by an integer factor, large ones
+# shrink to the second.
+SMALL_FRAME_SIDE = 128
+LARGE_FRAME_SIDE = 144
+
+
+def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None:
+    """Write an H.264 mp4 (yuv420p, BT.709) that browsers play.
+
+    A video whose short side is below 128 pixels is enlarged by the smallest integer factor that reaches it,
+    each pixel becoming a square. An odd width or height gets its last column or row doubled, as yuv420p
+    needs even sizes.
+
+    Args:
+        path: the file to write; missing folders are created.
+        video: (F, 3, H, W) uint8, RGB.
+        fps: frames per second.
+
+    Raises:
+        ValueError: another shape or dtype, or an ``fps`` that is not a positive number.
+        OSError: the folder cannot be written to.
+    """
+    import av
+
+    frames = _frames(video, "video")
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"fps must be a positive number of frames per second, not {fps}")
+    factor = math.ceil(MIN_VIDEO_SIDE / min(frames.shape[1:3]))
+    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
+    height, width = frames.shape[1:3]
+    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        container.options["movflags"] = "+faststart"
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(10_000))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": VIDEO_QUALITY, "preset": "medium"}
+        context = stream.codec_context
+        context.thread_count = 1  # with more, x264 makes another file of the same video once in a while
+        # Without these tags players guess the matrix from the frame size, and colours shift.
+        context.colorspace = context.color_primaries = context.color_trc = 1  # BT.709
+        context.color_range = 1  # limited
+        for array in frames:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
+            frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def read_video(path: str | os.PathLike[str]) -> Tensor:
+    """The frames of an mp4 that `write_video` wrote: (F, 3, H, W) uint8 RGB, up to the losses of the codec.
+
+    Raises:
+        OSError: the file is missing or no video.
+    """
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            frames = [
+                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in container.decode(video=0)
+            ]
+    except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
+        raise OSError(f"{path} is no video that can be read ({error}); delete it and make it anew") from error
+    if not frames:
+        raise OSError(f"{path} holds no frames; delete it and make it anew")
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
+    """At most `max_frames` frames of a video side by side, at the size of a contact sheet, as a JPEG file.
+
+    Args:
+        video: (F, 3, H, W) uint8 RGB.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    strip = _Strip("", _frames(video, "video"))
+    images = strip.images(_spread(len(strip.frames), max_frames))
+    width, height = strip.cell
+    # A thin grey line between frames can be seen on a light page and on a dark one.
+    whole = Image.new("RGB", (len(images) * (width + 2) - 2, height), FAINT_INK)
+    for column, image in enumerate(images):
+        whole.paste(image, (column * (width + 2), 0))
+    buffer = io.BytesIO()
+    # Full chroma: the colours of a small shape would otherwise run over its edge.
+    whole.save(buffer, format="JPEG", quality=90, subsampling=0)
+    return buffer.getvalue()
+
+
+def contact_sheet(
+    path: str | os.PathLike[str],
+    rows: Sequence[tuple[str, Tensor]],
+    title: str | None = None,
+    max_frames: int = 8,
+) -> None:
+    """Write a PNG with one row per video: its caption, then frames spread evenly from the first to the last.
+
+    Args:
+        path: the file to write; missing folders are created.
+        rows: (caption, video (F, 3, H, W) uint8 RGB); sizes and lengths may differ between rows.
+        title: a line above the rows.
+        max_frames: frames shown of each video, at least 1.
+
+    Raises:
+        ValueError: no rows, or a video of another shape or dtype.
+        OSError: the folder cannot be written to.
+    """
+    groups = [_Group(caption, [_Strip("", _frames(video, f"video {caption!r}"))]) for caption, video in rows]
+    _draw_sheet(path, groups, title, max_frames)
+
+
+def before_after_sheet(
+    path: str | os.PathLike[str],
+    rows: Sequence[tuple[str, Tensor, Tensor]],
+    title: str | None = None,
+    max_frames: int = 8,
+    labels: tuple[str, str] = ("before", "after"),
+) -> None:
+    """Write a PNG with two strips of frames per prompt, the second under the first.
+
+    Args:
+        path: the file to write; missing folders are created.
+        rows: (caption, video before, video after), each video (F, 3, H, W) uint8 RGB.
+        title: a line above the rows.
+        max_frames: frames shown of each video, at least 1.
+        labels: what the two strips are called.
+
+    Raises:
+        ValueError: no rows, or a video of another shape or dtype.
+        OSError: the folder cannot be written to.
+    """
+    groups = [
+        _Group(
+            caption,
+            [
+                _Strip(label, _frames(video, f"video {caption!r} ({label})"))
+                for label, video in zip(labels, (before, after), strict=True)
+            ],
+        )
+        for caption, before, after in rows
+    ]
+    _draw_sheet(path, groups, title, max_frames)
+
+
+def plot_reward(path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the reward of a run over its optimizer updates as a PNG.
+
+    The large panel shows ``eval/reward_mean`` with a band of one ``eval/reward_stderr``, and ``reward/mean``
+    with a band of one ``reward/std``. Every other ``eval/<name>_mean`` gets a small panel with its own scale.
+
+    Args:
+        path: the file to write; missing folders are created.
+        metrics: records as ``sage_fast.run.metrics.read_metrics`` returns them.
+
+    Raises:
+        ValueError: no record holds ``eval/reward_mean`` or ``reward/mean``.
+        OSError: the folder cannot be written to.
+    """
+    from matplotlib.figure import Figure
+
+    evaluated = _Curve.read(metrics, "eval/reward_mean", "eval/reward_stderr")
+    trained = _Curve.read(metrics, "reward/mean", "reward/std")
+    if not evaluated.updates and not trained.updates:
+        raise ValueError(
+            f"nothing to plot: none of {len(metrics)} records holds 'eval/reward_mean' or 'reward/mean'; "
+            "check that the run has finished its first update"
+        )
+    names = sorted(
+        {key[5:-5] for row in metrics for key in row if key.startswith("eval/") and key.endswith("_mean")} - {"reward"}
+    )
+
+    columns = min(len(names), 4) or 1
+    small_rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(9, 4.6 + 2.1 * small_rows), dpi=150, layout="constrained")
+    grid = figure.add_gridspec(1 + small_rows, columns, height_ratios=[2.2] + [1] * small_rows)
+
+    axes = figure.add_subplot(grid[0, :])
+    _style(axes)
+    trained.draw(axes, "#8c96a3", "training batch (±1 std)", marker=False)
+    evaluated.draw(axes, "#0b6bcb", "evaluation (±1 standard error)", marker=True)
+    axes.set_xlabel("optimizer update")
+    axes.set_ylabel("reward")
+    axes.set_title(_headline(evaluated, trained), loc="left", fontsize=12, fontweight="bold")
+    axes.legend(frameon=False, loc="best", fontsize=9)
+
+    for position, name in enumerate(names):
+        panel = figure.add_subplot(grid[1 + position // columns, position % columns])
+        _style(panel, max_ticks=4)
+        curve = _Curve.read(metrics, f"eval/{name}_mean", f"eval/{name}_stderr")
+        curve.draw(panel, "#0b6bcb", None, marker=True)
+        panel.set_title(name.replace("_", " "), loc="left", fontsize=9)
+        panel.set_xlabel("update", fontsize=8)
+        panel.tick_params(labelsize=8)
+
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _frames(video: Tensor, what: str) -> np.ndarray:
+    """The video as (F, H, W, 3) uint8 in host memory."""
+    if video.dim() != 4 or video.shape[1] != 3 or 0 in video.shape:
+        raise ValueError(f"{what} must have the shape (F, 3, H, W) with no empty side, not {tuple(video.shape)}")
+    if video.dtype != torch.uint8:
+        raise ValueError(f"{what} must be uint8 (0 to 255), not {video.dtype}; scale, round and convert it")
+    return video.detach().permute(0, 2, 3, 1).cpu().numpy()
+
+
+@dataclass(frozen=True)
+class _Strip:
+    label: str
+    frames: np.ndarray  # (F, H, W, 3)
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Width and height of one frame on the sheet."""
+        height, width = self.frames.shape[1:3]
+        short = min(height, width)
+        if short <= SMALL_FRAME_SIDE:
+            factor = SMALL_FRAME_SIDE // short
+            return width * factor, height * factor
+        scale = min(1.0, LARGE_FRAME_SIDE / short)
+        return round(width * scale), round(height * scale)
+
+    def images(self, indices: Sequence[int]) -> list[Image.Image]:
+        enlarged = self.cell[1] >= self.frames.shape[1]
+        filter_ = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
+        return [Image.fromarray(self.frames[index]).resize(self.cell, filter_) for index in indices]
+
+
+@dataclass(frozen=True)
+class _Group:
+    caption: str
+    strips: list[_Strip]
+
+
+MARGIN = 20
+FRAME_GAP = 6
+STRIP_GAP = 6
+GROUP_GAP = 18
+CAPTION_WIDTH = 220
+LABEL_WIDTH = 64
+INK, FAINT_INK, RULE = "#1d232b", "#7a8593", "#e3e7ec"
+
+
+def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: str | None, max_frames: int) -> None:
+    if not groups:
+        raise ValueError("a sheet needs at least one row of videos, and got none")
+    if max_frames < 1:
+        raise ValueError(f"max_frames must be at least 1, not {max_frames}")
+
+    strips = [strip for group in groups for strip in group.strips]
+    shown = [_spread(len(strip.frames), max_frames) for strip in strips]
+    cell_width = max(strip.cell[0] for strip in strips)
+    frames_left = MARGIN + CAPTION_WIDTH + (LABEL_WIDTH if any(strip.label for strip in strips) else 0)
+    width = frames_left + max(map(len, shown)) * (cell_width + FRAME_GAP) - FRAME_GAP + MARGIN
+    # Frame numbers stand over the columns where they hold for every row.
+    numbered = all(indices == shown[0] for indices in shown)
+    numbers_height = 20 if numbered else 0
+    top = MARGIN + (38 if title else 0)
+    heights = [sum(s.cell[1] for s in g.strips) + STRIP_GAP * (len(g.strips) - 1) for g in groups]
+    height = top + numbers_height + sum(heights) + GROUP_GAP * (len(groups) - 1) + MARGIN
+
+    sheet = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    if title:
+        font = _font(title, 20, bold=True)
+        draw.text((MARGIN, MARGIN - 2), _shorten(title, font, width - 2 * MARGIN), INK, font)
+
+    if numbered:
+        small = _font("0", 12)
+        for column, index in enumerate(shown[0]):
+            x = frames_left + column * (cell_width + FRAME_GAP)
+            draw.text((x + cell_width / 2, top + 6), f"frame {index}", FAINT_INK, small, anchor="mm")
+
+    y = top + numbers_height
+    indices_of = iter(shown)
+    for number, (group, group_height) in enumerate(zip(groups, heights, strict=True)):
+        if number:
+            draw.line((MARGIN, y - GROUP_GAP // 2, width - MARGIN, y - GROUP_GAP // 2), RULE)
+        font = _font(group.caption, 15)
+        line_height = 20
+        lines = _wrap(group.caption, font, CAPTION_WIDTH - MARGIN, max(1, group_height // line_height))
+        text_top = y + (group_height - line_height * len(lines)) / 2
+        for row, line in enumerate(lines):
+            draw.text((MARGIN, text_top + line_height * (row + 0.5)), line, INK, font, anchor="lm")
+        for strip in group.strips:
+            if strip.label:
+                middle = y + strip.cell[1] / 2
+                draw.text(
+                    (MARGIN + CAPTION_WIDTH, middle),
+                    strip.label,
+                    FAINT_INK,
+                    _font(strip.label, 14),
+                    anchor="lm",
+                )
+            for column, image in enumerate(strip.images(next(indices_of))):
+                left = frames_left + column * (cell_width + FRAME_GAP) + (cell_width - image.width) // 2
+                sheet.paste(image, (left, y))
+                # A white frame would otherwise have no edge.
+                draw.rectangle((left - 1, y - 1, left + image.width, y + image.height), outline=RULE)
+            y += strip.cell[1] + STRIP_GAP
+        y += GROUP_GAP - STRIP_GAP
+    with replacing(path) as temporary:
+        sheet.save(temporary, format="PNG")
+
+
+def _spread(num_frames: int, max_frames: int) -> list[int]:
+    """Indices of at most ``max_frames`` frames, evenly from the first to the last."""
+    count = min(num_frames, max_frames)
+    return [round(i * (num_frames - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
+
+
+@lru_cache
+def _font_file(characters: frozenset[str], bold: bool) -> str:
+    """DejaVu Sans, or the first installed font with the characters it lacks (Chinese prompts, above all)."""
+    import matplotlib
+    from matplotlib.ft2font import FT2Font
+
+    needed = {ord(character) for character in characters if not character.isspace()}
+    default = Path(matplotlib.get_data_path(), "fonts/ttf", "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
+    missing = needed - FT2Font(str(default)).get_charmap().keys()
+    if missing:
+        from matplotlib.font_manager import fontManager
+
+        for entry in fontManager.ttflist:
+            # Last Resort has a glyph for every character: a box that names its script.
+            if entry.style != "normal" or "last resort" in entry.name.lower():
+                continue
+            if needed <= FT2Font(entry.fname).get_charmap().keys():
+                return str(entry.fname)
+    return str(default)
+
+
+def _font(text: str, size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_font_file(frozenset(text), bold), size)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int, max_lines: int) -> list[str]:
+    """Break the text into lines of at most ``width`` pixels, inside a word only if it is wider than that."""
+    lines = [""]
+    for word in text.split():
+        candidate = f"{lines[-1]} {word}".strip()
+        if font.getlength(candidate) <= width:
+            lines[-1] = candidate
+            continue
+        if lines[-1]:
+            lines.append("")
+        for character in word:
+            if lines[-1] and font.getlength(lines[-1] + character) > width:
+                lines.append("")
+            lines[-1] += character
+    if len(lines) > max_lines:
+        lines = lines[:max_lines]
+        lines[-1] = _shorten(f"{lines[-1]}…", font, width)
+    return lines
+
+
+def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    text = text.removesuffix("…")
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text.rstrip()}…"
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A metric over updates. ``spread`` is its band's half width, 0 where a record has none."""
+
+    updates: list[int]
+    values: list[float]
+    spread: list[float]
+
+    @classmethod
+    def read(cls, metrics: Sequence[Mapping[str, Any]], key: str, spread_key: str) -> "_Curve":
+        # The later record of an update wins.
+        rows = {row["update"]: row for row in metrics if row.get(key) is not None}
+        ordered = [rows[update] for update in sorted(rows)]
+        return cls(
+            updates=sorted(rows),
+            values=[float(row[key]) for row in ordered],
+            spread=[float(row.get(spread_key) or 0.0) for row in ordered],
+        )
+
+    def draw(self, axes: "Axes", colour: str, label: str | None, *, marker: bool) -> None:
+        if not self.updates:
+            return
+        values, spread = np.array(self.values), np.array(self.spread)
+        # Dots vanish into the line where there are many of them.
+        dot = "o" if (marker and len(self.updates) <= 60) or len(self.updates) == 1 else None
+        axes.fill_between(self.updates, values - spread, values + spread, color=colour, alpha=0.16, linewidth=0)
+        axes.plot(
+            self.updates,
+            values,
+            color=colour,
+            label=label,
+            marker=dot,
+            markersize=4,
+            linewidth=2 if marker else 1.2,
+        )
+
+
+def _style(axes: "Axes", max_ticks: int = 9) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e3e7ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(max_ticks, integer=True))
+    axes.margins(x=0.02)
+
+
+def _headline(evaluated: _Curve, trained: _Curve) -> str:
+    name, curve = ("Evaluation", evaluated) if evaluated.updates else ("Training", trained)
+    first, last = curve.values[0], curve.values[-1]
+    if len(curve.values) == 1:
+        return f"{name} reward {first:.3f} at update {curve.updates[0]}"
+    updates = curve.updates[-1] - curve.updates[0]
+    return f"{name} reward {first:.3f} → {last:.3f} ({last - first:+.3f} over {updates} updates)"

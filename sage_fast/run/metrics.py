@@ -1,0 +1,216 @@
+"""The metrics of a run: one JSON object per line of ``metrics.jsonl``, and dashboards on request.
+
+A record is ``{"update": 3, "reward/mean": 0.41, "time/rollout": 1.9, ...}``: ``update`` counts optimizer
+updates, every other key is ``group/name``. Several records may share an update (training and evaluation).
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sage_fast.config.files import replacing
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Scalar = int | float | bool | str | None
+
+FILE_NAME = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+class NoMetrics:
+    """The metrics of a rank that writes none."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def truncate_after(self, update: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class MetricsLogger:
+    """Appends records to ``<run_dir>/metrics.jsonl``, and to TensorBoard and Weights & Biases where asked to.
+
+    An existing file is continued; a line that was cut short by a kill is removed from it first.
+
+    Args:
+        run_dir: the run's directory; created when missing.
+        tensorboard: also write event files to ``<run_dir>/tensorboard``.
+        wandb_project: also send records to this Weights & Biases project. The run's identity is kept in
+            ``<run_dir>/wandb_run_id``, so that a resumed run continues its own curve.
+
+    Raises:
+        ValueError: a dashboard was asked for whose package is not installed.
+        OSError: the directory cannot be created or written to.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], tensorboard: bool = False, wandb_project: str | None = None
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.path = self.run_dir / FILE_NAME
+        self._tensorboard = tensorboard
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        if tensorboard:
+            _check_tensorboard()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._wandb_run = _start_wandb(self.run_dir, wandb_project) if wandb_project else None
+        _drop_partial_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record and wait until it is on disk.
+
+        Args:
+            record: ``update`` (int >= 0) and metrics: numbers, strings, booleans, None, or one-element
+                tensors and arrays, which are converted (on a GPU that waits for the device).
+
+        Raises:
+            ValueError: ``update`` is missing, or a value is not a scalar or not finite (something broke
+                upstream, and a curve with holes would hide it). Nothing is written.
+        """
+        values = {key: _scalar(key, value) for key, value in record.items()}
+        update = values.pop("update", None)
+        if isinstance(update, bool) or not isinstance(update, int) or update < 0:
+            raise ValueError(f"a record needs 'update', a whole number from 0 up, not {update!r}")
+        row = {"update": update} | dict(sorted(values.items()))
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._tensorboard:
+            self._log_tensorboard(update, values)
+        if self._wandb_run is not None:
+            self._wandb_run.log(row, step=update)
+
+    def truncate_after(self, update: int) -> None:
+        """Drop the records of updates after ``update``: a resumed run writes those again."""
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["update"] <= update]
+        self._file.close()
+        if len(kept) < len(rows):
+            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in kept)
+                file.flush()
+                os.fsync(file.fileno())
+        self._file = self.path.open("a", encoding="utf-8")
+        # TensorBoard hides what earlier event files hold from this step on.
+        self._purge_step = update + 1
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def close(self) -> None:
+        """Close the file and the dashboards. Calling it again does nothing."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+            self._wandb_run = None
+
+    def _log_tensorboard(self, update: int, values: Mapping[str, Scalar]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(key, value, update)
+        self._writer.flush()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, oldest first.
+
+    A last line that was cut short (the run was killed while it wrote) is left out with a warning.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line before the last is not a record; the message starts with ``path:line``.
+    """
+    path = Path(path)
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("update"), int):
+                raise ValueError("it is not an object with a whole number 'update'")
+        except ValueError as error:
+            if number == len(lines):
+                logger.warning("%s:%d: dropped the last line, which was cut short", path, number)
+                break
+            raise ValueError(f"{path}:{number}: not a metrics record ({error}); delete or mend that line") from error
+        rows.append(row)
+    return rows
+
+
+def _scalar(key: str, value: Any) -> Scalar:
+    if not isinstance(value, int | float | str | None) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"metric {key!r} must be one number, not {tuple(value.shape)} of them; reduce it"
+            ) from error
+    if not isinstance(value, int | float | str | None):
+        raise ValueError(f"metric {key!r} must be a number, a string or a boolean, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"metric {key!r} is {value}: something went wrong in the computation before it")
+    return value
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Make the file end with a whole line, so that the next record starts on one of its own."""
+    data = path.read_bytes() if path.exists() else b""
+    if not data or data.endswith(b"\n"):
+        return
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        json.loads(data[len(whole) :])
+        whole = data + b"\n"
+    except ValueError:
+        logger.warning("%s: dropped the last line, which was cut short", path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(whole)
+
+
+def _check_tensorboard() -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "logging to TensorBoard needs a package that is missing: pip install tensorboard, or turn the option off"
+        ) from error
+
+
+def _start_wandb(run_dir: Path, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            f"logging to the Weights & Biases project {project!r} needs a package that is missing: "
+            "pip install wandb, or unset wandb_project"
+        ) from error
+    id_file = run_dir / "wandb_run_id"
+    run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
+    run = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
+    if run_id is None:
+        with replacing(id_file) as temporary:
+            temporary.write_text(f"{run.id}\n", "utf-8")
+    return run

@@ -1,0 +1,95 @@
+"""What a run was made with: versions, commit and hardware; nothing that identifies the host or its user."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from sage_fast import __version__
+from sage_fast.config.files import replacing
+from sage_fast.distributed.failure.selfcheck import package_versions
+
+FILE_NAME = "environment.json"
+
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, source commit and machine, as JSON values.
+
+    Example:
+        ``{"sage_fast": "0.1.0", "commit": "3f2c...-dirty", "python": "3.11.7", "system": "Linux x86_64",
+        "packages": {"torch": "2.13.0", ...}, "cpu": {"model": "...", "count": 16, "torch_threads": 16},
+        "gpu": {"name": "NVIDIA H100 80GB HBM3", "count": 8, "capability": "9.0", "memory_gib": 79.1,
+        "cuda": "13.0"}}``; ``commit`` and ``gpu`` are None where there is none.
+    """
+    import torch
+
+    return {
+        "sage_fast": __version__,
+        "commit": git_commit(SOURCE_ROOT),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": package_versions(),
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "gpu": _describe_gpu(),
+    }
+
+
+def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
+    """Write ``describe_environment()`` into the run's folder and return the path.
+
+    The file is ``environment.json``, or ``environment-update-000040.json`` for a run resumed after update 40: what the
+    first part was made with stays on record.
+    """
+    path = Path(run_dir) / (f"environment-update-{update:06d}.json" if update else FILE_NAME)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", "utf-8")
+    return path
+
+
+def git_commit(root: Path) -> str | None:
+    """The commit checked out at ``root``, with ``-dirty`` after it when tracked files differ from it.
+
+    None when ``root`` is no checkout (an installed package, an archive), has no commit, or git is missing.
+    """
+    # Without this, a package installed inside somebody's repository would report their commit.
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--verify", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _describe_gpu() -> dict[str, Any] | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "count": torch.cuda.device_count(),
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,405 @@
+"""What a machine has, what a configuration needs, and what to do about the difference.
+
+Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that fails does not end the others.
+"""
+
+import importlib.util
+import inspect
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_fast import __version__
+from sage_fast.checkpoint import list_checkpoints
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, resolve
+from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.launch import rank_device
+from sage_fast.models.family import check_guidance, shift_difference
+from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.hunyuan15.loading import find_checkpoint
+from sage_fast.models.hunyuan15.requirements import Requirement, model_requirements, reward_requirements, weight_sizes
+from sage_fast.planning.estimate import describe
+from sage_fast.planning.footprint import Footprint, checkpoint_bytes, estimate
+from sage_fast.planning.layout import least_gpus
+from sage_fast.run.run import load_prompts
+from sage_fast.tools.machine import Check, Status, hardware, host_memory, software, version_of
+
+ATTENTION = "sage_fast.models.attention.attention"
+
+LARGE_WIDTH = 1024
+"""Width of a model from which on a CPU is hopeless."""
+
+MEMORY_MARGIN = 0.92
+"""Share of a GPU's memory up to which an estimate counts as safe."""
+
+
+def examine(config: RunConfig | None) -> list[Check]:
+    """All checks: those of the machine, and those of a configuration when one is given."""
+    checks = [*software(), *hardware(), *_attention(config)]
+    if config is not None:
+        checks += [*_settings(config), *_files(config), *_memory(config), *_disk(config)]
+    return checks
+
+
+def can_run(checks: Sequence[Check]) -> bool:
+    """Whether nothing is missing."""
+    return all(check.status != "missing" for check in checks)
+
+
+def to_json(checks: Sequence[Check]) -> dict[str, Any]:
+    """The checks as JSON values."""
+    return {"sage_fast": __version__, "can_run": can_run(checks), "checks": [asdict(check) for check in checks]}
+
+
+def to_text(checks: Sequence[Check], config_given: bool) -> str:
+    """The checks as aligned lines, and a verdict."""
+    width = max(len(check.name) for check in checks)
+    lines: list[str] = []
+    section = ""
+    for check in checks:
+        if check.section != section:
+            section = check.section
+            lines += ["", section] if lines else [section]
+        mark = "" if check.status == "info" else check.status
+        lines.append(f"  {mark:<8} {check.name:<{width}}  {check.detail}")
+        if check.fix:
+            lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
+    missing = sum(check.status == "missing" for check in checks)
+    warnings = sum(check.status == "warning" for check in checks)
+    what = "This configuration" if config_given else "This machine"
+    verdict = f"{what} {'can run.' if config_given else 'is ready.'}"
+    if missing:
+        verdict = f"{what} {'cannot run' if config_given else 'is not ready'}: see the {missing} marked missing."
+    if warnings:
+        verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
+    return "\n".join([*lines, "", verdict])
+
+
+def _attention(config: RunConfig | None) -> Iterator[Check]:
+    """Backends that run on the device; the one a config names must be among them."""
+    section = "attention"
+    if importlib.util.find_spec(ATTENTION) is None:
+        yield Check(
+            section=section, name="attention", status="info", detail="diffusers' own (this version has no other)"
+        )
+        return
+    device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
+    if config is not None:
+        device, dtype = _device(config) or device, getattr(torch, config.model.dtype)
+        wanted = config.model.attention
+    attention = importlib.import_module(ATTENTION)
+    report: Mapping[str, str | None] = attention.backend_report(torch.device(device), dtype)
+    for name, reason in report.items():
+        if reason is None:
+            yield Check(section=section, name=name, status="ok", detail=f"runs on {device}")
+        elif name == wanted:
+            yield Check(
+                section=section,
+                name=name,
+                status="missing",
+                detail=reason,
+                fix="install it, or set model.attention to auto",
+            )
+        else:
+            yield Check(section=section, name=name, status="info", detail=reason)
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+def _device(config: RunConfig) -> str | None:
+    """The device a run would use; None where torch cannot use the one that is named."""
+    try:
+        return str(rank_device(config.model.device))
+    except ConfigError:
+        return None
+
+
+def _settings(config: RunConfig) -> Iterator[Check]:
+    section = "configuration"
+    try:
+        device = str(rank_device(config.model.device))
+        yield Check(section=section, name="model.device", status="ok", detail=device)
+        if device == "cpu" and _is_large(config):
+            yield Check(
+                section=section,
+                name="speed",
+                status="warning",
+                detail="8.3 billion parameters on a CPU: one video takes hours",
+                fix="use a GPU of 80 GB, or configs/toy_cpu.yaml to try things out",
+            )
+    except ConfigError as error:
+        yield Check(
+            section=section, name="model.device", status="missing", detail=str(error), fix="--model.device=auto"
+        )
+    yield _resolvable(config.model.family, MODEL_FAMILIES, "model.family")
+    for name in config.reward.rewards:
+        yield _reward(config, name)
+    try:
+        prompts, evaluated = load_prompts(config)
+        detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
+        yield Check(section=section, name="prompts", status="ok", detail=detail)
+    except ConfigError as error:
+        yield Check(section=section, name="prompts", status="missing", detail=str(error), fix="mend or name the file")
+    if config.model.family == "hunyuan15":
+        yield _video_size(config)
+    if config.logging.wandb_project and version_of("wandb") is None:
+        yield Check(
+            section=section,
+            name="logging.wandb_project",
+            status="missing",
+            detail="wandb is not installed",
+            fix="pip install wandb, or leave logging.wandb_project out",
+        )
+    yield from _processes(config)
+    yield _output_dir(config)
+
+
+def _processes(config: RunConfig) -> Iterator[Check]:
+    """How many processes a run needs, where one is not enough, and whether this machine has a GPU for each."""
+    needed = least_gpus(config)
+    if needed == 1:
+        return
+    section = config.distributed
+    degrees = f"dp_replicate {section.dp_replicate}, dp_shard {section.dp_shard}, sp {section.sp}".replace(
+        "None", "null"
+    )
+    detail = f"{needed}, started by torchrun or SLURM ({degrees})"
+    here = torch.cuda.device_count()
+    if _device(config) == "cpu" or here >= needed:
+        yield Check(section="configuration", name="processes", status="ok", detail=detail)
+        return
+    yield Check(
+        section="configuration",
+        name="processes",
+        status="warning",
+        detail=f"{detail}; this machine has {here} GPU(s)",
+        fix="start it on several machines (docs/distributed.md), or set other degrees under `distributed`",
+    )
+
+
+def _resolvable(name: str, table: dict[str, str], key: str) -> Check:
+    try:
+        resolve(name, table, key)
+    except ConfigError as error:
+        return Check(section="configuration", name=key, status="missing", detail=str(error), fix="see the message")
+    return Check(section="configuration", name=key, status="ok", detail=name)
+
+
+def _reward(config: RunConfig, name: str) -> Check:
+    """Whether a reward can be imported and takes the options it is given."""
+    section, key = "configuration", f"reward {name}"
+    options = config.reward.options.get(name, {})
+    try:
+        constructor = resolve(name, REWARDS, "reward.rewards")
+        if inspect.isclass(constructor):
+            inspect.signature(constructor).bind(**options)
+    except (ConfigError, TypeError) as error:
+        return Check(section=section, name=key, status="missing", detail=str(error), fix=f"see reward.options.{name}")
+    if name == "videoalign":
+        fps, wanted = options.get("fps"), config.video.fps
+        if fps is None:
+            return Check(
+                section=section,
+                name=key,
+                status="missing",
+                detail="fps is not set; it decides which frames are scored",
+                fix=f"--reward.options.videoalign.fps={wanted:g}",
+            )
+        if fps != wanted:
+            return Check(
+                section=section,
+                name=key,
+                status="warning",
+                detail=f"fps is {fps:g}, but video.fps is {wanted:g}, so other frames are scored than meant",
+                fix=f"--reward.options.videoalign.fps={wanted:g}",
+            )
+    return Check(section=section, name=key, status="ok", detail=REWARDS.get(name, name))
+
+
+def _video_size(config: RunConfig) -> Check:
+    video = config.video
+    if video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0:
+        detail = f"{video.num_frames} frames of {video.height}x{video.width}"
+        return Check(section="configuration", name="video", status="ok", detail=detail)
+    return Check(
+        section="configuration",
+        name="video",
+        status="missing",
+        detail=f"{video.num_frames} frames of {video.height}x{video.width} cannot be encoded",
+        fix="video.num_frames must be 4k+1, video.height and video.width multiples of 16",
+    )
+
+
+def _output_dir(config: RunConfig) -> Check:
+    section, name = "configuration", "output_dir"
+    folder = Path(config.output_dir)
+    existing = _existing(folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Check(
+            section=section,
+            name=name,
+            status="missing",
+            detail=f"{existing} cannot be written to",
+            fix="--output_dir=FOLDER on a disk that you may write to",
+        )
+    if config.resume == "none" and ((folder / "metrics.jsonl").exists() or list_checkpoints(folder / "checkpoints")):
+        return Check(
+            section=section,
+            name=name,
+            status="warning",
+            detail=f"{folder} already holds a run",
+            fix="--resume auto to go on with it, or another --output_dir",
+        )
+    return Check(section=section, name=name, status="ok", detail=str(folder))
+
+
+def _existing(path: Path) -> Path:
+    """The deepest part of a path that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+# ------------------------------------------------------------------------------------------------ files, memory, disk
+
+
+def _files(config: RunConfig) -> Iterator[Check]:
+    model = model_requirements(config)
+    yield from map(_file, model)
+    if config.model.family == "hunyuan15" and not any(requirement.missing for requirement in model):
+        yield from _weights(config)
+    yield from map(_file, reward_requirements(config))
+
+
+def _file(requirement: Requirement) -> Check:
+    if not requirement.missing:
+        return Check(section="files", name=requirement.name, status="ok", detail=requirement.where)
+    named = ", ".join(requirement.missing[:3]) + (", ..." if len(requirement.missing) > 3 else "")
+    what = "is not here" if requirement.absent else f"lacks {named}"
+    return Check(
+        section="files",
+        name=requirement.name,
+        status="missing",
+        detail=f"{requirement.where} {what}",
+        fix=requirement.fetch,
+    )
+
+
+def _weights(config: RunConfig) -> Iterator[Check]:
+    """What the loader would say of weights that are all there. It opens files, but loads, converts, downloads none."""
+    section, name = "files", "model weights"
+    try:
+        checkpoint = find_checkpoint(config.model, download=False)
+    except (ValueError, OSError) as error:
+        yield Check(section=section, name=name, status="missing", detail=str(error), fix="see the message")
+        return
+    try:
+        check_guidance(checkpoint.guidance_distilled, config.rollout.guidance_scale)
+    except ValueError as error:
+        yield Check(section=section, name=name, status="missing", detail=str(error), fix="--rollout.guidance_scale=1")
+        return
+    yield Check(section=section, name=name, status="ok", detail=checkpoint.variant or "can be trained")
+    if (difference := shift_difference(checkpoint.shift, config.rollout.shift)) is not None:
+        yield Check(
+            section=section,
+            name="rollout.shift",
+            status="warning",
+            detail=difference,
+            fix=f"--rollout.shift={checkpoint.shift:g}",
+        )
+
+
+def _description(config: RunConfig) -> ModelDescription | None:
+    """The model before it is loaded; None where its family or its folder says nothing."""
+    try:
+        return describe(config)
+    except ConfigError:
+        return None
+
+
+def _is_large(config: RunConfig) -> bool:
+    description = _description(config)
+    return description is not None and description.width >= LARGE_WIDTH
+
+
+def _memory(config: RunConfig) -> Iterator[Check]:
+    description, device = _description(config), _device(config)
+    if description is None or device is None:
+        return
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        available, where = torch.cuda.get_device_properties(device).total_memory / 1e9, device
+    else:
+        memory = host_memory()
+        if memory is None:
+            return
+        available, where = memory / 1e9, "the CPU"
+    try:
+        footprint = estimate(config, description, weight_sizes(config), on_gpu=on_gpu, memory_gb=available)
+    except ConfigError as error:
+        yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
+        return
+    detail = f"about {footprint.total:.0f} GB of {available:.0f} GB on {where}"
+    status: Status = "ok"
+    if footprint.total > available:
+        status = "missing"
+    elif footprint.total > MEMORY_MARGIN * available:
+        status = "warning"
+    fix = ""
+    if status != "ok":
+        fix = _save_memory(config) if footprint.parts["weights"] < available / 2 else "a GPU with more memory"
+    yield Check(section="memory (estimate)", name="training", status=status, detail=detail, fix=fix)
+    for name, size in footprint.parts.items():
+        if size >= 0.05:
+            yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
+    yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(config, footprint))
+
+
+def _assumptions(config: RunConfig, footprint: Footprint) -> str:
+    return (
+        f"{footprint.processes} process(es), each with as much; {footprint.tokens:,} video tokens; "
+        f"{config.model.forward} forward, {config.model.checkpointing} checkpointing, {config.training.guidance} "
+        f"guidance; the peak is in {footprint.phase}, each part at its own peak; predicted, not measured: "
+        "`sage-fast plan` has every phase"
+    )
+
+
+def _save_memory(config: RunConfig) -> str:
+    """The setting that saves most of what is not used yet."""
+    if config.training.mode == "full":
+        return "more GPUs that share the weights (configs/hv15_480p_full_8gpu.yaml), or --training.mode=lora"
+    if config.rollout.micro_batch_size > 1:
+        return "--rollout.micro_batch_size=1"
+    if config.model.dtype == "float32":
+        return "--model.dtype=bfloat16"
+    if config.model.checkpointing == "none":
+        return "--model.checkpointing=selective"
+    if config.training.guidance == "paired" and config.rollout.guidance_scale != 1.0:
+        return "--training.guidance=split"
+    if config.model.checkpointing == "selective":
+        return "--model.checkpointing=full"
+    return "fewer frames, or a smaller video.height and video.width"
+
+
+def _disk(config: RunConfig) -> Iterator[Check]:
+    description = _description(config)
+    if description is None:
+        return
+    free = shutil.disk_usage(_existing(Path(config.output_dir))).free
+    # One more than is kept: the new one is written before the oldest goes.
+    needed = checkpoint_bytes(config, description) * (config.checkpoint.keep_last + 1)
+    yield Check(
+        section="disk",
+        name="checkpoints",
+        status="ok" if needed < 0.9 * free else "missing",
+        detail=f"about {needed / 1e9:.1f} GB for {config.checkpoint.keep_last + 1} of them, {free / 1e9:.0f} GB free",
+        fix="" if needed < 0.9 * free else "--checkpoint.keep_last=1, or --output_dir on a larger disk",
+    )

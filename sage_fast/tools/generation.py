@@ -1,0 +1,245 @@
+"""Videos for a list of prompts, as mp4 files and one contact sheet; no training run and no reward is needed."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import replacing
+from sage_fast.config.registry import MODEL_FAMILIES, resolve
+from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.launch import rank_device
+from sage_fast.models.family import VideoDecoder
+from sage_fast.models.hunyuan15.fused import Acceleration, choose_forward
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.lora import cast_weights
+from sage_fast.policy.trained import use_adapter, use_weights
+from sage_fast.records import Prompt, Sample
+from sage_fast.rollout import sample_trajectory
+from sage_fast.run import media
+from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
+
+logger = logging.getLogger(__name__)
+
+RECORD = "generation.json"
+"""Beside the videos: what each was made with, so that a second call knows which ones to keep."""
+
+SHEET_ROWS = 16
+
+
+def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
+    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos."""
+    words = re.sub("[^a-z0-9]+", "-", prompt.lower())[:60].strip("-") or "prompt"
+    return f"{index:02d}-{words}{f'-{member}' if count > 1 else ''}.mp4"
+
+
+@dataclass(kw_only=True)
+class Generator:
+    """A model that is ready to sample: the base model until `use_weights` or `use_adapter` is called.
+
+    samples: one per prompt, member 0. latent_shape: (C, F, H, W).
+    """
+
+    config: RunConfig
+    policy: GuidedPolicy
+    decoder: VideoDecoder
+    samples: list[Sample]
+    latent_shape: tuple[int, int, int, int]
+    device: torch.device
+    acceleration: Acceleration | None
+
+    def use_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
+        self._replace(lambda transformer: use_weights(transformer, self.config, weights), "The checkpoint")
+
+    def use_adapter(self, path: Path) -> None:
+        """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
+        self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
+
+    def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:
+        """Change the transformer's modules under the stock forward, then choose the forward anew."""
+        transformer = self.policy.transformer
+        if self.acceleration is not None:
+            self.acceleration.undo()
+        try:
+            change(transformer)
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}") from error
+        transformer.to(self.device)
+        self.acceleration = choose_forward(transformer, self.config.model)
+
+    def table(self, sampler: str) -> TransitionTable:
+        """The steps of a sampler with the evaluation's number of steps."""
+        rollout = self.config.rollout
+        num_steps = self.config.evaluation.num_steps or rollout.num_steps
+        return transition_table(sampler, sigma_schedule(num_steps, rollout.shift), rollout.eta)
+
+
+def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
+    """Load the base model of a config and encode the prompts.
+
+    Raises:
+        ConfigError: a file is missing or a setting does not fit; the message names it.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = rank_device(config.model.device)
+    try:
+        components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
+        components.check_guidance(config.rollout.guidance_scale)
+        components.warn_of_shift(config.rollout.shift)
+        cast_weights(components.transformer, getattr(torch, config.model.dtype))
+        video = config.video
+        latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
+        # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
+        texts = ["", *(p.text for p in prompts)]
+        unconditional, *embeds = [e.to(device) for e in components.prompt_encoder.encode(texts)]
+        transformer = components.transformer.to(device).requires_grad_(False)
+        acceleration = choose_forward(transformer, config.model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    return Generator(
+        config=config,
+        policy=GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale),
+        decoder=components.video_decoder,
+        samples=[Sample(prompt=p, embeds=e, member=0) for p, e in zip(prompts, embeds, strict=True)],
+        latent_shape=latent_shape,
+        device=device,
+        acceleration=acceleration,
+    )
+
+
+def check_request(sampler: str, num_videos: int) -> None:
+    """ConfigError for an unknown sampler or no videos; cheap, so that it can come before the model is loaded."""
+    if sampler not in SDE_TYPES:
+        raise ConfigError(f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}.")
+    if num_videos < 1:
+        raise ConfigError(f"--num_videos is {num_videos}; it must be at least 1.")
+
+
+def generate(
+    generator: Generator,
+    output: Path,
+    *,
+    weights: str,
+    sampler: str = "ode",
+    num_videos: int = 1,
+    overwrite: bool = False,
+) -> tuple[list[Path], int]:
+    """Write `num_videos` videos for each of the generator's prompts, and a contact sheet of the first 16.
+
+    A video that is there already, made with the same settings from the same prompt and noise, is kept: an interrupted
+    call goes on where it stopped.
+
+    Args:
+        output: folder; created when missing.
+        weights: what the generator's weights are called in the record, such as the path of the checkpoint.
+        sampler: `ode`, or an SDE type, which uses the config's `rollout.eta`.
+        num_videos: videos per prompt, each from its own noise.
+        overwrite: make every video anew.
+
+    Returns:
+        The paths of all videos, and how many of them were kept.
+
+    Raises:
+        ConfigError: unknown sampler, no videos asked for, or a video of other settings is in the way.
+        OSError: the folder cannot be written.
+    """
+    check_request(sampler, num_videos)
+    config = generator.config
+    table = generator.table(sampler)
+    plan: dict[str, Sample] = {}
+    for position, sample in enumerate(generator.samples):
+        for member in range(num_videos):
+            name = video_file_name(position, sample.prompt.text, member, num_videos)
+            plan[name] = replace(sample, member=member)
+    settings = _settings(generator, table, weights, sampler)
+    records = {name: settings | {"prompt": asdict(s.prompt), "member": s.member} for name, s in plan.items()}
+    # The record goes first: a video without one would be a stranger's to the next call.
+    kept = _keep_or_refuse(output, records, overwrite)
+    remaining = [name for name in plan if name not in kept]
+    if kept:
+        logger.info(
+            "Keeping %d of %d videos that are there already (--overwrite makes them anew).", len(kept), len(plan)
+        )
+    start = time.monotonic()
+    with tqdm(total=len(plan), initial=len(kept), unit="video", disable=None) as bar:
+        size = config.evaluation.batch_size
+        for first in range(0, len(remaining), size):
+            names = remaining[first : first + size]
+            batch = [plan[name] for name in names]
+            trajectory = sample_trajectory(
+                generator.policy,
+                batch,
+                table,
+                generator.latent_shape,
+                seed=config.evaluation.seed,
+                update=0,
+                device=generator.device,
+            )
+            for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
+                media.write_video(output / name, video.cpu(), config.video.fps)
+                bar.update()
+                if bar.disable:
+                    logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
+    paths = [output / name for name in plan]
+    shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
+    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, media.read_video(p)) for s, p in shown])
+    return paths, len(kept)
+
+
+def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
+    """What decides how a video looks, beside its prompt and number."""
+    config = generator.config
+    return {
+        "family": config.model.family,
+        "path": config.model.path,
+        "variant": config.model.variant,
+        "dtype": config.model.dtype,
+        "vae_dtype": config.model.vae_dtype,
+        "weights": weights,
+        "sampler": sampler,
+        "eta": config.rollout.eta if sampler != "ode" else 0.0,
+        "num_steps": table.num_steps,
+        "shift": config.rollout.shift,
+        "guidance_scale": config.rollout.guidance_scale,
+        "noise_seed": config.evaluation.seed,
+        "video": asdict(config.video),
+    }
+
+
+def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], overwrite: bool) -> set[str]:
+    """Names of the videos that can be kept; the record of all of them is written.
+
+    ConfigError, with nothing written, when a video is in the way that was made otherwise.
+    """
+    file = output / RECORD
+    known: dict[str, Any] = {}
+    if file.exists():
+        try:
+            known = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not JSON ({error}); delete it, or give another --output.") from error
+    present = {name for name in records if (output / name).exists()} if not overwrite else set()
+    for name in sorted(present):
+        old = known.get(name)
+        if old != records[name]:
+            different = sorted(k for k in records[name] if old is None or old.get(k) != records[name][k])
+            what = ", ".join(f"{k}: {old.get(k)!r} there, {records[name][k]!r} now" for k in different) if old else ""
+            raise ConfigError(
+                f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
+                "another --output, or --overwrite to make it anew."
+            )
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(known | dict(records), indent=1) + "\n", encoding="utf-8")
+    return present

@@ -1,0 +1,177 @@
+"""The paired evaluation as files: both models' videos and scores in one folder, each model evaluated once.
+
+FOLDER/
+    before.json  after.json              scores per prompt of the base and the trained model
+    base/  trained/                      every video, and settings.json: what the scores were made with
+    evaluation.{json,md,html}  contact_sheet.png     see `report.py`
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_fast.config.files import replacing
+from sage_fast.config.schema import RunConfig
+from sage_fast.evaluation import Evaluation, compare, evaluate
+from sage_fast.policy.trained import weights_digest
+from sage_fast.records import Prompt
+from sage_fast.rewards.base import Scorer
+from sage_fast.rewards.worker import load_scorer
+from sage_fast.run import media
+from sage_fast.run.run import prompts_digest
+from sage_fast.tools.generation import Generator, load_generator, video_file_name
+from sage_fast.tools.report import Report, ShownVideo, spread_over_ranks
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "settings.json"
+SCORES = {"base": "before.json", "trained": "after.json"}
+
+
+class PairedEvaluation:
+    """Evaluates the base and the trained model into a folder. The model is loaded when it is first needed.
+
+    Args:
+        config: model, rewards, sampling.
+        prompts: at least 2.
+        folder: where everything goes.
+        trained: the checkpoint or adapter that is compared with the base model; its weights identify it.
+        use_trained: puts the trained weights into a generator.
+        overwrite: evaluate again what has been evaluated there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Sequence[Prompt],
+        folder: Path,
+        trained: Path,
+        use_trained: Callable[[Generator], None],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.folder = folder
+        self.trained = trained
+        self.use_trained = use_trained
+        self.overwrite = overwrite
+        self.files = [video_file_name(i, p.text) for i, p in enumerate(prompts)]
+        self._generator: Generator | None = None
+        self._reward: Scorer | None = None
+
+    def report(self, *, num_videos: int, resamples: int, seed: int) -> Report:
+        """Evaluate what has not been evaluated, and compare.
+
+        Args:
+            num_videos: prompts whose videos are shown. resamples, seed: of the bootstrap.
+
+        Raises:
+            ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
+        """
+        try:
+            # In this order: the trained weights replace the base model's.
+            base, trained = self.scores("base"), self.scores("trained")
+        finally:
+            if self._reward is not None:
+                self._reward.close()
+                self._reward = None
+        weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
+        differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
+        return Report(
+            scores=compare(base, trained, weights, resamples=resamples, seed=seed),
+            base=base,
+            trained=trained,
+            weights=weights,
+            resamples=resamples,
+            seed=seed,
+            settings={
+                "trained": str(self.trained),
+                "prompts": self.config.evaluation.prompts or self.config.data.prompts,
+                **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
+            },
+            videos=[
+                ShownVideo(
+                    prompt=base.prompts[i],
+                    base=self.folder / "base" / self.files[i],
+                    trained=self.folder / "trained" / self.files[i],
+                    difference=differences[i],
+                )
+                for i in spread_over_ranks(differences, num_videos)
+            ],
+        )
+
+    def scores(self, model: Literal["base", "trained"]) -> Evaluation:
+        """Scores of one model: those in the folder if they were made with the same settings."""
+        file, videos = self.folder / SCORES[model], self.folder / model
+        settings = self._settings(model)
+        if not self.overwrite and file.exists() and self._finished(videos, settings):
+            logger.info("Using the scores of the %s model in %s: same settings.", model, file)
+            return Evaluation.load(file)
+        # Until it is finished, nothing may claim to be it.
+        (videos / SETTINGS).unlink(missing_ok=True)
+        result = self._evaluate(model)
+        result.save(file)
+        with replacing(videos / SETTINGS) as partial:
+            partial.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        return result
+
+    def _finished(self, videos: Path, settings: Mapping[str, Any]) -> bool:
+        file = videos / SETTINGS
+        if not file.exists() or not all((videos / name).exists() for name in self.files):
+            return False
+        try:
+            return bool(json.loads(file.read_text(encoding="utf-8")) == settings)
+        except ValueError:
+            return False
+
+    def _evaluate(self, model: str) -> Evaluation:
+        if self._reward is None:
+            self._reward = load_scorer(self.config.reward, [p.text for p in self.prompts])
+        if self._generator is None:
+            self._generator = load_generator(self.config, self.prompts)
+        generator, evaluation = self._generator, self.config.evaluation
+        if model == "trained":
+            self.use_trained(generator)
+        with tqdm(total=len(self.prompts), unit="video", desc=model, disable=None) as bar:
+
+            def keep(number: int, video: Tensor) -> None:
+                media.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
+                bar.update()
+                if bar.disable:
+                    logger.info("%s model: video %d of %d", model, number + 1, len(self.prompts))
+
+            return evaluate(
+                generator.policy,
+                generator.decoder,
+                self._reward,
+                generator.samples,
+                generator.table("ode"),
+                generator.latent_shape,
+                seed=evaluation.seed,
+                batch_size=evaluation.batch_size,
+                device=generator.device,
+                on_video=keep,
+            )[0]
+
+    def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
+        """What decides the scores of a model, as JSON values."""
+        config = self.config
+        settings = {
+            "weights": "base" if model == "base" else weights_digest(self.trained),
+            "model": {key: getattr(config.model, key) for key in ("family", "path", "variant", "dtype", "vae_dtype")},
+            "video": asdict(config.video),
+            "num_steps": config.evaluation.num_steps or config.rollout.num_steps,
+            "shift": config.rollout.shift,
+            "guidance_scale": config.rollout.guidance_scale,
+            "noise_seed": config.evaluation.seed,
+            "reward": {key: getattr(config.reward, key) for key in ("rewards", "options", "weights")},
+            "prompts": prompts_digest([], self.prompts),
+        }
+        return json.loads(json.dumps(settings))  # as it is read back, tuples and all

@@ -1,0 +1,349 @@
+"""The evaluation of a trained model against its base model, as files that people read and pass on.
+
+evaluation.json     every number, also per prompt
+evaluation.md       the tables, for a README or an issue
+evaluation.html     one file with everything, pictures included: opens offline, light and dark
+contact_sheet.png   frames of both models, side by side
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from sage_fast import __version__
+from sage_fast.config.files import replacing
+from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, Estimate, Evaluation, ScoreComparison
+from sage_fast.run import media
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownVideo:
+    """A prompt whose videos are in the report. `base`, `trained`: paths of the mp4s. `difference`: of the overall.
+
+    Example: `ShownVideo(prompt="a red circle", base=Path("base/00-a-red-circle.mp4"), ..., difference=0.4)`
+    """
+
+    prompt: str
+    base: Path
+    trained: Path
+    difference: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that the files are made of.
+
+    scores: the overall first. weights: score name -> weight in the overall. settings: what was compared and how, as
+    JSON values. videos: shown from the largest gain to the largest loss.
+
+    Example: `Report(scores=compare(base, trained, weights), base=base, trained=trained, weights={"VQ": 1.0}, ...)`
+    """
+
+    scores: Sequence[ScoreComparison]
+    base: Evaluation
+    trained: Evaluation
+    weights: Mapping[str, float]
+    resamples: int
+    seed: int
+    settings: Mapping[str, Any]
+    videos: Sequence[ShownVideo]
+
+
+def spread_over_ranks(differences: Sequence[float], count: int) -> list[int]:
+    """Positions of `count` values, evenly from the largest to the smallest, so that losses show as well as gains.
+
+    Example: `spread_over_ranks([0.0, 3.0, 1.0], 2)` is `[1, 0]`.
+    """
+    order = sorted(range(len(differences)), key=lambda i: -differences[i])
+    count = min(count, len(order))
+    return [order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)]
+
+
+def write_report(folder: Path, report: Report) -> list[Path]:
+    """Write the four files and return their paths. OSError when the folder cannot be written."""
+    texts = {
+        "evaluation.json": json.dumps(to_json(report), indent=1) + "\n",
+        "evaluation.md": to_markdown(report),
+        "evaluation.html": to_html(report),
+    }
+    for name, text in texts.items():
+        with replacing(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+    paths = [folder / name for name in texts]
+    if report.videos:
+        rows = [(v.prompt, media.read_video(v.base), media.read_video(v.trained)) for v in report.videos]
+        sheet = folder / "contact_sheet.png"
+        media.before_after_sheet(
+            sheet, rows, title="same prompt, same noise: base and trained", labels=("base", "trained")
+        )
+        paths.append(sheet)
+    return paths
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """All numbers of the report as JSON values."""
+    return {
+        "sage_fast": __version__,
+        "prompts": len(report.base.prompts),
+        "confidence": 0.95,
+        "resamples": report.resamples,
+        "bootstrap_seed": report.seed,
+        "weights": dict(report.weights),
+        "scores": [asdict(score) for score in report.scores],
+        "settings": dict(report.settings),
+        "per_prompt": [
+            {
+                "prompt": prompt,
+                "base": {OVERALL: report.base.reward[i]} | {n: v[i] for n, v in report.base.scores.items()},
+                "trained": {OVERALL: report.trained.reward[i]} | {n: v[i] for n, v in report.trained.scores.items()},
+            }
+            for i, prompt in enumerate(report.base.prompts)
+        ],
+    }
+
+
+def headline(report: Report) -> str:
+    """What the evaluation found, in a sentence."""
+    overall = report.scores[0]
+    d = overall.difference
+    verb = "rises" if d.mean > 0 else "falls" if d.mean < 0 else "stays"
+    doubt = ""
+    if overall.count < ENOUGH_PROMPTS:
+        doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
+    elif not overall.significant:
+        doubt = ", which a difference of zero would explain too"
+    return (
+        f"{OVERALL} {verb} from {overall.base.mean:.4f} to {overall.trained.mean:.4f}: {d.mean:+.4f}, 95 % interval "
+        f"{d.low:+.4f} to {d.high:+.4f}{doubt}. The trained model scores higher on {overall.win_rate:.0%} of "
+        f"{len(report.base.prompts)} prompts."
+    )
+
+
+def to_text(report: Report) -> str:
+    """The main table for a terminal."""
+    width = max(10, *(len(s.name) + 2 for s in report.scores))
+    interval_width = max(width, 20)
+    lines = [f"{'':<12}" + "".join(f"{s.name:>{interval_width}}" for s in report.scores)]
+    for label, cells in _rows(report):
+        lines.append(f"{label:<12}" + "".join(f"{cell:>{interval_width}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def to_markdown(report: Report) -> str:
+    """The main table with its footnotes."""
+    lines = [
+        "# Evaluation: base and trained",
+        "",
+        headline(report),
+        "",
+        "| | " + " | ".join(s.name for s in report.scores) + " |",
+        "|---|" + "---:|" * len(report.scores),
+    ]
+    for label, cells in _rows(report):
+        if label == "difference":
+            cells = [f"**{c}**" if s.significant else c for c, s in zip(cells, report.scores, strict=True)]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += ["", *_footnotes(report, "**bold**"), ""]
+    return "\n".join(lines)
+
+
+def _rows(report: Report) -> list[tuple[str, list[str]]]:
+    """Label and cells of every line of the main table."""
+
+    def mean(e: Estimate) -> str:
+        return f"{e.mean:.4f} ± {e.stderr:.4f}"
+
+    rows = [
+        ("base", [mean(s.base) for s in report.scores]),
+        ("trained", [mean(s.trained) for s in report.scores]),
+        ("difference", [f"{s.difference.mean:+.4f} ± {s.difference.stderr:.4f}" for s in report.scores]),
+        ("95 %", [f"{s.difference.low:+.4f} .. {s.difference.high:+.4f}" for s in report.scores]),
+        ("win rate", [f"{s.win_rate:.0%}" for s in report.scores]),
+    ]
+    if any(s.tie_rate for s in report.scores):
+        rows.append(("ties", [f"{s.tie_rate:.0%}" for s in report.scores]))
+    return rows
+
+
+def _footnotes(report: Report, marked: str) -> list[str]:
+    terms = " + ".join(f"{w:g} {n}" for n, w in report.weights.items())
+    clear = f"{marked} where the interval leaves out zero"
+    if len(report.base.prompts) < ENOUGH_PROMPTS:
+        clear = (
+            f"nothing is {marked}, because an interval of fewer than {ENOUGH_PROMPTS} prompts is not to be relied on"
+        )
+    return [
+        f"{len(report.base.prompts)} prompts, one video each; both models start from the same noise. "
+        f"{OVERALL} = {terms}; higher is better for it and its terms. Other scores are measured only.",
+        f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
+        f"{report.seed}; {clear}. Win rate: prompts on which the trained model "
+        "scores higher.",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ HTML
+
+# Colours are named once, so that dark is the same page with other values.
+STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --ink: #1d232b; --faint: #66717e; --rule: #dfe4ea; --panel: #f5f7f9;
+  --gain: #0a7a4b; --loss: #b3362b; }
+@media (prefers-color-scheme: dark) { :root { --page: #14181d; --ink: #e6eaee; --faint: #97a2ae; --rule: #303841;
+  --panel: #1c2229; --gain: #4cc38a; --loss: #f08a80; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .75rem; }
+p { max-width: 46rem; } .faint { color: var(--faint); font-size: .9rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid var(--rule); }
+td.prompt { white-space: normal; min-width: 16rem; }
+.gain { color: var(--gain); font-weight: 600; } .loss { color: var(--loss); font-weight: 600; }
+.clear { font-weight: 600; }
+figure { margin: 0 0 1.5rem; padding: 1rem; background: var(--panel); border-radius: .5rem; overflow-x: auto; }
+figcaption { margin-bottom: .6rem; } .strip { display: flex; align-items: center; gap: .8rem; margin-top: .4rem; }
+.strip span { flex: 0 0 4rem; color: var(--faint); font-size: .85rem; } .strip img { max-width: 100%; height: auto;
+  border-radius: .2rem; min-width: 0; }
+svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .axis { stroke: var(--faint); }
+svg .bar { stroke: var(--faint); stroke-width: 3; } svg .dot { fill: var(--faint); }
+svg .bar.gain { stroke: var(--gain); } svg .dot.gain { fill: var(--gain); }
+svg .bar.loss { stroke: var(--loss); } svg .dot.loss { fill: var(--loss); }
+svg .bar.clear { stroke: var(--ink); } svg .dot.clear { fill: var(--ink); }
+details { margin-top: 1rem; } summary { cursor: pointer; }
+pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: .5rem; font-size: .85rem; }
+"""
+
+
+def to_html(report: Report) -> str:
+    """One self-contained page: style, chart and pictures are inside, nothing is fetched."""
+    sections = [
+        "<h1>Evaluation: base and trained</h1>",
+        f"<p>{escape(headline(report))}</p>",
+        _html_table(report),
+        *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
+        "<h2>Difference, score by score</h2>",
+        _html_intervals(report),
+        _html_videos(report),
+        _html_prompts(report),
+        "<details><summary>Settings</summary><pre>"
+        + escape(json.dumps(dict(report.settings), indent=1))
+        + "</pre></details>",
+        f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Evaluation: base and trained</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(sections)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _direction(report: Report, score: ScoreComparison) -> str:
+    """A CSS class where a score is significant, else nothing; green and red only where higher is better."""
+    if not score.significant:
+        return ""
+    if score.name != OVERALL and score.name not in report.weights:
+        return "clear"
+    return "gain" if score.difference.mean > 0 else "loss"
+
+
+def _html_table(report: Report) -> str:
+    head = "".join(f'<th scope="col">{escape(s.name)}</th>' for s in report.scores)
+    body = []
+    for label, cells in _rows(report):
+        marks = [_direction(report, s) if label == "difference" else "" for s in report.scores]
+        columns = "".join(
+            f'<td class="{mark}">{escape(cell)}</td>' if mark else f"<td>{escape(cell)}</td>"
+            for cell, mark in zip(cells, marks, strict=True)
+        )
+        body.append(f'<tr><th scope="row">{escape(label)}</th>{columns}</tr>')
+    return (
+        f'<div class="scroll"><table><thead><tr><th scope="col">model</th>{head}</tr></thead><tbody>'
+        + "".join(body)
+        + "</tbody></table></div>"
+    )
+
+
+def _html_intervals(report: Report) -> str:
+    """Differences with their intervals on one axis: in standard deviations of the base model's scores."""
+    columns = [report.base.reward] + [report.base.scores[s.name] for s in report.scores[1:]]
+    # A score that is the same for every prompt has no deviation to measure in; it keeps its own unit.
+    units = [stdev(column) or 1.0 for column in columns]
+    rows = [
+        (s, s.difference.low / u, s.difference.mean / u, s.difference.high / u)
+        for s, u in zip(report.scores, units, strict=True)
+    ]
+    left, width, height = 150, 520, 30
+    reach = max(1e-9, *(max(abs(low), abs(high)) for _, low, _, high in rows)) * 1.08
+
+    def x(value: float) -> float:
+        return left + width * (value + reach) / (2 * reach)
+
+    bottom = height * len(rows) + 8
+    parts = [f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="4" y2="{bottom}" stroke-dasharray="3 3"/>']
+    for number, (score, low, mean, high) in enumerate(rows):
+        y = height * number + height / 2 + 4
+        way = _direction(report, score)
+        parts.append(
+            f'<text x="0" y="{y + 4:.1f}">{escape(score.name)}</text>'
+            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
+            f'<text x="{left + width + 12}" y="{y + 4:.1f}">{mean:+.2f}</text>'
+        )
+    text = "; ".join(f"{s.name} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
+    return (
+        f'<div class="scroll"><svg width="{left + width + 70}" height="{bottom + 8}" role="img" '
+        f'aria-label="{escape(text)}">{"".join(parts)}</svg></div>'
+        '<p class="faint">Mean difference and 95 % interval, in standard deviations of the base model\'s scores over '
+        "prompts; right of the dashed line the trained model scores higher.</p>"
+    )
+
+
+def _html_videos(report: Report) -> str:
+    if not report.videos:
+        return ""
+    figures = []
+    for video in report.videos:
+        strips = "".join(
+            f'<div class="strip"><span>{label}</span><img alt="{escape(label)}: frames of the video for: '
+            f'{escape(video.prompt)}" src="data:image/jpeg;base64,{_strip(path)}"></div>'
+            for label, path in (("base", video.base), ("trained", video.trained))
+        )
+        way = "gain" if video.difference > 0 else "loss" if video.difference < 0 else "faint"
+        figures.append(
+            f'<figure><figcaption>{escape(video.prompt)} <span class="{way}">{video.difference:+.4f}</span>'
+            f"</figcaption>{strips}</figure>"
+        )
+    return (
+        "<h2>Videos, from the largest gain to the largest loss</h2>"
+        f'<p class="faint">Same prompt, same noise. The number is the difference in {OVERALL}. The videos themselves '
+        "are in base/ and trained/.</p>" + "".join(figures)
+    )
+
+
+def _strip(path: Path) -> str:
+    return base64.b64encode(media.filmstrip(media.read_video(path))).decode("ascii")
+
+
+def _html_prompts(report: Report) -> str:
+    """Every prompt with the overall of both models, worst difference first."""
+    rows = sorted(
+        zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
+    )
+    body = "".join(
+        f'<tr><td class="prompt">{escape(prompt)}</td><td>{b:.4f}</td><td>{a:.4f}</td>'
+        f'<td class="{"gain" if a > b else "loss" if a < b else "faint"}">{a - b:+.4f}</td></tr>'
+        for prompt, b, a in rows
+    )
+    return (
+        f"<details><summary>All {len(rows)} prompts, the largest loss first</summary>"
+        '<div class="scroll"><table><thead><tr><th scope="col">prompt</th><th scope="col">base</th>'
+        f'<th scope="col">trained</th><th scope="col">difference</th></tr></thead><tbody>{body}</tbody></table></div>'
+        "</details>"
+    )

@@ -1,0 +1,328 @@
+"""The commands as a user types them: words, help, generate and what it keeps."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from sage_fast.commands.cli import COMMANDS, main, parse
+from sage_fast.commands.common import split_words
+from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.run import media
+from sage_fast.sde import sigma_schedule, transition_table
+from sage_fast.tools.generation import Generator, _settings
+
+MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config_file(tiny_run: MakeRun, tmp_path: Path) -> Path:
+    """A configuration that no run was made of."""
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
+    return file
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.txt"
+    file.write_text("a blue square moving up\na red circle moving left\na green triangle moving down\n")
+    return file
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "overrides"),
+    [
+        ([], [], []),
+        (["b.yaml", "--seed=1"], ["b.yaml"], ["--seed=1"]),
+        (["--resume", "auto", "b.yaml"], ["b.yaml"], ["--resume", "auto"]),
+        (["--a=1", "b.yaml", "--c", "2", "d.yaml"], ["b.yaml", "d.yaml"], ["--a=1", "--c", "2"]),
+    ],
+    ids=["none", "file-first", "value-of-an-option", "mixed"],
+)
+def test_files_and_overrides_are_told_apart(words: list[str], files: list[str], overrides: list[str]) -> None:
+    assert split_words(words) == (files, overrides)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a.yaml", "b.yaml", "--reward.weights={VQ: 1, MQ: 2}", "--seed=1"],
+        ["a.yaml", "--reward.weights={VQ: 1, MQ: 2}", "b.yaml", "--seed=1"],
+        ["--reward.weights={VQ: 1, MQ: 2}", "a.yaml", "b.yaml", "--seed=1"],
+    ],
+    ids=["last", "between", "first"],
+)
+def test_an_override_with_spaces_is_no_file(words: list[str]) -> None:
+    options, overrides = parse(["train", *words])
+    assert options.config == ["a.yaml", "b.yaml"]
+    assert sorted(overrides) == ["--reward.weights={VQ: 1, MQ: 2}", "--seed=1"]
+    options, overrides = parse(["train", "a.yaml", "--reward.weights", "{VQ: 1, MQ: 2}"])
+    assert (options.config, overrides) == (["a.yaml"], ["--reward.weights", "{VQ: 1, MQ: 2}"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_without_loading_torch(command: str) -> None:
+    code = (
+        "import sys\nfrom sage_fast.commands.cli import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"usage: sage-fast {command}" in result.stdout and "examples:" in result.stdout
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path), "--output", str(tmp_path / "o")]) == 2
+    assert "without config.yaml" in capsys.readouterr().err
+
+
+def documented_commands() -> list[str]:
+    """Every `sage-fast ...` line of a code block, without its comment."""
+    found = []
+    for name in ("README.md", "docs/real_model.md", "docs/rewards.md"):
+        lines = iter((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for line in lines:
+            if not line.startswith("    sage-fast "):
+                continue
+            command = line.strip()
+            while command.endswith("\\"):
+                command = command[:-1] + next(lines).strip()
+            found.append(re.split(r"\s+#", command)[0])
+    return found
+
+
+def test_the_documents_are_full_of_commands() -> None:
+    assert len(documented_commands()) >= 15
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options exist, the configurations it names load, and the keys it sets are keys."""
+    monkeypatch.chdir(ROOT)
+    options, overrides = parse(shlex.split(command)[1:])
+    files = options.config
+    if options.command == "train" and options.keys:
+        return
+    if files and files[0].startswith("configs/"):
+        load_config(files, overrides)
+    else:
+        assert files or options.command == "doctor"
+        assert all(name.startswith("runs/") for name in files)
+        load_config("configs/toy_cpu.yaml", overrides)
+
+
+# ------------------------------------------------------------------------------------------ generate
+
+
+def generate(config: Path, prompts: Path, output: Path, *more: str) -> int:
+    return main(["generate", str(config), "--prompts", str(prompts), "--output", str(output), *more])
+
+
+def test_a_base_model_generates_without_a_run_and_without_its_rewards(
+    config_file: Path, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "videos"
+    # Neither the training prompts nor the reward is there: they are not needed.
+    gone = ["--checkpoint", "none", "--data.prompts=gone.csv", "--reward.rewards=[no_such_reward]"]
+    assert generate(config_file, prompts, output, *gone) == 0
+    names = sorted(p.name for p in output.iterdir())
+    assert names == [
+        "00-a-blue-square-moving-up.mp4",
+        "01-a-red-circle-moving-left.mp4",
+        "02-a-green-triangle-moving-down.mp4",
+        "contact_sheet.png",
+        "generation.json",
+    ]
+    assert media.read_video(output / names[0]).shape == (4, 3, 128, 128)
+    record = json.loads((output / "generation.json").read_text())[names[0]]
+    assert record["weights"] == "base" and record["sampler"] == "ode" and record["num_steps"] == 4
+
+
+def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
+    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "videos"
+    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
+    first, second, _ = sorted(output.glob("*.mp4"))
+    content = second.read_bytes()
+    second.unlink()
+    kept = first.stat().st_mtime_ns
+    capsys.readouterr()
+    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
+    assert "Wrote 1 videos, kept 2" in capsys.readouterr().out
+    assert second.read_bytes() == content and first.stat().st_mtime_ns == kept
+    # More videos of the same kind are added beside them.
+    more = tmp_path / "more.txt"
+    more.write_text(prompts.read_text() + "a red square moving up\n")
+    assert generate(config_file, more, output, "--checkpoint", "none") == 0
+    assert "Wrote 1 videos, kept 3" in capsys.readouterr().out
+    assert generate(config_file, more, output, "--checkpoint", "none", "--overwrite") == 0
+    assert "Wrote 4 videos; " in capsys.readouterr().out and first.stat().st_mtime_ns > kept
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--sampler", "sage_grpo"], "sampler: 'ode' there, 'sage_grpo' now"),
+        (["--noise_seed", "3"], "noise_seed: 1000003 there, 3 now"),
+        (["--evaluation.num_steps=3"], "num_steps: 4 there, 3 now"),
+        (["--model.vae_dtype=bfloat16"], "vae_dtype: 'auto' there, 'bfloat16' now"),
+    ],
+    ids=["sampler", "seed", "steps", "decoder"],
+)
+def test_a_video_of_other_settings_is_not_touched(
+    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
+) -> None:
+    output = tmp_path / "videos"
+    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
+    before = {p: p.read_bytes() for p in output.iterdir()}
+    assert generate(config_file, prompts, output, "--checkpoint", "none", *more) == 2
+    errors = capsys.readouterr().err
+    assert "is in the way" in errors and expected in errors and "--overwrite" in errors
+    assert {p: p.read_bytes() for p in output.iterdir()} == before
+    assert generate(config_file, prompts, output, "--checkpoint", "none", *more, "--overwrite") == 0
+    assert {p: p.read_bytes() for p in output.iterdir()} != before
+
+
+def test_another_transformer_of_a_folder_makes_other_videos(config_file: Path) -> None:
+    def settings(*words: str) -> dict[str, object]:
+        generator = SimpleNamespace(config=load_config(config_file, words))
+        table = transition_table("ode", sigma_schedule(2, 5.0), 1.0)
+        return _settings(cast(Generator, generator), table, "base", "ode")
+
+    assert settings("--model.variant=480p_t2v") != settings("--model.variant=720p_t2v")
+
+
+def test_a_checkpoint_is_of_one_variant(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = str(finished_run / "checkpoints/update-000002")
+    words = ["--checkpoint", checkpoint, "--model.variant=720p_t2v"]
+    assert generate(config_file, prompts, tmp_path / "videos", *words) == 2
+    assert "model.variant: None in the checkpoint, '720p_t2v' now" in capsys.readouterr().err
+
+
+def test_a_strangers_file_under_the_same_name_is_not_touched(
+    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "videos"
+    output.mkdir()
+    (output / "00-a-blue-square-moving-up.mp4").write_text("mine")
+    assert generate(config_file, prompts, output, "--checkpoint", "none") == 2
+    assert "is in the way" in capsys.readouterr().err
+    assert [p.name for p in output.iterdir()] == ["00-a-blue-square-moving-up.mp4"]
+
+
+def test_an_interrupted_call_goes_on(
+    config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "videos"
+    write, written = media.write_video, []
+
+    def interrupted(path: Path, *rest: object) -> None:
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.run.media.write_video", interrupted)
+        assert generate(config_file, prompts, output, "--checkpoint", "none", "--evaluation.batch_size=1") == 130
+    assert len(list(output.glob("*.mp4"))) == 1
+    stamp = written[0].stat().st_mtime_ns
+    assert generate(config_file, prompts, output, "--checkpoint", "none", "--evaluation.batch_size=1") == 0
+    assert len(list(output.glob("*.mp4"))) == 3 and written[0].stat().st_mtime_ns == stamp
+
+
+def test_an_adapter_generates_the_videos_of_its_checkpoint(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "trained")
+    adapter = run / "checkpoints/update-000002/lora"
+    for name, more in (("by_run", []), ("by_lora", ["--lora", str(adapter)]), ("base", ["--checkpoint", "none"])):
+        assert generate(run, prompts, tmp_path / name, *more) == 0
+    one = "01-a-red-circle-moving-left.mp4"
+    videos = [media.read_video(tmp_path / name / one).int() for name in ("by_run", "by_lora", "base")]
+    assert torch.equal(videos[0], videos[1])
+    record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]
+    assert "lora/pytorch_lora_weights.safetensors (" in record["weights"]
+
+
+def test_other_weights_at_the_same_place_are_other_videos(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
+    file = adapter / "pytorch_lora_weights.safetensors"
+    save_file({name: 2 * value for name, value in load_file(file).items()}, file)
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 2
+    assert "weights: " in capsys.readouterr().err
+
+
+def test_out_of_memory_says_how_this_command_goes_on(
+    config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice")
+
+    monkeypatch.setattr("sage_fast.tools.generation.sample_trajectory", exhausted)
+    assert generate(config_file, prompts, tmp_path / "v", "--checkpoint", "none") == 1
+    errors = capsys.readouterr().err
+    assert "Tried to allocate 20.00 GiB." in errors and "evaluation.batch_size" in errors
+    assert "The same command goes on" in errors and "--resume" not in errors
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--sampler", "ddim"], "--sampler is 'ddim'"),
+        (["--num_videos", "0"], "--num_videos is 0"),
+        (["--lora", "/nowhere"], "There is no adapter /nowhere"),
+        (["--prompts", "/gone.txt"], "/gone.txt"),
+    ],
+    ids=["sampler", "videos", "adapter", "prompts"],
+)
+def test_a_wrong_request_is_told_before_the_model_is_loaded(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
+) -> None:
+    weights = [] if "--lora" in more else ["--checkpoint", "none"]
+    command = ["generate", str(config_file), "--output", str(tmp_path / "v"), "--model.path=/no/model"]
+    assert main([*command, *weights, *more]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_an_adapter_of_another_model_is_refused(
+    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors"
+    tensors = load_file(adapter)
+    foreign = {k.replace("transformer_blocks.0", "single_blocks.0"): v for k, v in tensors.items()}
+    save_file(foreign, tmp_path / "foreign.safetensors")
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(tmp_path / "foreign.safetensors")) == 2
+    assert "which the model lacks" in capsys.readouterr().err
+    wide = {k: (torch.zeros(2, 7) if k.endswith("to_q.lora_A.weight") else v) for k, v in tensors.items()}
+    save_file(wide, tmp_path / "wide.safetensors")
+    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(tmp_path / "wide.safetensors")) == 2
+    assert "does not fit this model" in capsys.readouterr().err
+    assert not (tmp_path / "v").exists()

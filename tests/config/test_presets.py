@@ -1,0 +1,254 @@
+"""The recipes that ship: each one loads, alone and with every ablation, and says what the reference does."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.scaling import preset_gpus
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.schema import RunConfig, check_batch
+from sage_fast.distributed.deepspeed.zero_config import read_config
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, ModelDescription
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import make_plan
+from sage_fast.planning.footprint import estimate
+from sage_fast.planning.layout import least_gpus
+from sage_fast.rollout import rollout_table
+from sage_fast.run.prompts import read_prompts
+from sage_fast.run.run import load_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
+ZERO = sorted((ROOT / "configs/deepspeed").glob("*.yaml"))
+ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
+
+MINUTES_PER_UPDATE = {
+    "hv15_352x624_full_64gpu": 2,
+    "hv15_352x624_full_8gpu": 3.5,
+    "hv15_352x624_lora_1gpu": 13,
+    "hv15_352x624_lora_8gpu": 3,
+    "hv15_480p_full_64gpu": 5,
+    "hv15_480p_full_8gpu": 9,
+    "hv15_480p_lora_1gpu": 36,
+    "hv15_480p_lora_64gpu": 5,
+    "hv15_480p_lora_8gpu": 9,
+}
+"""As the presets' comments say."""
+
+ABLATED = {
+    "setting_a": lambda c: c.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
+    "setting_b": lambda c: c.reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0},
+    "kl_none": lambda c: c.objective.kl_mode == "none",
+    "kl_fixed": lambda c: c.objective.kl_mode == "fixed",
+    "kl_stepwise": lambda c: c.objective.kl_mode == "stepwise",
+    "kl_moving": lambda c: c.objective.kl_mode == "moving",
+    "kl_dual": lambda c: c.objective.kl_mode == "dual",
+    "dance_grpo": lambda c: c.rollout.sde_type == "dance_grpo" and not c.objective.equalizer,
+    "flow_grpo": lambda c: c.rollout.sde_type == "flow_grpo" and c.objective.kl_mode == "fixed",
+    "cps": lambda c: c.rollout.sde_type == "cps" and c.objective.logprob == "unnormalized",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets name prompt files relative to the root of the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("overlay", ZERO, ids=lambda p: p.stem)
+def test_deepspeed_can_be_laid_over_every_preset(overlay: Path) -> None:
+    for preset in PRESETS:
+        config = load_config([preset, overlay])
+        settings = config.distributed
+        assert settings.engine == "deepspeed" and settings.deepspeed_config is not None
+        dtype = getattr(torch, config.model.dtype)
+        zero = read_config(settings.deepspeed_config, config.optimizer, mode=config.training.mode, dtype=dtype)
+        assert zero.bf16 and f"zero{zero.stage}" == overlay.stem
+
+
+def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:
+    assert [p.stem for p in PRESETS] == [
+        "hv15_352x624_full_64gpu",
+        "hv15_352x624_full_8gpu",
+        "hv15_352x624_lora_1gpu",
+        "hv15_352x624_lora_8gpu",
+        "hv15_480p_full_64gpu",
+        "hv15_480p_full_8gpu",
+        "hv15_480p_lora_1gpu",
+        "hv15_480p_lora_64gpu",
+        "hv15_480p_lora_8gpu",
+    ]
+    assert {p.stem for p in ABLATIONS} == set(ABLATED)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
+    config = load_config(preset)
+    assert config.model.family == "hunyuan15" and config.output_dir == f"runs/{preset.stem}"
+    rollout, objective, video = config.rollout, config.objective, config.video
+    assert (rollout.sde_type, rollout.num_steps, rollout.shift, rollout.eta) == ("sage_grpo", 20, 5.0, 0.5)
+    assert (rollout.guidance_scale, rollout.num_generations) == (6.0, 4)
+    assert (video.num_frames, video.fps) == (81, 24.0)
+    assert (video.height, video.width) == ((352, 624) if "352x624" in preset.stem else (480, 832))
+    assert (objective.clip_range, objective.kl_mode, objective.equalizer) == (1e-4, "dual", True)
+    assert (objective.kl_position_weight, objective.kl_velocity_weight) == (1.0, 0.1)
+    assert (config.kl_weight.minimum, config.kl_weight.maximum, config.kl_weight.warmup_updates) == (1e-7, 1e-5, 100)
+    assert (config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay) == (
+        "muon",
+        1e-5,
+        0.01,
+    )
+    assert (config.optimizer.max_grad_norm, config.advantage.clip) == (1.0, 5.0)
+    assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
+    assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
+    assert config.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
+    assert config.reward.options["videoalign"]["fps"] == video.fps
+    # What the video autoencoder can encode, and what the window of every step leaves to train.
+    assert video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0
+    assert int(rollout_table(rollout, 0).trainable.sum()) == 20
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
+    config, gpus = load_config(preset), preset_gpus(preset)
+    section, rollout = config.distributed, config.rollout
+    replicate, shard, sp = section.degrees(gpus, config.training.mode)
+    assert least_gpus(config) == gpus and replicate * shard * sp == gpus
+    check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
+    # Where a forward communicates, every rank must run as many dense batches: no micro-batch of two prompts.
+    assert rollout.num_generations % rollout.micro_batch_size == 0
+    assert shard * sp <= 8, "weights are gathered over NVLink"
+    assert HUNYUAN_VIDEO_15["num_attention_heads"] % sp == 0
+    full = config.training.mode == "full"
+    assert full == ("full" in preset.stem)
+    assert (config.model.dtype, section.param_dtype) == (("float32", "bfloat16") if full else ("bfloat16", "float32"))
+    if gpus > 1:
+        # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video.
+        assert rollout.batch_size == 2 and sp == (2 if gpus == 64 else 1)
+    # An hour is what a failure may cost.
+    assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_fits_80_gigabytes(preset: Path) -> None:
+    """By the planner, with a tenth to spare; the prompt encoder, alone on the GPU before the run, included."""
+    assert memory(preset.stem) < 0.9 * 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_the_plan_of_a_preset(preset: Path) -> None:
+    """It fits, loses little to the exchange, and takes as long per update as the comment on its checkpoints says."""
+    plan = make_plan(load_config(preset), DEVICES["h100"], gpus=preset_gpus(preset), sizes={})
+    assert plan.fits and plan.weak_scaling > 0.9
+    assert plan.seconds_per_rollout / 60 == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_the_prompts_of_a_preset_are_there_and_held_out(preset: Path) -> None:
+    prompts, evaluated = load_prompts(load_config(preset))
+    assert len(prompts) >= 64 and len(evaluated) >= 24
+    assert {p.text for p in prompts}.isdisjoint(p.text for p in evaluated)
+    assert {p.index for p in prompts}.isdisjoint(p.index for p in evaluated)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_every_ablation_changes_a_few_lines_of_every_preset(preset: Path) -> None:
+    plain = dump_config(load_config(preset)).splitlines()
+    for ablation in ABLATIONS:
+        config = load_config([preset, ablation])
+        assert ABLATED[ablation.stem](config), ablation
+        assert len(set(plain) ^ set(dump_config(config).splitlines())) <= 8, ablation
+
+
+def test_files_are_merged_left_to_right_and_the_command_line_goes_last(tmp_path: Path) -> None:
+    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
+    late = tmp_path / "late.yaml"
+    late.write_text("rollout: {eta: 0.9}\nreward: {weights: {TA: 1.0}}\n")
+    first = ROOT / "configs/ablations/setting_b.yaml"
+    assert load_config([preset, first, late]).reward.weights == {"TA": 1.0}, "a mapping of names is replaced whole"
+    assert load_config([preset, late, first]).reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    config = load_config([preset, late], ["--rollout.eta=0.3"])
+    assert config.rollout.eta == 0.3 and config.rollout.shift == 5.0
+
+
+def test_options_of_a_reward_can_be_set_one_by_one() -> None:
+    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
+    config = load_config(
+        preset,
+        [
+            "--reward.rewards+=clip_score",
+            "--reward.options.clip_score.path=/clip",
+            "--reward.options.videoalign.path",
+            "/v",
+        ],
+    )
+    assert config.reward.rewards == ["videoalign", "clip_score"]
+    assert config.reward.options == {"videoalign": {"path": "/v", "fps": 24}, "clip_score": {"path": "/clip"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("objective: {kl_moed: none}\n", "late.yaml: unknown key 'objective.kl_moed'. Did you mean objective.kl_mode"),
+        ("distributed: {sp_size: 2}\n", "late.yaml: unknown key 'distributed.sp_size'"),
+        ("[]\n", "late.yaml must hold sections"),
+    ],
+    ids=["key", "section", "no-mapping"],
+)
+def test_a_mistake_in_a_later_file_names_that_file(tmp_path: Path, content: str, expected: str) -> None:
+    late = tmp_path / "late.yaml"
+    late.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config([PRESETS[0], late])
+    assert expected in str(error.value)
+
+
+def test_an_ablation_alone_is_no_run() -> None:
+    with pytest.raises(ConfigError, match="output_dir"):
+        load_config(ABLATIONS[0])
+
+
+def test_the_command_line_takes_several_files_wherever_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    preset, ablation = "configs/hv15_480p_lora_1gpu.yaml", "configs/ablations/kl_none.yaml"
+    printed = []
+    for words in (
+        [preset, ablation, "--print_config", "--rollout.eta=0.4"],
+        ["--print_config", preset, "--rollout.eta=0.4", ablation],
+        [preset, "--rollout.eta", "0.4", ablation, "--print_config"],
+    ):
+        assert main(["train", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    assert "kl_mode: none" in printed[0] and "eta: 0.4" in printed[0]
+
+
+def memory(preset: str, *overrides: str) -> float:
+    return estimate(load_config(ROOT / f"configs/{preset}.yaml", overrides), ModelDescription()).total
+
+
+def test_all_weights_do_not_fit_one_gpu() -> None:
+    assert memory("hv15_480p_full_8gpu", "--distributed.dp_shard=1", "--rollout.batch_size=4") > 80
+
+
+@pytest.mark.parametrize(("guidance", "expected"), [("paired", 50.4), ("split", 34.8)])
+def test_the_estimate_is_the_counted_one_of_the_transformer(guidance: str, expected: float) -> None:
+    """LoRA at 480x832x81 with selective checkpointing, traced: without decoder, rewards and runtime."""
+    config: RunConfig = load_config(
+        ROOT / "configs/hv15_480p_lora_1gpu.yaml", [f"--training.guidance={guidance}", "--model.decode_memory_gib=1"]
+    )
+    parts = estimate(config, ModelDescription()).parts
+    assert sum(parts[k] for k in ("weights", "activations", "working set")) == pytest.approx(expected, abs=0.2)
+
+
+def test_the_prompt_files_are_csv_that_others_read_too() -> None:
+    for name in ("general_train", "general_eval"):
+        path = ROOT / f"configs/prompts/{name}.csv"
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [r["prompt"] for r in rows] == [p.text for p in read_prompts(path)]
+        assert all(len(r["prompt"].split()) >= 6 for r in rows)

@@ -1,0 +1,298 @@
+"""Checkpoints of several ranks: what is written sharded is read by any number of ranks, and all agree on failures."""
+
+import math
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from sage_fast.checkpoint import (
+    CheckpointData,
+    CheckpointError,
+    CheckpointWriter,
+    DamagedCheckpointError,
+    find_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+    verify_checkpoint,
+    writer,
+)
+from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.schema import DataConfig, RunConfig, TrainingConfig
+from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
+from sage_fast.distributed.start import start_world
+from sage_fast.distributed.world import World
+from tests.distributed.ranks import run_ranks
+
+
+def join(**degrees: int) -> World:
+    config = RunConfig(
+        output_dir="unused",
+        data=DataConfig(prompts="unused"),
+        distributed=DistributedSettings(**degrees),
+        training=TrainingConfig(mode="full"),
+    )
+    return start_world(config, torch.device("cpu"))
+
+
+def model(value: int | None = None) -> nn.Module:
+    """Rows that no number of ranks divides, fewer rows than ranks, a vector; the same on every rank."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 2), nn.LayerNorm(2))
+    if value is not None:
+        for parameter in layers.parameters():
+            nn.init.constant_(parameter, value)
+    return layers
+
+
+def sharded(world: World, layers: nn.Module) -> dict[str, Tensor]:
+    for layer in layers:
+        fully_shard(layer, mesh=world.fsdp_mesh)
+    return dict(fully_shard(layers, mesh=world.fsdp_mesh).named_parameters())
+
+
+def contents(world: World, parameters: dict[str, Tensor]) -> CheckpointData:
+    own = torch.full((3,), float(world.rank))
+    optimizer = {f"{name}.exp_avg": p.detach() * 3 for name, p in parameters.items()}
+    optimizer |= {f"{name}.step": torch.tensor(40.0) for name in parameters}
+    return CheckpointData(
+        tensors={
+            "weights": parameters,
+            "optimizer": optimizer,
+            "replicated": {"adapter": torch.arange(12.0).view(3, 4), "half": torch.ones(2, dtype=torch.bfloat16)},
+            "single": {f"of.rank.{world.rank}": own},
+        },
+        state={"update": 40, "ranks": world.size},
+    )
+
+
+def save(root: str, degrees: dict[str, int], asynchronous: bool) -> list[bool]:
+    world = join(**degrees)
+    parameters = sharded(world, model())
+    with CheckpointWriter(Path(root), keep_last=2, asynchronous=asynchronous, world=world) as saver:
+        saver.save(40, contents(world, parameters))
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.mul_(-1)  # training goes on
+    return [isinstance(p, DTensor) for p in parameters.values()]
+
+
+def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
+    """Every tensor whole, as this rank has it after reading its part."""
+    world = join(**degrees)
+    checkpoint = find_checkpoint("auto", Path(root), world)
+    assert checkpoint is not None and checkpoint.state == {"update": 40, "ranks": 4}
+    parameters = sharded(world, model(value=9))
+    momenta = {f"{name}.exp_avg": torch.zeros_like(p) for name, p in parameters.items()}
+    step, adapter = torch.tensor(0.0), torch.zeros(3, 4)
+    checkpoint.load_into(
+        {"weights": parameters, "optimizer": momenta | {"0.bias.step": step}, "replicated": {"adapter": adapter}}
+    )
+    whole = {name: t.detach().full_tensor() for name, t in (parameters | momenta).items()}
+    return {name: t.clone() for name, t in whole.items()} | {"step": step, "adapter": adapter}
+
+
+def expected() -> dict[str, Tensor]:
+    weights = {name: p.detach() for name, p in model().named_parameters()}
+    momenta = {f"{name}.exp_avg": p * 3 for name, p in weights.items()}
+    return weights | momenta | {"step": torch.tensor(40.0), "adapter": torch.arange(12.0).view(3, 4)}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks, two replicas of two shards, written while the weights changed."""
+    root = tmp_path_factory.mktemp("four") / "checkpoints"
+    assert all(all(kinds) for kinds in run_ranks(save, 4, str(root), {"dp_replicate": 2, "dp_shard": 2}, True))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("size", "degrees"),
+    [(4, {"dp_shard": 4}), (2, {"dp_shard": 2}), (2, {"dp_shard": 1, "dp_replicate": 2}), (1, {})],
+)
+def test_another_number_of_ranks_reads_it_bit_for_bit(of_four: Path, size: int, degrees: dict[str, int]) -> None:
+    for found in run_ranks(load, size, str(of_four), degrees):
+        assert_equal(found, expected())
+
+
+def test_one_process_reads_it_bit_for_bit(of_four: Path) -> None:
+    checkpoint = open_checkpoint(of_four / "update-000040")
+    weights, optimizer = dict(checkpoint.tensors["weights"]), dict(checkpoint.tensors["optimizer"])
+    assert_equal(weights, {name: p.detach() for name, p in model().named_parameters()})
+    assert_equal(
+        {n: v for n, v in optimizer.items() if n.endswith("avg")}, {f"{n}.exp_avg": p * 3 for n, p in weights.items()}
+    )
+    assert checkpoint.tensors["replicated"]["half"].dtype == torch.bfloat16
+    # What one rank alone has is written by it.
+    assert [float(checkpoint.read("single", f"of.rank.{rank}")[0]) for rank in range(4)] == [0, 1, 2, 3]
+    assert checkpoint.shapes["weights"]["0.weight"] == (7, 6)
+
+
+def test_nothing_is_written_twice_and_every_rank_writes(of_four: Path) -> None:
+    """Half of the ranks hold what the other half does, and all hold the adapter."""
+    shards = of_four / "update-000040/shards"
+    metadata = FileSystemReader(shards).read_metadata()
+    for key, stored in metadata.state_dict_metadata.items():
+        assert sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size), key
+    assert {place.relative_path for place in metadata.storage_data.values()} == {f"__{n}_0.distcp" for n in range(4)}
+
+
+# ------------------------------------------------------------------------------------------ what can go wrong
+
+
+def choose(root: str) -> tuple[str | None, list[str]]:
+    """The checkpoint that this rank goes on from, and what it says of each of the others."""
+    world = join()
+    verdicts = []
+    for folder in list_checkpoints(Path(root)):
+        try:
+            verify_checkpoint(folder, world)
+            verdicts.append("good")
+        except DamagedCheckpointError as error:
+            verdicts.append(str(error))
+    found = find_checkpoint("auto", Path(root), world)
+    return found and found.folder.name, verdicts
+
+
+def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(of_four: Path, tmp_path: Path) -> None:
+    folders = [shutil.copytree(of_four / "update-000040", tmp_path / f"update-00004{n}") for n in range(6)]
+    with (folders[1] / "shards/__3_0.distcp").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    data = bytearray((folders[2] / "shards/__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folders[2] / "shards/__1_0.distcp").write_bytes(data)
+    (folders[3] / "shards/__2_0.distcp").unlink()
+    (folders[4] / "shards/.metadata").write_bytes(b"")
+    (folders[5] / "manifest.json").unlink()
+    ranks = run_ranks(choose, 2, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    name, verdicts = ranks[0]
+    assert name == "update-000040" and verdicts[0] == "good"
+    for verdict, file in zip(verdicts[1:], ("__3_0", "__1_0", "__2_0", ".metadata", "no readable"), strict=True):
+        assert file in verdict
+    (tmp_path / "update-000040/state.json").unlink()
+    assert [name for name, _ in run_ranks(choose, 2, str(tmp_path))] == [None, None]
+
+
+def disturb(where: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> Callable[[Path], None] | None:
+    """Let one rank fail at one moment of a save."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if where == "extra" and rank == 0:
+        return full
+    if where == "copy" and rank == 1:
+        monkeypatch.setattr(CheckpointWriter, "_copy", full)
+    if where == "shard" and rank == 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
+    if where == "sum" and rank == 1:
+        monkeypatch.setattr(writer, "describe_files", full)
+    if where == "manifest" and rank == 0:
+        monkeypatch.setattr(writer, "write_manifest", full)
+    return None
+
+
+def fail(root: str, where: str, asynchronous: bool) -> tuple[str, list[str], list[str]]:
+    """A checkpoint, one that a rank cannot write, and another: the error, and what is there after it and at the end."""
+    world = join()
+    data = contents(world, sharded(world, model()))
+    with CheckpointWriter(Path(root), keep_last=2, asynchronous=asynchronous, world=world) as saver:
+        saver.save(1, data)
+        saver.wait()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(CheckpointError) as error:
+            saver.save(2, data, extra=disturb(where, monkeypatch, world.rank))
+            saver.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+        after = sorted(path.name for path in Path(root).iterdir())
+        dist.barrier()
+        saver.save(3, data)
+    dist.barrier()
+    verify_checkpoint(Path(root) / "update-000001", world)
+    verify_checkpoint(Path(root) / "update-000003", world)
+    return str(error.value), after, sorted(path.name for path in Path(root).iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(("where", "culprit"), [("extra", 0), ("copy", 1), ("shard", 1), ("sum", 1), ("manifest", 0)])
+def test_the_failure_of_one_rank_is_raised_by_all_and_loses_nothing(
+    tmp_path: Path, where: str, culprit: int, asynchronous: bool
+) -> None:
+    ranks = run_ranks(fail, 2, str(tmp_path / "checkpoints"), where, asynchronous)
+    assert ranks[0] == ranks[1]
+    message, after, last = ranks[0]
+    assert f"update-000002 on rank {culprit}: " in message
+    assert "resume with --resume auto from update-000001" in message
+    assert after == ["update-000001"] and last == ["update-000001", "update-000003"]
+
+
+def not_shared(root: str) -> str:
+    world = join()
+    own = Path(root) / f"machine{world.rank}"
+    with pytest.raises(CheckpointError) as error, CheckpointWriter(own, keep_last=1, world=world) as saver:
+        saver.save(1, contents(world, sharded(world, model())))
+    assert not list_checkpoints(own)
+    return str(error.value)
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    assert all("on rank 0" in text and "__1_0.distcp" in text for text in run_ranks(not_shared, 2, str(tmp_path)))
+
+
+def misfit(root: str) -> list[str]:
+    world = join()
+    checkpoint = newest_checkpoint(Path(root), world)
+    assert checkpoint is not None
+    messages = []
+    for targets in (
+        {"ema": {"0.weight": torch.zeros(7, 6)}},
+        {"weights": {"0.weight": torch.zeros(7, 6 + world.rank)}},  # on rank 1 alone
+    ):
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.load_into(targets)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_does_not_fit_is_refused_by_all(of_four: Path) -> None:
+    ranks = run_ranks(misfit, 2, str(of_four))
+    assert ranks[0] == ranks[1]
+    assert "no tensor '0.weight' in its group 'ema'" in ranks[0][0]
+    assert "weights '0.weight' of shape (7, 6), this run's is (7, 7)" in ranks[0][1]
+
+
+def save_slowly(root: str) -> None:
+    world = join()
+    watchdog = Watchdog(world.rank, world.size, None, timeout=60.0)
+    with CheckpointWriter(Path(root), keep_last=2, world=world) as saver, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sage_fast.distributed.failure.watchdog.SLACK", 0.0)
+        use_steady_timeout(watchdog, 0.5)
+        time.sleep(1.5 * world.rank)
+        saver.save(40, contents(world, {}))
+        use_steady_timeout(watchdog, 60.0)
+
+
+def test_a_slow_disk_may_take_longer_than_an_update(tmp_path: Path) -> None:
+    """Lowering the timeouts of training leaves alone how long ranks wait for each other's files."""
+    run_ranks(save_slowly, 2, str(tmp_path))
+    verify_checkpoint(list_checkpoints(tmp_path)[0])

@@ -1,0 +1,401 @@
+"""Attention against a float64 oracle, and the choice of its backend."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.models.attention import attention as module
+from sage_fast.models.attention.attention import (
+    BACKENDS,
+    attention,
+    attention_backward,
+    backend_report,
+    resolve_backend,
+)
+from sage_fast.models.attention.libraries import LIBRARIES
+from tests.models.attention.attention_cases import (
+    CASES,
+    CPU,
+    GPU,
+    TOLERANCE,
+    Inputs,
+    assert_close,
+    assert_matches_oracle,
+    make_inputs,
+    oracle,
+)
+
+ON_CPU = ("sdpa", "reference")
+
+
+def run(inputs: Inputs, backend: str, deterministic: bool = False) -> tuple[Tensor, ...]:
+    """out, lse and gradients through autograd."""
+    *leaves, grad_out = inputs
+    q, k, v = (tensor.detach().requires_grad_() for tensor in leaves)
+    out, lse = attention(q, k, v, backend=backend, deterministic=deterministic)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert out.requires_grad and not lse.requires_grad
+    return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), grad_out)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "tokens-first"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_out_lse_and_gradients_match_float64(backend: str, dtype: torch.dtype, case: str, layout: str) -> None:
+    inputs = make_inputs(case, dtype, layout)
+    results = run(inputs, backend)
+    assert_matches_oracle(results, inputs, TOLERANCE[dtype])
+    assert results[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert all(tensor.dtype == dtype for tensor in (results[0], *results[2:]))
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_scores_of_a_thousand_do_not_overflow(backend: str) -> None:
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    inputs = (q * 100, k * 100, v, grad_out)
+    out, lse, *_ = run(inputs, backend)
+    expected_out, expected_lse, *_ = oracle(*inputs)
+    assert expected_lse.max() > 1000
+    assert_close("out", out, expected_out, 1e-2)
+    assert_close("lse", lse, expected_lse, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_the_backward_op_needs_only_what_the_forward_gave(backend: str) -> None:
+    inputs = make_inputs("more-keys", torch.float32, "fused")
+    q, k, v, grad_out = inputs
+    out, lse = attention(q, k, v, backend=backend)
+    gradients = attention_backward(grad_out, q, k, v, out, lse, backend=backend)
+    assert all(gradient.is_contiguous() for gradient in gradients)
+    assert_matches_oracle((out, lse, *gradients), inputs, 1e-6)
+    # A backend may go back over what another one computed.
+    (other,) = set(ON_CPU) - {backend}
+    assert_matches_oracle((out, lse, *attention_backward(grad_out, q, k, v, out, lse, backend=other)), inputs, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_broadcast_and_strided_gradients(backend: str) -> None:
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    broadcast = torch.ones(()).expand_as(grad_out)
+    assert_matches_oracle(run((q, k, v, broadcast), backend), (q, k, v, broadcast), 1e-6)
+    strided = grad_out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    assert_matches_oracle(run((q, k, v, strided), backend), (q, k, v, strided), 1e-6)
+
+
+def test_a_library_is_given_a_contiguous_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = type(LIBRARIES["sdpa"])
+    backward, seen = library.backward, []
+
+    def spy(self: Any, grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(grad_out.is_contiguous())
+        return backward(self, grad_out, *rest)
+
+    monkeypatch.setattr(library, "backward", spy)
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    run((q, k, v, torch.ones(()).expand_as(grad_out)), "sdpa")
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_only_the_wanted_gradient_is_needed(backend: str) -> None:
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    v.requires_grad_()
+    out, _ = attention(q, k, v, backend=backend)
+    assert_close("dv", torch.autograd.grad(out, v, grad_out)[0], oracle(q, k, v, grad_out)[4], 1e-6)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_deterministic_gradients_are_the_same_bits(backend: str) -> None:
+    inputs = make_inputs("more-keys", torch.bfloat16)
+    for first, second in zip(run(inputs, backend, True), run(inputs, backend, True), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_gradcheck(backend: str) -> None:
+    q, k, v, _ = make_inputs("one-token", torch.float64)
+    q, k, v = (torch.cat([x, 2 * x + 1], dim=1)[:, :, :, :3].contiguous().requires_grad_() for x in (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, backend=backend)[0], (q, k, v))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "fused"])
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_ops_pass_opcheck(backend: str, layout: str) -> None:
+    q, k, v, grad_out = make_inputs("more-keys", torch.float32, layout)
+    out, lse = attention(q, k, v, backend=backend)
+    torch.library.opcheck(module._attention_backward, (grad_out, q, k, v, out, lse, backend, False))
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    torch.library.opcheck(module._attention, (q, k, v, backend, False))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    inputs = make_inputs("odd", torch.float32)
+    q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q * 1.0, k, v, backend="sdpa")
+        return out * 1.0, lse
+
+    out, lse = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_matches_oracle((out, lse, *torch.autograd.grad(out, (q, k, v), inputs[3])), inputs, 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_meta_and_fake_tensors_need_no_library(backend: str) -> None:
+    def check(device: str) -> None:
+        q = torch.empty(2, 5, 4, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+        k, v = torch.empty(2, 9, 2, 4, 128, dtype=torch.bfloat16, device=device, requires_grad=True).unbind(2)
+        out, lse = attention(q, k, v, backend=backend)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+        assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+        assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
+        assert {x.dtype for x in (dq, dk, dv)} == {torch.bfloat16} and dk.is_contiguous()
+
+    check("meta")
+    with FakeTensorMode():
+        check("cpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_flops_of_a_full_size_layer(backend: str) -> None:
+    tokens, text = 32760, 250
+    q = torch.empty(1, tokens, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    k = torch.empty(1, tokens + text, 16, 128, dtype=torch.bfloat16, device="meta")
+    with FlopCounterMode(display=False) as forward:
+        out, _ = attention(q, k, k, backend=backend)
+    with FlopCounterMode(display=False) as backward:
+        out.backward(torch.empty_like(out))
+    assert forward.get_total_flops() == 4 * tokens * (tokens + text) * 2048
+    assert backward.get_total_flops() == 10 * tokens * (tokens + text) * 2048
+
+
+def test_flops_are_counted_as_torch_counts_its_own() -> None:
+    q, k, v, grad_out = (x.transpose(1, 2) for x in make_inputs("more-keys", torch.float32, device=CPU))
+    meta = [x.to("meta") for x in (q, k, v)]
+    with FlopCounterMode(display=False) as theirs:
+        out, lse, *rest = torch.ops.aten._scaled_dot_product_efficient_attention(*meta, None, True)
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad_out.to("meta"), *meta, None, out, lse, *rest, 0.0, [True, True, True, False]
+        )
+    with FlopCounterMode(display=False) as ours:
+        run(make_inputs("more-keys", torch.float32), "sdpa")
+    assert ours.get_total_flops() == theirs.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 7, 96)}, r"q has shape \(2, 7, 96\); it must be \(B, Nq, H, D\)"),
+        ({"k": torch.zeros(2, 0, 3, 32)}, r"k has shape .* Nk at least 1"),
+        ({"k": torch.zeros(2, 7, 1, 32)}, r"k has shape .*\(2, Nk, 3, 32\)"),
+        ({"v": torch.zeros(2, 8, 3, 32)}, r"v has shape \(2, 8, 3, 32\); it must be \(2, 7, 3, 32\)"),
+        ({"v": torch.zeros(2, 7, 3, 32, dtype=torch.bfloat16)}, "v is torch.bfloat16 on cpu, but q is torch.float32"),
+        ({"k": torch.zeros(2, 7, 3, 32, device="meta")}, "k is torch.float32 on meta"),
+        ({"q": torch.zeros(2, 3, 7, 32).transpose(1, 2)}, "q has strides .* Call .contiguous"),
+        ({"v": torch.zeros(2, 7, 3, 64)[..., ::2]}, "v has strides"),
+        ({"backend": "flash"}, "backend is 'flash'; it must be one of cudnn, flash2"),
+        ({"backend": "auto"}, "resolve_backend turns auto into one of them"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {name: torch.zeros(2, 7, 3, 32) for name in "qkv"} | {"backend": "sdpa"} | change
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
+
+
+def test_the_backward_op_checks_what_it_is_given() -> None:
+    q, k, v, grad_out = make_inputs("odd", torch.float32)
+    out, lse = attention(q, k, v, backend="sdpa")
+    with pytest.raises(ValueError, match=r"lse has shape \(2, 7, 3\); it must be \(B, H, Nq\) = \(2, 3, 7\)"):
+        attention_backward(grad_out, q, k, v, out, lse.transpose(1, 2), backend="sdpa")
+    with pytest.raises(ValueError, match="grad_out has shape"):
+        attention_backward(grad_out[:1], q, k, v, out, lse, backend="sdpa")
+
+
+def test_a_backend_that_cannot_run_is_refused_by_the_op_itself() -> None:
+    q, k, v, _ = make_inputs("odd", torch.bfloat16)
+    with pytest.raises(ValueError, match="'flash2' cannot run on cpu.*sdpa, reference"):
+        attention(q, k, v, backend="flash2")
+
+
+# Choosing
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`gpu(9, 0)` pretends to a GPU of that compute capability with every library installed, or those named."""
+    module._require_runnable.cache_clear()
+    monkeypatch.setattr(module, "_logged", set())
+
+    def pretend(major: int, minor: int = 0, installed: tuple[str, ...] = BACKENDS) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        for name in installed:
+            monkeypatch.setattr(type(LIBRARIES[name]), "_missing", lambda self: None)
+
+    yield pretend
+    module._require_runnable.cache_clear()
+
+
+def resolve(name: str = "auto", device: torch.device = GPU, **options: Any) -> str:
+    return resolve_backend(name, **{"device": device, "dtype": torch.bfloat16, "head_dim": 128, **options})
+
+
+@pytest.mark.parametrize(
+    ("capability", "fastest", "deterministic", "float32"),
+    [
+        ((7, 5), "reference", "reference", "xformers"),
+        ((8, 0), "flash2", "flash2", "xformers"),
+        ((8, 9), "flash2", "flash2", "xformers"),
+        ((9, 0), "flash3", "flash3", "xformers"),
+        ((10, 0), "flash4", "flash4", "xformers"),
+        ((12, 0), "cudnn", "flash2", "xformers"),
+    ],
+)
+def test_auto_takes_the_fastest_of_each_gpu(
+    gpu: Callable[..., None], capability: tuple[int, int], fastest: str, deterministic: str, float32: str
+) -> None:
+    gpu(*capability)
+    assert resolve() == fastest
+    assert resolve(deterministic=True) == deterministic
+    assert resolve(dtype=torch.float32) == ("sdpa" if capability[0] == 7 else float32)
+    assert resolve(dtype=torch.float32, deterministic=True) == "sdpa"
+    assert resolve(dtype=torch.float64) == "reference"
+
+
+def test_auto_passes_over_what_is_not_installed(gpu: Callable[..., None]) -> None:
+    gpu(9, installed=("cudnn", "xformers"))
+    assert resolve() == "cudnn"
+    assert resolve(head_dim=256) == "xformers"
+    assert resolve(head_dim=13) == "reference"
+
+
+def test_auto_on_a_cpu() -> None:
+    assert resolve(device=CPU) == "sdpa"
+    assert resolve(device=CPU, dtype=torch.float64, deterministic=True) == "reference"
+    assert resolve("reference", device=CPU, dtype=torch.float32, head_dim=13) == "reference"
+
+
+def test_auto_says_its_choice_and_why_once(gpu: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    gpu(9, installed=("cudnn",))
+    with caplog.at_level(logging.INFO, logger="sage_fast"):
+        for _ in range(3):
+            resolve()
+            resolve(device=CPU)
+            resolve("sdpa", device=CPU)
+    first, second = caplog.messages
+    assert first.startswith("Attention on cuda:0: cudnn (not flash3: flash_attn_interface does not import")
+    assert second == "Attention on cpu: sdpa"
+    caplog.clear()
+    resolve(head_dim=13)
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("flash2", 'pip install --no-build-isolation "flash-attn>=2.7"'),
+        ("flash3", "hopper folder of github.com/Dao-AILab/flash-attention"),
+        ("flash4", "pip install flash-attn-4"),
+        ("xformers", 'pip install "xformers>='),
+        ("cudnn", "cuDNN 9 or newer"),
+    ],
+)
+def test_a_named_backend_that_is_missing_fails_with_the_way_to_install_it(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    gpu(9, installed=())
+    if LIBRARIES[name].module:
+        monkeypatch.setitem(sys.modules, str(LIBRARIES[name].module), None)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    with pytest.raises(ConfigError) as caught:
+        resolve(name)
+    message = str(caught.value)
+    assert hint in message and f"{name!r} cannot run on cuda:0" in message
+    assert "set model.attention to auto" in message and "sdpa, reference" in message
+
+
+def test_a_library_that_breaks_on_import_tells_its_error(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c105\nmore")
+
+    gpu(9, installed=())
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match="undefined symbol: _ZN3c105\\)"):
+        resolve("flash2")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "options", "reason"),
+    [
+        ("flash3", (8, 0), {}, "compute capability 9.x, and this one has 8.0"),
+        ("flash4", (12, 0), {}, "compute capability 9.x to 11.x"),
+        ("flash2", (7, 5), {}, "compute capability 8.x or newer"),
+        ("sdpa", (7, 5), {}, "bfloat16 needs a GPU of compute capability 8.x"),
+        ("flash2", (9, 0), {"dtype": torch.float32}, "it computes in bfloat16, float16, not in float32"),
+        ("cudnn", (9, 0), {"head_dim": 136}, "a multiple of 8 up to 128, not 136"),
+        ("flash2", (9, 0), {"head_dim": 20}, "a multiple of 8 up to 256, not 20"),
+        ("cudnn", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
+        ("xformers", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
+        ("flash4", (9, 0), {"deterministic": True}, "deterministic on Blackwell GPUs only"),
+    ],
+)
+def test_a_named_backend_that_cannot_run_says_why(
+    gpu: Callable[..., None], name: str, capability: tuple[int, int], options: dict[str, Any], reason: str
+) -> None:
+    gpu(*capability)
+    with pytest.raises(ConfigError, match=reason):
+        resolve(name, **options)
+
+
+def test_unknown_names_and_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model.attention is 'flash', but it must be auto or one of cudnn, flash2"):
+        resolve("flash", device=CPU)
+    with pytest.raises(ConfigError, match="No attention backend can run on cpu in int64"):
+        resolve(device=CPU, dtype=torch.int64)
+
+
+def test_report_names_every_backend() -> None:
+    report = backend_report(CPU)
+    assert tuple(report) == BACKENDS
+    assert {name for name, reason in report.items() if reason is None} == set(ON_CPU)
+    assert report["flash2"] == "it runs on NVIDIA GPUs, and the device is cpu"
+    assert set(backend_report(torch.device("meta")).values()) == {None}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "tokens-first"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, layout: str, deterministic: bool
+) -> None:
+    monkeypatch.setitem(CASES, "gpu", (2, 333, 1011, 4, 128))
+    reason = LIBRARIES[backend].unavailable(GPU, dtype, 128, deterministic)
+    if reason:
+        pytest.skip(reason)
+    inputs = make_inputs("gpu", dtype, layout, GPU)
+    results = run(inputs, backend, deterministic)
+    expected = oracle(*inputs)
+    reference = run(inputs, "reference")
+    for name, actual, plain, exact in zip(("out", "lse", "dq", "dk", "dv"), results, reference, expected, strict=True):
+        # Rounding p and ds to half precision before their products, as kernels do, costs up to this.
+        bound = 4 * (plain.double() - exact).norm() + 1e-5 * exact.norm()
+        assert (actual.double() - exact).norm() <= bound, name
+    if deterministic:
+        again = run(inputs, backend, deterministic)
+        assert all(torch.equal(first, second) for first, second in zip(results, again, strict=True))

@@ -1,0 +1,541 @@
+"""The fused forward against stock diffusers: outputs, gradients, and what an accelerated model keeps."""
+
+import copy
+import pickle
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_fast import accelerate
+from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead, velocity
+from sage_fast.policy.lora import add_lora, cast_weights, save_lora
+from sage_fast.records import PromptEmbeds
+from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
+
+PROMPTS = {
+    "one": [(5, 0)],
+    "glyph": [(5, 3), (5, 3)],
+    "ragged": [(5, 0), (7, 2), (5, 0)],
+    "one-token": [(1, 1)],
+}
+CHECKPOINTING = ("none", "selective", "full")
+Gradients = dict[str, Tensor]
+
+
+def prompts_of(case: str, dtype: torch.dtype) -> list[PromptEmbeds]:
+    return [prompt(text, glyph, seed=i, dtype=dtype) for i, (text, glyph) in enumerate(PROMPTS[case])]
+
+
+def cotangent(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(like.dtype)
+
+
+def differentiate(model: torch.nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Gradients]:
+    """Output and the gradients of all parameters that get one."""
+    model.zero_grad()
+    output = forward()
+    output.backward(cotangent(output))
+    return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def stock(model: Any, x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], dtype: torch.dtype) -> Tensor:
+    with widened():
+        return model(**padded_arguments(x, timestep, prompts, dtype))[0]
+
+
+def packed(model: Any, x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    return model(hidden_states=x, timestep=timestep, prompts=prompts, return_dict=False)[0]
+
+
+def worst_gradient(given: Gradients, expected: Gradients) -> float:
+    """Largest difference, over the largest entry of the same gradient.
+
+    A gradient that is zero in exact arithmetic (a key's bias before a softmax) is rounding alone: it is compared with a
+    thousandth of the largest gradient of all.
+    """
+    largest = max(float(g.abs().max()) for g in expected.values())
+    worst = 0.0
+    for name, gradient in expected.items():
+        size = max(float(gradient.abs().max()), 1e-3 * largest)
+        worst = max(worst, float((given[name].double() - gradient.double()).abs().max()) / size)
+    return worst
+
+
+def assert_same_gradients(given: Gradients, expected: Gradients, tolerance: float) -> None:
+    """The same parameters have gradients, and these agree; stock's exactly zero ones may be absent."""
+    assert set(given) <= set(expected)
+    for name in set(expected) - set(given):
+        assert not expected[name].any(), name
+    assert worst_gradient(given, {n: expected[n] for n in given}) <= tolerance
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("case", PROMPTS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_outputs_and_every_gradient_are_those_of_diffusers(
+    case: str, checkpointing: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = tiny_transformer(dtype=dtype)
+    prompts = prompts_of(case, dtype)
+    x, timestep = latents(len(prompts)), torch.linspace(100.3, 900.7, len(prompts))
+    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, dtype))
+    accelerate(model, checkpointing=checkpointing)
+    for forward in (
+        lambda: packed(model, x, timestep, prompts),
+        lambda: model(**padded_arguments(x, timestep, prompts, dtype))[0],
+    ):
+        output, given = differentiate(model, forward)
+        assert float((output - expected).abs().max()) <= tolerance * float(expected.abs().max())
+        assert_same_gradients(given, gradients, tolerance)
+    dead = dead_modules(model)
+    assert not any(is_dead(name, dead) for name in given)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_kernels_in_float32(kernels: Any) -> None:
+    model = tiny_transformer(layers=2)
+    prompts = prompts_of("glyph", torch.float32)[:1]
+    x, timestep = latents(1, size=(1, 2, 2)), torch.tensor([700.0])
+    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float32))
+    accelerate(model, kernels=kernels, checkpointing="selective")
+    output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    assert float((output - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    assert_same_gradients(given, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_bfloat16_is_as_close_to_float64_as_diffusers_is(checkpointing: Any) -> None:
+    """Errors to float64 in the mean square over three models: of the output, and of each kind of parameter's gradient.
+
+    A single bias of 32 entries would compare one draw of rounding noise with another.
+    """
+    own, theirs = Counter[str](), Counter[str]()
+    for seed in range(3):
+        model = tiny_transformer(layers=2, seed=seed)
+        cast_weights(model, torch.bfloat16)
+        prompts = [prompt(5, 3, seed=seed + i, dtype=torch.bfloat16) for i in range(2)]
+        x, timestep = latents(2, size=(2, 4, 6), seed=seed).bfloat16().float(), torch.tensor([104.0, 896.0])
+        oracle = copy.deepcopy(model).double()
+        exact, exact_gradients = differentiate(oracle, partial(stock, oracle, x, timestep, prompts, torch.float64))
+        arguments = padded_arguments(x, timestep, prompts, torch.bfloat16) | {"timestep": timestep}
+        plain, plain_gradients = differentiate(model, lambda m=model, a=arguments: m(**a)[0])
+        accelerate(model, checkpointing=checkpointing)
+        fused, fused_gradients = differentiate(model, partial(packed, model, x, timestep, prompts))
+        for errors, output, gradients in ((theirs, plain, plain_gradients), (own, fused, fused_gradients)):
+            errors["output"] += float((output.double() - exact).square().sum())
+            for name in fused_gradients:
+                kind = re.sub(r"transformer_blocks\.\d+\.", "", name)
+                errors[kind] += float((gradients[name].double() - exact_gradients[name]).square().sum())
+    # A key's bias before a softmax has no gradient in exact arithmetic, only rounding.
+    ratios = {
+        kind: (own[kind] / theirs[kind]) ** 0.5 for kind in own if not kind.endswith("refiner_blocks.0.attn.to_k.bias")
+    }
+    assert max(ratios.values()) <= 2, ratios
+    assert ratios["output"] <= 1.2
+
+
+LORA_TARGETS = [
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+]
+
+
+def with_lora(
+    model: HunyuanVideo15Transformer3DModel, targets: Sequence[str] = LORA_TARGETS
+) -> HunyuanVideo15Transformer3DModel:
+    """Adapters that already do something."""
+    dtype = model.dtype
+    add_lora(model, rank=3, alpha=6.0, target_modules=targets, seed=1)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if dtype == torch.float64:
+                parameter.data = parameter.data.double()
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    "targets", [LORA_TARGETS, LORA_TARGETS[:1], ["norm1.linear", "norm1_context.linear", "ff.net.2"]]
+)
+def test_lora_wrapped(targets: list[str], checkpointing: Any) -> None:
+    model = with_lora(tiny_transformer(dtype=torch.float64), targets)
+    prompts = prompts_of("ragged", torch.float64)
+    x, timestep = latents(3), torch.tensor([20.0, 500.0, 980.0])
+    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float64))
+    accelerate(model, checkpointing=checkpointing)
+    output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    assert float((output - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
+    assert given and all("lora" in name for name in given)
+    assert_same_gradients(given, gradients, 1e-10)
+
+
+def test_adapters_can_be_switched_off_scaled_and_merged() -> None:
+    model = with_lora(tiny_transformer(dtype=torch.float64))
+    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+
+    @torch.no_grad()
+    def outputs() -> list[Tensor]:
+        arguments = padded_arguments(x, timestep, prompts, torch.float64)
+        with widened():
+            results = [model(**arguments)[0], model(**arguments, attention_kwargs={"scale": 0.5})[0]]
+            model.disable_adapters()
+            results.append(model(**arguments)[0])
+            model.enable_adapters()
+            model.fuse_lora()
+            results.append(model(**arguments)[0])
+            model.unfuse_lora()
+        return results
+
+    expected = outputs()
+    accelerate(model)
+    for given, wanted in zip(outputs(), expected, strict=True):
+        torch.testing.assert_close(given, wanted, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(expected[0], expected[2])
+
+
+def test_what_is_more_than_plain_lora_is_refused() -> None:
+    from peft import LoraConfig
+
+    model = tiny_transformer()
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
+    accelerate(model)
+    with pytest.raises(ValueError, match="LoRA variant"):
+        packed(model, latents(1), torch.tensor([1.0]), prompts_of("one", torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollout_and_update_compute_the_same_bits(dtype: torch.dtype) -> None:
+    for checkpointing in CHECKPOINTING:
+        model = with_lora(tiny_transformer())
+        cast_weights(model, torch.float32)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        accelerate(model, checkpointing=checkpointing)
+        sigma = torch.tensor([0.3, 0.7, 0.9])
+        run = partial(velocity, model, latents(3), sigma, prompts_of("ragged", torch.float32))
+        update = run()
+        with torch.no_grad():
+            rollout = run()
+        assert update.requires_grad
+        assert update.dtype == torch.float32
+        assert torch.equal(update, rollout)
+
+
+def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:
+    model, other = tiny_transformer(), tiny_transformer()
+    forwards = type(model).forward, type(model.transformer_blocks[0]).forward
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    expected = stock(model, x, timestep, prompts, torch.float32)
+    acceleration = accelerate(model)
+    assert {name: id(p) for name, p in model.named_parameters()}.keys() == pointers.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="accelerated already"):
+        accelerate(model)
+    acceleration.undo()
+    assert (type(model).forward, type(model.transformer_blocks[0]).forward) == forwards
+    assert "forward" not in model.__dict__ and "forward" not in model.transformer_blocks[0].__dict__
+    assert torch.equal(stock(model, x, timestep, prompts, torch.float32), expected)
+    assert torch.equal(stock(other, x, timestep, prompts, torch.float32), expected)
+    storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    assert len(set(storages)) == len(storages)
+
+
+def test_saving_loading_and_adapters_are_untouched(tmp_path: Path) -> None:
+    model = with_lora(tiny_transformer())
+    base = tiny_transformer()
+    accelerate(base)
+    base.save_pretrained(tmp_path / "base")
+    loaded = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "base")
+    for name, value in base.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    accelerate(model)
+    save_lora(model, tmp_path / "lora")
+    loaded.load_lora_adapter(tmp_path / "lora", prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    torch.testing.assert_close(
+        stock(loaded, x, timestep, prompts, torch.float32), packed(model, x, timestep, prompts), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    duplicate = copy.deepcopy(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    before = packed(duplicate, x, timestep, prompts)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(packed(duplicate, x, timestep, prompts), before)
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def test_queries_keys_and_values_are_one_product_where_the_weights_lie_together() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    with torch.no_grad(), CountProducts() as together:
+        expected = packed(model, x, timestep, prompts)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as `Module.to` does
+    with torch.no_grad(), CountProducts() as apart:
+        given = packed(model, x, timestep, prompts)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+    # Two products fewer per stream and block; the last block's text has no queries, so one fewer there.
+    assert apart.count - together.count == 2 * 2 * 3 - 1
+
+
+@pytest.mark.parametrize("adaln", ["auto", "table", "offload"])
+def test_modulation_of_frozen_weights_is_a_table(adaln: Any) -> None:
+    model = with_lora(tiny_transformer(dtype=torch.float64))
+    prompts = prompts_of("glyph", torch.float64)
+    x = latents(2)
+    arguments = [(x, torch.tensor(t), prompts) for t in ([300.0, 700.0], [700.0, 300.0], [300.0, 300.0])]
+    acceleration = accelerate(model, adaln="weights")
+    expected = [packed(model, *a).detach() for a in arguments]
+    acceleration.undo()
+    acceleration = accelerate(model, adaln=adaln)
+    for a, wanted in zip(arguments, expected, strict=True):
+        torch.testing.assert_close(packed(model, *a).detach(), wanted, rtol=1e-12, atol=1e-12)
+    assert acceleration.table is not None
+    assert len(acceleration.table._rows) == 2
+    # Other weights make another table.
+    with torch.no_grad():
+        model.transformer_blocks[0].norm1.linear.weight.add_(0.1)
+    assert not torch.allclose(packed(model, *arguments[0]), expected[0])
+
+
+def test_a_table_of_trained_weights_is_refused() -> None:
+    for model in (tiny_transformer(), with_lora(tiny_transformer(), ["norm1.linear"])):
+        for adaln in ("table", "offload"):
+            with pytest.raises(ValueError, match="Freeze them first, or choose auto"):
+                accelerate(model, adaln=adaln)  # type: ignore[arg-type]
+        acceleration = accelerate(model)
+        packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+        assert acceleration.table is None
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_offloaded_activations_change_nothing(checkpointing: Any) -> None:
+    results = []
+    for offload in (False, True):
+        model = tiny_transformer()
+        accelerate(model, checkpointing=checkpointing, offload_activations=offload)
+        prompts = prompts_of("ragged", torch.float32)
+        results.append(
+            differentiate(model, lambda m=model, p=prompts: packed(m, latents(3), torch.full((3,), 500.0), p))
+        )
+    (output, gradients), (offloaded, offloaded_gradients) = results
+    assert torch.equal(output, offloaded)
+    assert all(torch.equal(g, offloaded_gradients[n]) for n, g in gradients.items())
+
+
+def test_glyph_projections_are_kept_while_their_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_lora(tiny_transformer())
+    accelerate(model)
+    calls = []
+    model.context_embedder_2.register_forward_hook(lambda *_: calls.append(1))
+    prompts = prompts_of("glyph", torch.float32)[:1]
+    for t in (100.0, 200.0):
+        first = packed(model, latents(1), torch.tensor([t]), prompts)
+    assert len(calls) == 1
+    with torch.no_grad():
+        model.context_embedder_2.linear_3.bias[0] += 1.0
+    assert not torch.allclose(packed(model, latents(1), torch.tensor([200.0]), prompts), first)
+    assert len(calls) == 2
+
+
+def test_compiled_refiner_computes_the_same_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    model = with_lora(tiny_transformer())
+    lengths = [prompt(length, seed=length) for length in (5, 7, 12)]
+    x, timestep = latents(3), torch.full((3,), 500.0)
+    acceleration = accelerate(model)
+    expected = packed(model, x, timestep, lengths)
+    acceleration.undo()
+    accelerate(model, compile=True)
+    with torch.no_grad():
+        rollout = packed(model, x, timestep, lengths)
+    update = packed(model, x, timestep, lengths)
+    torch.testing.assert_close(update, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(update, rollout)
+    # One without and one with gradients enabled.
+    assert len(graphs) <= 2
+
+
+def test_diffusers_own_switch_for_checkpointing_works() -> None:
+    model = tiny_transformer()
+    acceleration = accelerate(model)
+    model.enable_gradient_checkpointing()
+    assert acceleration.settings(torch.device("cpu"), torch.float32).checkpointing == "full"
+
+
+def test_patches_larger_than_one_latent() -> None:
+    model = tiny_transformer(dtype=torch.float64, patch_size=2)
+    prompts, x, timestep = prompts_of("one", torch.float64), latents(1, size=(2, 4, 6)), torch.tensor([300.0])
+    expected = stock(model, x, timestep, prompts, torch.float64)
+    accelerate(model)
+    torch.testing.assert_close(packed(model, x, timestep, prompts), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_not_text_to_video_is_refused() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    prompts, x, timestep = prompts_of("one", torch.float32), latents(1), torch.tensor([300.0])
+    arguments = padded_arguments(x, timestep, prompts, torch.float32)
+    with pytest.raises(ValueError, match="text-to-video"):
+        model(**arguments | {"image_embeds": torch.ones(1, 5, 12)})
+    with pytest.raises(ValueError, match="MeanFlow"):
+        model(**arguments | {"timestep_r": timestep})
+    with pytest.raises(ValueError, match="use_meanflow"):
+        accelerate(tiny_transformer(use_meanflow=True))
+    with pytest.raises(ValueError, match="flash2.*cannot run on cpu"):
+        accelerate(tiny_transformer(), attention="flash2")
+
+
+def test_the_table_follows_every_change_of_the_weights_it_depends_on() -> None:
+    def changes(model: Any) -> dict[str, Callable[[], object]]:
+        other = tiny_transformer(seed=3).state_dict()
+        layer = model.transformer_blocks[1].norm1.linear
+        return {
+            "weight": lambda: layer.weight.mul_(1.5),
+            "bias": lambda: layer.bias.add_(torch.linspace(-1, 1, layer.bias.numel())),
+            "time embedding": lambda: model.time_embed.timestep_embedder.linear_2.weight.mul_(1.5),
+            "assigned": lambda: model.load_state_dict(other, assign=True),
+            "copied": lambda: model.load_state_dict(other),
+        }
+
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    for name in changes(tiny_transformer()):
+        model = tiny_transformer().requires_grad_(False)
+        acceleration = accelerate(model)
+        before = packed(model, x, timestep, prompts)
+        assert acceleration.table is not None
+        with torch.no_grad():
+            changes(model)[name]()
+        model.requires_grad_(False)
+        given = packed(model, x, timestep, prompts)
+        acceleration.undo()
+        expected = stock(model, x, timestep, prompts, torch.float32)
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5, msg=name)
+        assert not torch.allclose(given, before), name
+
+
+def test_changes_through_data_need_to_be_told() -> None:
+    model = tiny_transformer().requires_grad_(False)
+    acceleration = accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    before = packed(model, x, timestep, prompts)
+    model.transformer_blocks[1].norm1.linear.weight.data.mul_(1.5)
+    acceleration.forget()
+    assert not torch.allclose(packed(model, x, timestep, prompts), before)
+
+
+def test_a_trained_time_embedding_gets_its_gradient() -> None:
+    model = tiny_transformer(dtype=torch.float64).requires_grad_(False)
+    model.time_embed.requires_grad_(True)
+    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+    _, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float64))
+    accelerate(model)
+    _, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    assert_same_gradients(given, gradients, 1e-10)
+    assert len(given) == 4
+
+
+def test_rows_of_the_table_do_not_depend_on_the_batch_that_met_them_first() -> None:
+    rows = []
+    for first in (1, 3):
+        model = tiny_transformer().requires_grad_(False)
+        acceleration = accelerate(model)
+        packed(model, latents(first), torch.full((first,), 300.0), [prompt(5, seed=i) for i in range(first)])
+        assert acceleration.table is not None
+        rows.append(acceleration.table._rows[300.0])
+    assert torch.equal(*rows)
+
+
+def test_generating_in_inference_mode_then_training() -> None:
+    model = with_lora(tiny_transformer())
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    expected = packed(model, x, timestep, prompts).detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(model, x.clone(), timestep.clone(), prompts), expected)
+        arguments = padded_arguments(x.clone(), timestep.clone(), prompts, torch.float32)
+        torch.testing.assert_close(model(**arguments)[0], expected, rtol=1e-5, atol=1e-6)
+    # Another timestep, size and prompt, first met in inference mode.
+    other = latents(1, size=(1, 4, 4)), torch.tensor([500.0]), [prompt(6, 2)]
+    with torch.inference_mode():
+        packed(model, *other)
+    differentiate(model, lambda: packed(model, *other))
+
+
+def test_autocast_changes_nothing() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+    expected = packed(model, x, timestep, prompts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = packed(model, x, timestep, prompts)
+    assert torch.equal(given, expected)
+
+
+def test_a_rounded_timestep_is_refused() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    with pytest.raises(ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"):
+        packed(model, latents(1), torch.tensor([300.0]).bfloat16(), prompts_of("one", torch.float32))
+
+
+def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
+    model = tiny_transformer()
+    block: Any = model.transformer_blocks[1]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"transformer_blocks\.1 has been replaced already"):
+        accelerate(model)
+    del block.forward
+    acceleration = accelerate(model)
+    fused = block.forward
+    block.forward = lambda *args: fused(*args)
+    with pytest.raises(ValueError, match="Remove the hook, then undo"):
+        acceleration.undo()
+
+
+def test_an_accelerated_model_can_be_pickled() -> None:
+    model = tiny_transformer()
+    accelerate(model)
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    expected = packed(model, x, timestep, prompts)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(packed(loaded, x, timestep, prompts), expected)

@@ -1,0 +1,431 @@
+"""The model family hunyuan15: which files make a model, and what is said when they do not."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
+from sage_fast.config.registry import MODEL_FAMILIES, resolve
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hunyuan15.loading import cache_folder, load_components
+from sage_fast.policy.lora import cast_weights
+from sage_fast.run.run import Run, build_trainer
+from sage_fast.tools.generation import load_generator
+from tests.tiny.checkpoints import copy_tree, save_official_layout
+
+PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+def load(path: Path | str | None, **options: Any):
+    return load_components(ModelConfig(family="hunyuan15", path=None if path is None else str(path), **options))
+
+
+def edit_json(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.fixture
+def copied(diffusers_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint in diffusers' layout that a test may change."""
+    return copy_tree(diffusers_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def official(official_checkpoint: Path, tmp_path: Path) -> Path:
+    """An official ckpts folder that a test may change."""
+    return copy_tree(official_checkpoint, tmp_path / "ckpts")
+
+
+def assert_equal_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    expected, actual = one.state_dict(), other.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", ["diffusers_checkpoint", "official_checkpoint"])
+def test_both_layouts_are_the_same_model(
+    layout: str, pipeline: HunyuanVideo15Pipeline, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    components = load(request.getfixturevalue(layout), cache_dir=str(tmp_path))
+    assert_equal_weights(pipeline.transformer, components.transformer)
+    assert_equal_weights(pipeline.vae.decoder, components.video_decoder.vae.decoder)
+    assert not components.transformer.training and components.guidance_distilled is None
+    with torch.no_grad():
+        text, mask, glyph, glyph_mask = pipeline.encode_prompt('a sign with "words"')
+    ours = components.prompt_encoder.encode(['a sign with "words"'])[0]
+    assert torch.equal(ours.text, text[mask.bool()]) and torch.equal(ours.glyph, glyph[glyph_mask.bool()])
+
+
+def test_it_is_a_family_of_the_registry() -> None:
+    assert resolve("hunyuan15", MODEL_FAMILIES, "model.family") is load_components
+
+
+# ---------------------------------------------------------------------------------------------- data types
+
+
+def test_transformer_is_read_in_its_dtype(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 from the first byte: a float32 copy of 8.3 B parameters would be 33 GB."""
+    monkeypatch.setattr(HunyuanVideo15Transformer3DModel, "to", lambda self, *a, **k: pytest.fail("cast after loading"))
+    transformer = load(copied, dtype="bfloat16").transformer
+    assert {p.dtype for p in transformer.parameters()} == {torch.bfloat16}
+
+
+def test_time_input_stays_float32_on_weights_loaded_in_bfloat16(copied: Path) -> None:
+    loaded, cast = load(copied, dtype="bfloat16").transformer, load(copied).transformer
+    seen = []
+    for transformer in (loaded, cast):
+        cast_weights(transformer, torch.bfloat16)
+        transformer.time_embed.timestep_embedder.linear_1.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
+        with torch.no_grad():
+            transformer.time_embed(torch.tensor([937.3]))
+    assert torch.equal(seen[0], seen[1])
+    rounded = loaded.time_embed.time_proj(torch.tensor([937.3]).bfloat16().float()).bfloat16()
+    assert seen[0].dtype == torch.bfloat16 and not torch.equal(seen[0], rounded)
+
+
+def test_vae_dtype(copied: Path) -> None:
+    assert load(copied).video_decoder.vae.dtype == torch.float32, "auto, on a CPU"
+    assert load(copied, device="cuda").video_decoder.vae.dtype == torch.float16, "auto, on a GPU"
+    assert load(copied, vae_dtype="bfloat16").video_decoder.vae.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------- refused variants
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "words"),
+    [
+        ("model_index.json", {"_class_name": "HunyuanVideo15ImageToVideoPipeline"}, ["ImageToVideoPipeline"]),
+        ("transformer/config.json", {"use_meanflow": True}, ["use_meanflow", "step-distilled"]),
+        ("transformer/config.json", {"_class_name": "HunyuanVideoTransformer3DModel"}, ["HunyuanVideoTransformer3D"]),
+    ],
+)
+def test_refused_in_diffusers_layout(copied: Path, file: str, entries: dict[str, Any], words: list[str]) -> None:
+    edit_json(copied / file, **entries)
+    with pytest.raises(ValueError) as error:
+        load(copied)
+    expected = [str(copied / file), "Use 480p_t2v, 720p_t2v", "hf download hunyuanvideo-community/", *words]
+    assert all(word in str(error.value) for word in expected), error.value
+
+
+def test_task_type_counts_only_without_a_pipeline(copied: Path) -> None:
+    """Published text-to-video repositories were converted with task_type i2v."""
+    edit_json(copied / "transformer" / "config.json", task_type="i2v")
+    load(copied)
+    (copied / "model_index.json").unlink()
+    with pytest.raises(ValueError, match=r"transformer/config.json says task_type i2v"):
+        load(copied)
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "words"),
+    [
+        ("480p_i2v", {}, ["480p_i2v/config.json says ideal_task i2v"]),
+        ("480p_i2v_step_distilled", {"use_meanflow": True}, ["config.json says use_meanflow", "step-distilled"]),
+        ("720p_t2v_distilled_sparse", {}, ["720p_t2v_distilled_sparse is named so", "sparse attention"]),
+        ("480p_t2v_tiles", {"attn_param": {"tile": 8}}, ["config.json has an attn_param", "sparse attention"]),
+        ("720p_sr_distilled", {}, ["720p_sr_distilled is named so", "enlarges"]),
+        ("1080p_t2v", {}, ["ideal_resolution 1080p"]),
+    ],
+)
+def test_refused_in_the_official_layout(
+    pipeline: HunyuanVideo15Pipeline, tmp_path: Path, variant: str, config: dict[str, Any], words: list[str]
+) -> None:
+    save_official_layout(tmp_path / "ckpts", pipeline, variant, **config)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "ckpts")
+    assert all(word in str(error.value) for word in ["Use 480p_t2v, 720p_t2v", *words]), error.value
+    assert not list((tmp_path / "ckpts" / ".sage_fast").glob("converted/*")), "nothing was converted"
+
+
+# ---------------------------------------------------------------------------------------------- guidance, variants
+
+
+def test_distilled_guidance_in_diffusers_layout(copied: Path) -> None:
+    edit_json(copied / "guider" / "guider_config.json", guidance_scale=1.0)
+    components = load(copied)
+    components.check_guidance(1.0)
+    with pytest.raises(ValueError, match=r"rollout.guidance_scale is 6.0.*guider_config.json says so.*to 1"):
+        components.check_guidance(6.0)
+
+
+def test_distilled_guidance_in_the_official_layout(pipeline: HunyuanVideo15Pipeline, tmp_path: Path) -> None:
+    save_official_layout(tmp_path / "ckpts", pipeline, "480p_t2v_distilled")
+    components = load(tmp_path / "ckpts")
+    components.check_guidance(1.0)
+    with pytest.raises(ValueError, match=r"480p_t2v_distilled says so"):
+        components.check_guidance(6.0)
+
+
+def test_weights_that_are_not_distilled_take_any_guidance(copied: Path) -> None:
+    components = load(copied)
+    components.check_guidance(1.0)
+    components.check_guidance(6.0)
+
+
+def test_variants_of_the_official_layout(official: Path, pipeline: HunyuanVideo15Pipeline) -> None:
+    save_official_layout(official, pipeline, "720p_t2v")
+    save_official_layout(official, pipeline, "720p_i2v")
+    with pytest.raises(ValueError, match="Set model.variant to one of 480p_t2v, 720p_t2v"):
+        load(official)
+    with pytest.raises(ValueError, match=r"model.variant is '720p'.*hf download tencent/HunyuanVideo-1.5"):
+        load(official, variant="720p")
+    assert load(official, variant="480p_t2v").transformer.config.target_size == 640
+    assert load(official, variant="720p_t2v").transformer.config.target_size == 960
+    assert load(official / "transformer" / "720p_t2v").transformer.config.target_size == 960, "named by the path"
+    assert not (official / "transformer" / "720p_t2v" / ".sage_fast").exists()
+
+
+def test_a_variant_is_for_the_official_layout(diffusers_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="Leave model.variant out"):
+        load(diffusers_checkpoint, variant="480p_t2v")
+
+
+# ---------------------------------------------------------------------------------------------- timestep shift
+
+
+def test_the_shift_that_a_model_was_published_with(
+    copied: Path, official: Path, pipeline: HunyuanVideo15Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_official_layout(official, pipeline, "720p_t2v")
+    assert load(official, variant="480p_t2v").shift == 5.0 and load(official, variant="720p_t2v").shift == 9.0
+    edit_json(copied / "scheduler" / "scheduler_config.json", shift=7.0)
+    components = load(copied)
+    components.warn_of_shift(7.0)
+    assert not caplog.text
+    components.warn_of_shift(5.0)
+    assert "rollout.shift is 5, but these weights were published with a shift of 7" in caplog.text
+    shutil.rmtree(copied / "scheduler")
+    assert load(copied).shift is None
+    caplog.clear()
+    load(copied).warn_of_shift(5.0)
+    assert not caplog.text
+
+
+def test_generating_with_another_shift_is_told(diffusers_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [
+        "--output_dir=o",
+        "--data.prompts=p",
+        f"--model.path={diffusers_checkpoint}",
+        "--model.family=hunyuan15",
+        "--video.num_frames=5",
+    ]
+    config = load_config(None, [*words, "--video.height=32", "--video.width=32", "--rollout.shift=9"])
+    load_generator(config, [])
+    assert "published with a shift of 5" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- missing files
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_part_is_named_with_its_command(copied: Path, part: str) -> None:
+    shutil.rmtree(copied / part)
+    with pytest.raises(ValueError) as error:
+        load(copied)
+    assert str(copied / part) in str(error.value)
+    repository = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    assert f"hf download {repository} --include '{part}/*' --local-dir {copied}" in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+def test_missing_and_truncated_weights(copied: Path, part: str) -> None:
+    (file,) = (copied / part).glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(
+        ValueError, match=rf"{file.name} is damaged or was not downloaded to its end.*--include '{part}/"
+    ):
+        load(copied)
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"{file.name} is missing.*--include '{part}/"):
+        load(copied)
+    index = copied / part / f"{file.name}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-2-of-2.safetensors"}}))
+    with pytest.raises(ValueError, match="part-2-of-2.safetensors is missing"):
+        load(copied)
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        (
+            "transformer/480p_t2v/diffusion_pytorch_model.safetensors",
+            "HunyuanVideo-1.5 --include 'transformer/480p_t2v/*'",
+        ),
+        ("vae/config.json", "hf download tencent/HunyuanVideo-1.5 --include 'vae/*'"),
+        ("vae/diffusion_pytorch_model.safetensors", "hf download tencent/HunyuanVideo-1.5 --include 'vae/*'"),
+        ("text_encoder/llm/config.json", "hf download Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("text_encoder/llm/model.safetensors", "hf download Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("text_encoder/byt5-small/config.json", "hf download google/byt5-small"),
+        (
+            "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt",
+            "modelscope download --model AI-ModelScope/Glyph-SDXL-v2",
+        ),
+    ],
+)
+def test_a_missing_official_file_is_named_with_its_command(official: Path, file: str, command: str) -> None:
+    (official / file).unlink()
+    with pytest.raises(ValueError) as error:
+        load(official)
+    assert str(official / file) in str(error.value) and command in str(error.value), error.value
+
+
+def drop(weights: dict[str, Tensor]) -> None:
+    del weights["proj_out.bias"]
+
+
+def add(weights: dict[str, Tensor]) -> None:
+    weights["proj_out.extra"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize("change", [drop, add])
+def test_weights_that_do_not_fit_are_refused(copied: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"do not fit its config.json: 1 \w+ keys, among them proj_out"):
+        load(copied)
+
+
+def test_broken_json_is_named(copied: Path) -> None:
+    (copied / "model_index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model_index.json is not JSON"):
+        load(copied)
+
+
+@pytest.mark.parametrize(("path", "words"), [("/nowhere/model", "no folder here"), ("", "no folder here")])
+def test_a_path_that_is_nothing(path: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(path or str(tmp_path / "a file"))
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model_index.json .* nor transformer/<variant>/config.json"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- the hub, offline
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache on a machine without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "hub"
+
+
+def test_a_repository_in_the_hub_cache_is_used_offline(offline_hub: Path, diffusers_checkpoint: Path) -> None:
+    entry = offline_hub / "models--owner--name"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text("0" * 40)
+    snapshot = copy_tree(diffusers_checkpoint, entry / "snapshots" / ("0" * 40))
+    components = load("owner/name")
+    assert components.prompt_encoder.cache == offline_hub.parent / "cache" / "sage_fast" / "prompts"
+    assert components.prompt_encoder.encode(["a cat"])[0].text.shape[1] == 32
+    (snapshot / "vae" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"vae/config.json is missing. Get it with: hf download owner/name$"):
+        load("owner/name")
+
+
+@pytest.mark.parametrize("path", ["owner/name", None])
+def test_a_repository_that_cannot_be_reached_is_named_with_its_command(offline_hub: Path, path: str | None) -> None:
+    name = path or "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    with pytest.raises(ValueError, match=f"model.path is '{name}'.*hf download {name} "):
+        load(path)
+
+
+# ---------------------------------------------------------------------------------------------- where things are kept
+
+
+def test_caches_lie_beside_the_weights_or_where_the_config_says(
+    diffusers_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folder(**options: Any) -> Path:
+        return cache_folder(ModelConfig(family="hunyuan15", path=str(diffusers_checkpoint), **options))
+
+    assert folder() == diffusers_checkpoint / ".sage_fast"
+    assert folder(cache_dir=str(tmp_path / "new")) == tmp_path / "new"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert folder() == tmp_path / "sage_fast", "weights on a disk that cannot be written to"
+    with pytest.raises(ValueError, match="model.cache_dir .* cannot be written to"):
+        folder(cache_dir=str(tmp_path / "new"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="model.cache_dir .* cannot be created"):
+        folder(cache_dir=str(tmp_path / "file" / "below"))
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+class Brightness:
+    """A reward of this test: the mean pixel."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return {"brightness": videos.float().mean((1, 2, 3, 4))}
+
+
+@pytest.fixture
+def run_file(official: Path, tmp_path: Path) -> Path:
+    (tmp_path / "prompts.txt").write_text('a cat\na sign that says "open"\n')
+    tree = {
+        "output_dir": str(tmp_path / "run"),
+        "data": {"prompts": str(tmp_path / "prompts.txt")},
+        "model": {"family": "hunyuan15", "path": str(official), "device": "cpu", "forward": "stock"},
+        "video": {"num_frames": 5, "height": 16, "width": 32},
+        "rollout": {"num_steps": 3, "num_generations": 2, "batch_size": 4, "micro_batch_size": 2},
+        "reward": {"rewards": ["tests.models.hunyuan15.test_loading:Brightness"], "weights": {"brightness": 1.0}},
+        "lora": {"rank": 2},
+        "training": {"num_updates": 1},
+        "evaluation": {"every": 0},
+        "logging": {"tensorboard": False},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_trains_the_official_checkpoint(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run = Run(load_config(run_file))
+        assert run.train().finished
+    assert len([r for r in caplog.records if "Encoding 3 prompts" in r.getMessage()]) == 1, "one call for all texts"
+    (line,) = (run_file.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["ratio/first_max_deviation"] == 0 and record["reward/std"] > 0 and record["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--model.path=/nowhere/at/all", "no folder here"),
+        ("--video.num_frames=4", "1 or 5"),
+        ("--video.width=40", "32 or 48"),
+        ("--model.variant=480p", "model.variant is '480p'"),
+    ],
+)
+def test_what_does_not_fit_is_a_configuration_error(run_file: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_trainer(load_config(run_file, [override]))
+
+
+def test_a_run_refuses_to_guide_distilled_weights(
+    run_file: Path, official: Path, pipeline: HunyuanVideo15Pipeline
+) -> None:
+    save_official_layout(official, pipeline, "480p_t2v_distilled")
+    with pytest.raises(ConfigError, match="Set rollout.guidance_scale to 1"):
+        build_trainer(load_config(run_file, ["--model.variant=480p_t2v_distilled"]))
+    build_trainer(load_config(run_file, ["--model.variant=480p_t2v_distilled", "--rollout.guidance_scale=1"]))

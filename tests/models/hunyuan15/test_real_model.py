@@ -1,0 +1,243 @@
+"""A user's whole way with HunyuanVideo-1.5, by the command line and with the shipped recipe: doctor, generate, train,
+evaluate, export. The model and the three rewards are tiny and random, in the layouts of the published checkpoints.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+
+from sage_fast.checkpoint import open_checkpoint
+from sage_fast.commands.cli import main
+from sage_fast.run import media
+from sage_fast.run.metrics import read_metrics
+from tests.tiny.checkpoints import save_diffusers_layout
+from tests.tiny.clip import build_tiny_clip
+from tests.tiny.videoalign import build_tiny_videoalign
+
+ROOT = Path(__file__).resolve().parents[3]
+PRESET = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
+ABLATION = ROOT / "configs/ablations/setting_b.yaml"
+
+
+@dataclass(frozen=True)
+class World:
+    """Folders of a workspace, and the words that turn the shipped recipe into one for it."""
+
+    root: Path
+    model: Path
+    run: Path
+    words: list[str]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The model, the rewards, the prompts, and a finished run of two updates."""
+    root = tmp_path_factory.mktemp("real")
+    model = root / "model"
+    save_diffusers_layout(model)
+    videoalign, base_model = build_tiny_videoalign(root / "rewards")
+    clip = build_tiny_clip(root / "rewards/clip")
+    prompts = root / "prompts.txt"
+    prompts.write_text('a red cat jumps\na sign that says "OPEN"\n')
+    words = [
+        str(PRESET),
+        str(ABLATION),
+        f"--output_dir={root / 'run'}",
+        f"--model.path={model}",
+        "--model.device=cpu",
+        f"--data.prompts={prompts}",
+        f"--evaluation.prompts={prompts}",
+        "--evaluation.num_steps=3",
+        "--evaluation.every=2",
+        "--evaluation.num_samples=1",
+        "--video={num_frames: 5, height: 64, width: 48, fps: 24}",
+        "--rollout.num_steps=3",
+        "--rollout.num_generations=2",
+        "--rollout.batch_size=4",
+        "--lora.rank=2",
+        "--optimizer.learning_rate=0.02",
+        "--training.num_updates=2",
+        "--training.ema_decay=0.5",
+        "--reward.rewards=[videoalign, clip_score, pick_score]",
+        f"--reward.options.videoalign.path={videoalign}",
+        f"--reward.options.videoalign.base_model={base_model}",
+        f"--reward.options.clip_score.path={clip}",
+        f"--reward.options.pick_score.path={clip}",
+        "--logging.tensorboard=false",
+    ]
+    assert main(["train", *words]) == 0
+    return World(root=root, model=model, run=root / "run", words=words)
+
+
+def test_the_shipped_recipe_trains(world: World) -> None:
+    rows = read_metrics(world.run / "metrics.jsonl")
+    assert [row["update"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0
+        assert row["advantage/zero_spread_groups"] == 0
+        overall = 0.5 * row["reward/VQ_mean"] + 0.5 * row["reward/MQ_mean"] + row["reward/TA_mean"]
+        assert row["reward/mean"] == pytest.approx(overall, abs=1e-6)
+        assert row["reward/CLIPScore_mean"] != 0 and row["reward/PickScore_mean"] != 0
+    assert rows[-1]["eval/paired_gain"] != 0
+    assert (world.run / "reward.png").exists() and (world.run / "before_after.png").exists()
+    assert open_checkpoint(world.run / "checkpoints/update-000002").state["trainer"]["update"] == 2
+
+
+def test_resuming_a_finished_run_needs_the_same_words(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *world.words]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert main(["train", *world.words, "--resume", "auto"]) == 0
+
+
+def test_doctor_says_that_it_can_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *world.words]) == 0
+    text = capsys.readouterr().out
+    assert "This configuration can run." in text and "already holds a run" in text
+    for name in ("HunyuanVideo-1.5", "VideoAlign", "CLIPScore", "PickScore"):
+        assert re.search(rf"ok +{name} ", text), name
+
+
+@pytest.mark.parametrize(
+    ("lost", "name", "fetch"),
+    [
+        ("model/vae/config.json", "HunyuanVideo-1.5", "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"),
+        ("rewards/clip/preprocessor_config.json", "CLIPScore", "hf download openai/clip-vit-large-patch14 --local-dir"),
+        ("rewards/qwen2_vl/config.json", "VideoAlign's base model", "hf download Qwen/Qwen2-VL-2B-Instruct"),
+    ],
+    ids=["model", "clip", "qwen"],
+)
+def test_doctor_and_train_agree_on_what_is_missing(
+    world: World, capsys: pytest.CaptureFixture[str], lost: str, name: str, fetch: str
+) -> None:
+    file = world.root / lost
+    content = file.read_bytes()
+    file.unlink()
+    try:
+        assert main(["doctor", "--json", *world.words]) == 1
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        assert main(["train", *world.words, f"--output_dir={world.root / 'lost'}"]) == 2
+        assert Path(lost).name in capsys.readouterr().err
+    finally:
+        file.write_bytes(content)
+    missing = {check["name"]: check for check in checks if check["status"] == "missing"}
+    assert name in missing and fetch in missing[name]["fix"]
+    assert not (world.root / "lost").exists()
+
+
+def test_generate_with_the_base_model_the_run_and_the_adapter(world: World, tmp_path: Path) -> None:
+    adapter = world.run / "checkpoints/update-000002/lora"
+    for name, more in (
+        ("base", ["--checkpoint", "none"]),
+        ("trained", []),
+        ("adapter", ["--lora", str(adapter)]),
+    ):
+        assert main(["generate", *world.words, "--output", str(tmp_path / name), *more]) == 0
+        assert (tmp_path / name / "contact_sheet.png").exists()
+    base, trained, lora = (
+        torch.stack([media.read_video(p) for p in sorted((tmp_path / name).glob("*.mp4"))]).int()
+        for name in ("base", "trained", "adapter")
+    )
+    assert base.shape == (2, 5, 3, 192, 144), "two prompts; small videos are enlarged for players"
+    assert torch.equal(trained, lora)
+    assert (base - trained).abs().max() > 8
+
+
+def test_evaluate_reports_every_score(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "scores"
+    assert main(["evaluate", str(world.run), "--output", str(output), "--resamples", "200"]) == 0
+    tree = json.loads((output / "evaluation.json").read_text())
+    assert [s["name"] for s in tree["scores"]] == ["Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore"]
+    assert tree["weights"] == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    # The run evaluated the same model on the same noise at its end.
+    final = json.loads((world.run / "evaluation/update-000002.json").read_text())
+    assert json.loads((output / "after.json").read_text())["scores"] == final["scores"]
+    printed = capsys.readouterr().out
+    assert "CLIPScore" in printed and "win rate" in printed
+
+
+def readme_code(folder: Path) -> str:
+    match = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert match
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["--format", "lora"], torch.bfloat16),
+        (["--format", "full"], torch.bfloat16),
+        (["--format", "full", "--dtype", "float32"], torch.float32),
+    ],
+    ids=["lora", "full", "full-float32"],
+)
+def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
+    world: World, tmp_path: Path, words: list[str], dtype: torch.dtype
+) -> None:
+    folder = tmp_path / "exported"
+    assert main(["export", str(world.run), "--output", str(folder), *words, "--rollout.shift=4"]) == 0
+    names: dict[str, Any] = {}
+    exec(readme_code(folder), names)
+    pipeline = names["pipeline"]
+    assert isinstance(pipeline, HunyuanVideo15Pipeline) and pipeline.transformer is names["transformer"]
+    assert pipeline.transformer.dtype == dtype and pipeline.scheduler.shift == 4.0
+    pipeline.set_progress_bar_config(disable=True)
+
+    def sample(pipe: HunyuanVideo15Pipeline) -> torch.Tensor:
+        return pipe(
+            prompt="a red cat jumps",
+            height=64,
+            width=48,
+            num_frames=5,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+        ).frames.float()
+
+    with_adapter = sample(pipeline)
+    stock = HunyuanVideo15Pipeline.from_pretrained(world.model, torch_dtype=torch.bfloat16)
+    stock.set_progress_bar_config(disable=True)
+    assert (with_adapter - sample(stock)).abs().max() > 1e-2, "the export changes nothing"
+
+
+def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world: World, tmp_path: Path) -> None:
+    """In float32, where a stock pipeline rounds nothing, the velocities are the same bit for bit."""
+    from sage_fast.config.load import load_config
+    from sage_fast.models.hunyuan15.velocity import velocity
+    from sage_fast.policy.lora import ADAPTER_FILE
+    from sage_fast.records import Prompt
+    from sage_fast.tools.exporting import export
+    from sage_fast.tools.generation import load_generator
+
+    export(world.run, tmp_path / "lora")
+    words = ["--model.dtype=float32", "--model.forward=stock", "--model.checkpointing=none"]
+    config = load_config(world.run / "config.yaml", words)
+    generator = load_generator(config, [Prompt(text='a sign that says "OPEN"', index=0)])
+    checkpoint = open_checkpoint(world.run / "checkpoints/update-000002")
+    generator.use_weights(checkpoint.tensors["ema"])
+    stock = HunyuanVideo15Pipeline.from_pretrained(world.model, torch_dtype=torch.float32).transformer
+    x = torch.randn(1, *generator.latent_shape, generator=torch.Generator().manual_seed(0))
+
+    def probe(transformer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return velocity(transformer, x, torch.tensor([0.7]), [generator.samples[0].embeds])
+
+    before = probe(stock)
+    stock.load_lora_adapter(str(tmp_path / "lora"), prefix=None, weight_name=ADAPTER_FILE)
+    assert torch.equal(probe(stock), probe(generator.policy.transformer))
+    assert (probe(stock) - before).abs().max() > 1e-3
+
+
+def test_a_model_that_has_moved(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints remember where the base model was; the command line says where it is."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(world.model, moved)
+    words = ["--output", str(tmp_path / "full"), "--format", "full", f"--model.path={moved}"]
+    assert main(["export", str(world.run), *words]) == 0
+    assert f"from_pretrained(\n    {str(moved)!r}" in readme_code(tmp_path / "full")

@@ -1,0 +1,254 @@
+"""The prompt encoder and its cache. What it computes is held against the stock pipeline in tests/parity."""
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sage_fast.models.hunyuan15 import text_encoders as conditioning
+from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
+from sage_fast.records import PromptEmbeds
+from tests.tiny.checkpoints import GLYPH_DIM, TEXT_DIM, build_pipeline, copy_tree
+
+QUOTING = 'a sign that says "open" and “late”'
+
+
+def encoder_of(checkpoint: Path, cache: Path, **options: Any) -> HunyuanPromptEncoder:
+    return HunyuanPromptEncoder(
+        text_encoder=checkpoint / "text_encoder",
+        tokenizer=checkpoint / "tokenizer",
+        glyph_encoder=checkpoint / "text_encoder_2",
+        glyph_tokenizer=checkpoint / "tokenizer_2",
+        cache=cache,
+        **options,
+    )
+
+
+@pytest.fixture
+def encoder(diffusers_checkpoint: Path, tmp_path: Path) -> HunyuanPromptEncoder:
+    return encoder_of(diffusers_checkpoint, tmp_path / "cache")
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Class names of the encoders that were loaded, in order."""
+    names: list[str] = []
+    load = conditioning._load
+
+    def spy(model_class: type, folder: Path) -> Any:
+        names.append(model_class.__name__)
+        return load(model_class, folder)
+
+    monkeypatch.setattr(conditioning, "_load", spy)
+    return names
+
+
+def assert_same(one: PromptEmbeds, other: PromptEmbeds) -> None:
+    assert torch.equal(one.text, other.text) and torch.equal(one.glyph, other.glyph)
+
+
+def test_records_hold_the_valid_tokens_alone(encoder: HunyuanPromptEncoder) -> None:
+    short, longer, quoting, empty = encoder.encode(["a cat", "a cat a cat", QUOTING, ""])
+    # After the user's text follow <|im_end|>, a newline, <|im_start|>, assistant, a newline.
+    assert empty.text.shape == (1 + 5, TEXT_DIM), "the empty prompt is encoded as one space"
+    assert short.text.shape[1:] == longer.text.shape[1:] == (TEXT_DIM,)
+    assert len(empty.text) < len(short.text) < len(longer.text) < 40, "no padding"
+    assert quoting.glyph.shape == (len('Text "open". Text "late". ') + 1, GLYPH_DIM), (
+        "a byte a token, and the end token"
+    )
+    for record in (short, longer, empty):
+        assert record.glyph.shape == (0, GLYPH_DIM)
+    assert all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (short.text, short.glyph, quoting.glyph))
+
+
+def test_order_repetition_and_batches_do_not_matter(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    texts = ["a cat", QUOTING, "", "a dog", "a cat"]
+    together = encoder_of(diffusers_checkpoint, tmp_path / "one").encode(texts)
+    singly = encoder_of(diffusers_checkpoint, tmp_path / "two", batch_size=1).encode(texts[::-1])
+    for one, other in zip(together, reversed(singly), strict=True):
+        torch.testing.assert_close(one.text, other.text)
+        torch.testing.assert_close(one.glyph, other.glyph)
+    assert len(list((tmp_path / "two").glob("*/*.safetensors"))) == 4
+
+
+def test_what_is_cached_needs_no_encoder(encoder: HunyuanPromptEncoder, loaded: list[str]) -> None:
+    first = encoder.encode(["a cat", QUOTING, ""])
+    assert sorted(loaded) == ["Qwen2_5_VLTextModel", "T5EncoderModel"], "each encoder once for all prompts"
+    loaded.clear()
+    again = encoder_of(encoder.text_encoder.parent, encoder.cache).encode(["", "a cat", QUOTING])
+    assert loaded == []
+    for one, other in zip(first, (again[1], again[2], again[0]), strict=True):
+        assert_same(one, other)
+
+
+def test_only_what_is_missing_is_encoded(encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture) -> None:
+    encoder.encode(["a cat", "a dog"])
+    with caplog.at_level(logging.INFO):
+        encoder.encode(["a dog", "a bird", "a cat"])
+    assert "Encoding 1 prompts on cpu; 2 are in the cache" in caplog.text
+
+
+def test_the_glyph_encoder_is_for_quotes(encoder: HunyuanPromptEncoder, loaded: list[str]) -> None:
+    encoder.encode(["a cat", ""])
+    assert loaded == ["Qwen2_5_VLTextModel"]
+
+
+def test_encoders_are_released(encoder: HunyuanPromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = []
+    load = conditioning._load
+
+    def spy(model_class: type, folder: Path) -> Any:
+        model = load(model_class, folder)
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(conditioning, "_load", spy)
+    encoder.encode(["a cat", QUOTING])
+    assert len(alive) == 2 and all(reference() is None for reference in alive)
+
+
+def test_an_interrupted_encoding_keeps_what_was_done(
+    diffusers_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = encoder_of(diffusers_checkpoint, tmp_path / "cache", batch_size=1)
+    write, count = encoder._write, 0
+
+    def interrupted(text: str, embeds: PromptEmbeds) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        write(text, embeds)
+
+    monkeypatch.setattr(encoder, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(["a", "b", "c", "d"])
+    assert len(list(encoder.cache.glob("*/*"))) == 2
+    with caplog.at_level(logging.INFO):
+        encoder_of(diffusers_checkpoint, encoder.cache).encode(["a", "b", "c", "d"])
+    assert "Encoding 2 prompts on cpu; 2 are in the cache" in caplog.text
+
+
+def test_a_rank_that_waited_takes_what_the_other_encoded(
+    encoder: HunyuanPromptEncoder, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = encoder_of(encoder.text_encoder.parent, encoder.cache)
+    exclusive = conditioning.exclusive
+
+    @contextmanager
+    def after_the_other_rank(folder: Path) -> Iterator[None]:
+        monkeypatch.setattr(conditioning, "exclusive", exclusive)
+        other.encode(["a cat", "a dog"])
+        loaded.clear()
+        with exclusive(folder):
+            yield
+
+    monkeypatch.setattr(conditioning, "exclusive", after_the_other_rank)
+    encoder.encode(["a cat", "a dog"])
+    assert loaded == []
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def of_another_prompt(path: Path) -> None:
+    tensors = load_file(path)
+    save_file(tensors, path, metadata={"prompt": "another", "checksum": conditioning._checksum(tensors)})
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, of_another_prompt], ids=lambda f: f.__name__)
+def test_a_damaged_entry_is_encoded_again(
+    encoder: HunyuanPromptEncoder, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = encoder.encode(["a cat", "a dog"])
+    damage(encoder.path_of("a cat"))
+    after = encoder.encode(["a cat", "a dog"])
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(one.text, other.text)
+    assert [str(encoder.path_of("a cat")) in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        True
+    ]
+    caplog.clear()
+    encoder.encode(["a cat"])
+    assert not caplog.records
+
+
+def test_the_key_depends_on_all_that_matters(
+    encoder: HunyuanPromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = encoder.text_encoder.parent
+    key = encoder.path_of("a cat").name
+    assert encoder.path_of("a cat ").name != key
+    moved = copy_tree(checkpoint, tmp_path / "moved")
+    assert encoder_of(moved, encoder.cache).path_of("a cat").name == key, "a copy is the same model"
+    for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
+        changed = copy_tree(checkpoint, tmp_path / part)
+        file = max((changed / part).iterdir(), key=lambda p: p.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[-2] ^= 1
+        file.write_bytes(bytes(content))
+        assert encoder_of(changed, encoder.cache).path_of("a cat").name != key, part
+    monkeypatch.setitem(conditioning._TEMPLATE, "system_message", "Describe the video.")
+    assert encoder_of(checkpoint, encoder.cache).path_of("a cat").name != key
+
+
+def test_another_chat_template_is_refused(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    """The crop is by position: with another prefix it would cut into the prompt, unnoticed."""
+    changed = copy_tree(diffusers_checkpoint, tmp_path / "changed")
+    template = changed / "tokenizer" / "chat_template.jinja"
+    template.write_text("<|im_start|>" + template.read_text())
+    with pytest.raises(ValueError, match="puts 109 tokens before the prompt.*trained with 108"):
+        encoder_of(changed, tmp_path / "cache").encode(["a cat"])
+
+
+def test_padding_side_of_the_files_does_not_matter(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    """Qwen's own tokenizer pads on the left, where the crop would take the prompt away."""
+    changed = copy_tree(diffusers_checkpoint, tmp_path / "changed")
+    file = changed / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    expected = encoder_of(diffusers_checkpoint, tmp_path / "one").encode(["a cat"])
+    assert_same(encoder_of(changed, tmp_path / "two").encode(["a cat"])[0], expected[0])
+
+
+def test_a_prompt_that_is_cut_off_is_said(encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture) -> None:
+    record = encoder.encode(["cat " * 1000])[0]
+    assert record.text.shape == (1000, TEXT_DIM)
+    assert "cut off after 1000 tokens" in caplog.text
+
+
+def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    damaged = copy_tree(diffusers_checkpoint, tmp_path / "damaged")
+    file = damaged / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    del weights["layers.0.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 tensors of a Qwen2_5_VLTextModel.*layers.0.mlp.up_proj.weight"):
+        encoder_of(damaged, tmp_path / "cache").encode(["a cat"])
+
+
+def test_bfloat16_encoders_give_bfloat16(tmp_path: Path) -> None:
+    pipeline = build_pipeline()
+    pipeline.text_encoder.to(torch.bfloat16)
+    pipeline.save_pretrained(tmp_path / "half")
+    plain, quoting = encoder_of(tmp_path / "half", tmp_path / "cache").encode(["a cat", QUOTING])
+    assert plain.text.dtype == plain.glyph.dtype == torch.bfloat16
+    # ByT5 is stored, and computes, in float32.
+    assert quoting.glyph.dtype == torch.float32

@@ -1,0 +1,208 @@
+"""The VAE decoder against diffusers' own decode and postprocess."""
+
+import copy
+import weakref
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask, decode_bytes
+from tests.tiny.checkpoints import LATENT_CHANNELS
+
+
+@pytest.fixture
+def vae(pipeline: HunyuanVideo15Pipeline) -> AutoencoderKLHunyuanVideo15:
+    return copy.deepcopy(pipeline.vae)
+
+
+def latents_of(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape[0], LATENT_CHANNELS, *shape[1:], generator=torch.Generator().manual_seed(seed))
+
+
+def stock_frames(pipeline: HunyuanVideo15Pipeline, latents: Tensor) -> Tensor:
+    """(B, F, 3, H, W) uint8 of the stock pipeline's last lines, one sample at a time, as PIL images."""
+    videos = []
+    for sample in latents.split(1):
+        with torch.no_grad():
+            decoded = pipeline.vae.decode(sample / pipeline.vae.config.scaling_factor, return_dict=False)[0]
+        images = pipeline.video_processor.postprocess_video(decoded, output_type="pil")[0]
+        videos.append(torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2))
+    return torch.stack(videos)
+
+
+def test_equals_stock_decode_and_postprocess(
+    pipeline: HunyuanVideo15Pipeline, vae: AutoencoderKLHunyuanVideo15
+) -> None:
+    latents = latents_of(3, 3, 3, 2)
+    expected = stock_frames(pipeline, latents)
+    assert expected.min() == 0 and expected.max() == 255, "the tiny VAE covers the range, clipping included"
+    videos = VAEDecoder(vae).decode(latents)
+    assert videos.dtype == torch.uint8 and videos.shape == (3, 9, 3, 48, 32) and videos.is_contiguous()
+    assert torch.equal(videos, expected)
+
+
+def test_tiles_are_those_of_diffusers(pipeline: HunyuanVideo15Pipeline, vae: AutoencoderKLHunyuanVideo15) -> None:
+    latents = latents_of(1, 1, 18, 2)
+    whole = stock_frames(pipeline, latents)
+    pipeline.vae.enable_tiling()
+    try:
+        tiled = stock_frames(pipeline, latents)
+    finally:
+        pipeline.vae.disable_tiling()
+    assert not torch.equal(whole, tiled)
+    assert torch.equal(VAEDecoder(vae, memory_gib=1e-6).decode(latents), tiled)
+    assert torch.equal(VAEDecoder(copy.deepcopy(pipeline.vae), memory_gib=None).decode(latents), whole)
+
+
+@pytest.mark.parametrize(("fitting", "parts"), [(5, [5]), (2, [2, 2, 1]), (1, [1] * 5)])
+def test_as_many_samples_at_once_as_fit(
+    vae: AutoencoderKLHunyuanVideo15, monkeypatch: pytest.MonkeyPatch, fitting: int, parts: list[int]
+) -> None:
+    latents = latents_of(5, 1, 2, 2)
+    expected = VAEDecoder(copy.deepcopy(vae)).decode(latents)
+    decode, sizes = vae.decode, []
+    monkeypatch.setattr(vae, "decode", lambda z, **options: sizes.append(len(z)) or decode(z, **options))
+    budget = (fitting + 0.5) * decode_bytes(vae, (1, 2, 2)) / 2**30
+    videos = VAEDecoder(vae, memory_gib=budget).decode(latents)
+    assert sizes == parts
+    # Another batch size may round a pixel the other way.
+    assert (videos.int() - expected.int()).abs().max() <= 1
+
+
+def test_a_budget_below_one_tile_is_said_once(
+    vae: AutoencoderKLHunyuanVideo15, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = VAEDecoder(vae, memory_gib=1e-6)
+    for _ in range(2):
+        decoder.decode(latents_of(1, 1, 1, 1))
+    assert [r.getMessage().count("model.decode_memory_gib = 1e-06") for r in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(1, 1), (1, 6), (4, 1), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mask_is_bit_identical_to_the_loop(frames: int, tokens: int, dtype: torch.dtype) -> None:
+    stock = HunyuanVideo15AttnBlock.prepare_causal_attention_mask(frames, tokens, dtype, "cpu")
+    ours = causal_mask(frames, tokens, dtype, "cpu")
+    assert ours.dtype == stock.dtype and torch.equal(ours, stock)
+
+
+def test_mask_is_replaced_on_the_instance_alone_and_freed(vae: AutoencoderKLHunyuanVideo15) -> None:
+    stock = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    other = copy.deepcopy(vae)
+    decoder = VAEDecoder(vae)
+    made = []
+
+    def spy(*arguments: object) -> Tensor:
+        mask = causal_mask(*arguments)
+        made.append(weakref.ref(mask))
+        return mask
+
+    decoder._cached_mask = lru_cache(maxsize=4)(spy)
+    decoder.decode(latents_of(3, 2, 2, 2))
+    assert len(made) == 1, "one mask serves all samples of a decode"
+    assert made[0]() is None, "and nothing holds it afterwards"
+    assert HunyuanVideo15AttnBlock.prepare_causal_attention_mask is stock
+    assert "prepare_causal_attention_mask" not in vars(other.decoder.mid_block.attentions[0])
+
+
+def test_half_precision_is_close(vae: AutoencoderKLHunyuanVideo15) -> None:
+    latents = latents_of(1, 2, 2, 2)
+    exact = VAEDecoder(copy.deepcopy(vae)).decode(latents).float()
+    half = VAEDecoder(vae.to(torch.bfloat16)).decode(latents).float()
+    assert (half - exact).abs().mean() < 4
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((1, 16, 16), (1, 1, 1)),
+        ((5, 32, 16), (2, 2, 1)),
+        ((81, 480, 832), (21, 30, 52)),
+        ((121, 720, 1280), (31, 45, 80)),
+    ],
+)
+def test_latent_shape(vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int, int], expected: tuple[int, ...]) -> None:
+    assert VAEDecoder(vae).latent_shape(*size) == (LATENT_CHANNELS, *expected)
+
+
+def test_latent_shape_is_that_of_the_decoded_video(vae: AutoencoderKLHunyuanVideo15) -> None:
+    decoder = VAEDecoder(vae)
+    _, *size = decoder.latent_shape(9, 48, 16)
+    assert decoder.decode(latents_of(1, *size)).shape == (1, 9, 3, 48, 16)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ((80, 480, 832), ["video.num_frames is 80", "77 or 81"]),
+        ((2, 480, 832), ["video.num_frames is 2", "1 or 5"]),
+        ((0, 480, 832), ["video.num_frames is 0", "nearest: 1."]),
+        ((81, 352, 630), ["video.width is 630", "624 or 640"]),
+        ((81, 8, 832), ["video.height is 8", "nearest: 16."]),
+    ],
+)
+def test_an_impossible_size_names_the_nearest(
+    vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int, int], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        VAEDecoder(vae).latent_shape(*size)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_values_that_are_not_finite_are_refused(vae: AutoencoderKLHunyuanVideo15) -> None:
+    bad = latents_of(1, 1, 1, 1)
+    bad[0, 0] = float("nan")
+    decoder = VAEDecoder(vae)
+    with pytest.raises(RuntimeError, match="Latents to decode are not finite"):
+        decoder.decode(bad)
+    vae.decoder.conv_out.conv.bias.data[0] = float("inf")
+    with pytest.raises(RuntimeError, match="model.vae_dtype"):
+        decoder.decode(latents_of(1, 1, 1, 1))
+
+
+class PeakBytes(TorchDispatchMode):
+    """Peak of the storage that operations inside the context allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self.alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.alive:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = storage.nbytes()
+                self.current += storage.nbytes()
+                self.peak = max(self.peak, self.current)
+                weakref.finalize(storage, self._free, storage._cdata)
+        return result
+
+    def _free(self, storage: int) -> None:
+        self.current -= self.alive.pop(storage)
+
+
+def test_memory_estimate_of_the_published_vae() -> None:
+    """The peak of a decode, traced without data at the published size, lies just below the estimate."""
+    size = (9, 16, 24)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        with FakeTensorMode():
+            vae = AutoencoderKLHunyuanVideo15()
+            VAEDecoder(vae)
+            latents = torch.empty(1, 32, *size)
+            with PeakBytes() as tracked, torch.no_grad():
+                vae.decode(latents)
+    finally:
+        torch.set_default_dtype(default)
+    assert 0.8 < tracked.peak / decode_bytes(vae, size) < 1

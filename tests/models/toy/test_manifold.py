@@ -1,0 +1,52 @@
+"""The distance is zero on the manifold, positive off it, and the nearest scene is the right one."""
+
+import pytest
+import torch
+
+from sage_fast.models.toy.manifold import manifold_for
+from sage_fast.models.toy.renderer import render, to_uint8
+
+MANIFOLD = manifold_for(8, 16, 16)
+
+
+def test_legal_videos_have_no_distance_and_find_themselves():
+    rows = torch.arange(0, len(MANIFOLD.scenes), 37)
+    videos = MANIFOLD.videos[rows]
+    assert torch.equal(MANIFOLD.distance(videos), torch.zeros(len(rows)))
+    assert torch.equal(MANIFOLD.nearest_index(videos), rows)
+    assert MANIFOLD.nearest_scene(videos[:3]) == [MANIFOLD.scenes[row] for row in rows[:3]]
+
+
+def test_the_table_is_what_the_renderer_draws():
+    for row in (0, 611, 1799):
+        assert torch.equal(MANIFOLD.videos[row], to_uint8(render(MANIFOLD.scenes[row])))
+
+
+def test_distance_against_brute_force():
+    generator = torch.Generator().manual_seed(0)
+    videos = torch.randint(0, 256, (4, 8, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    videos[1] = MANIFOLD.videos[5] // 2
+    legal = MANIFOLD.videos.double() / 255
+    brute = [((video.double() / 255 - legal) ** 2).flatten(1).mean(1).sqrt().min() for video in videos]
+    assert torch.allclose(MANIFOLD.distance(videos).double(), torch.stack(brute), atol=1e-6)
+
+
+def test_distance_grows_with_the_damage():
+    video = MANIFOLD.videos[1000:1001].float()
+    noise = torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
+    damaged = [(video + 255 * level * noise).clamp(0, 255).round().to(torch.uint8) for level in (0, 0.02, 0.1, 0.3)]
+    distances = torch.cat([MANIFOLD.distance(videos) for videos in damaged])
+    assert distances[0] == 0 and (distances.diff() > 0).all()
+    assert 0.01 < distances[1] < 0.03
+
+
+def test_the_table_is_made_once():
+    assert manifold_for(8, 16, 16) is MANIFOLD
+
+
+def test_empty_batch_and_wrong_size():
+    assert MANIFOLD.distance(MANIFOLD.videos[:0]).shape == (0,)
+    with pytest.raises(ValueError, match=r"Expected uint8 videos \(B, 8, 3, 16, 16\)"):
+        MANIFOLD.distance(torch.zeros(1, 4, 3, 16, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="Expected uint8"):
+        MANIFOLD.distance(MANIFOLD.videos[:1].float())

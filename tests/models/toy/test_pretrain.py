@@ -1,0 +1,120 @@
+"""The shipped checkpoint loads and says how it was made; pretraining reproduces."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.toy.components import (
+    ASSETS,
+    CONFIG_NAME,
+    TRANSFORMER_CONFIG,
+    WEIGHTS_NAME,
+    build_transformer,
+    is_unused,
+    load_components,
+    read_metadata,
+    stored_parameters,
+)
+from sage_fast.models.toy.pretrain import PretrainConfig, main, pretrain
+
+TINY = PretrainConfig(steps=3, seed=1, batch_size=4)
+
+
+def test_the_shipped_checkpoint_loads():
+    components = load_components(ModelConfig())
+    transformer = components.transformer
+    assert not transformer.training and transformer.dtype == torch.float32
+    assert all(torch.isfinite(value).all() for value in transformer.state_dict().values())
+    unused = [value for name, value in transformer.named_parameters() if is_unused(name)]
+    assert unused and all((value == 0).all() for value in unused)
+    shape = components.video_decoder.latent_shape(8, 16, 16)
+    prompts = components.prompt_encoder.encode(["a red circle moving left", ""])
+    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        predicted = velocity(transformer, latents, torch.tensor([1.0, 0.5]), prompts)
+        alone = velocity(transformer, latents[1:], torch.tensor([0.5]), prompts[1:])
+    assert predicted.shape == latents.shape
+    assert torch.allclose(predicted[1:], alone, atol=1e-4)
+    assert components.video_decoder.decode(predicted).shape == (2, 8, 3, 16, 16)
+
+
+def test_the_shipped_checkpoint_says_how_it_was_made():
+    metadata = read_metadata()
+    command = f"--steps {metadata['steps']} --seed {metadata['seed']} --output sage_fast/models/toy/assets"
+    assert metadata["command"] == f"python -m sage_fast.models.toy.pretrain {command}"
+    assert metadata["command"] in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
+    default = PretrainConfig()
+    for name in PretrainConfig.__dataclass_fields__:
+        assert metadata[name] == str(getattr(default, name)), name
+    assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
+    assert json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8")) == TRANSFORMER_CONFIG
+    assert (ASSETS / WEIGHTS_NAME).stat().st_size < 8e6
+
+
+def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
+    torch.manual_seed(123)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    losses = [pretrain(TINY, tmp_path / name, progress=False) for name in ("one", "two")]
+    assert losses[0] == losses[1]
+    one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    components = load_components(ModelConfig(path=str(tmp_path / "one")))
+    stored = stored_parameters(components.transformer)
+    assert all(torch.equal(stored[name], one[name].float()) for name in stored)
+
+
+def test_another_seed_gives_another_model(tmp_path):
+    losses = [pretrain(PretrainConfig(steps=1, seed=seed, batch_size=2), tmp_path, progress=False) for seed in (0, 1)]
+    assert losses[0] != losses[1]
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(
+        "sage_fast.models.toy.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
+    )
+    main(["--steps", "7", "--seed", "5", "--output", str(tmp_path)])
+    assert calls == [(PretrainConfig(steps=7, seed=5), str(tmp_path))]
+    with pytest.raises(SystemExit):
+        main(["--steps", "0", "--output", str(tmp_path)])
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = PretrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [config.learning_rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(0.91)
+    assert rates[-1] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"steps": 0},
+        {"batch_size": 0},
+        {"num_threads": 0},
+        {"num_threads": 0},
+        {"shift": 0.0},
+        {"caption_dropout": 1.5},
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_errors(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        PretrainConfig(**setting)
+
+
+def test_load_errors_name_the_file_and_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config.json.*sage_fast.models.toy.pretrain"):
+        load_components(ModelConfig(path=str(tmp_path)))
+    weights = stored_parameters(build_transformer(TRANSFORMER_CONFIG))
+    weights.pop("proj_out.weight")
+    save_file(weights, tmp_path / WEIGHTS_NAME)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(TRANSFORMER_CONFIG))
+    with pytest.raises(ValueError, match=r"missing \['proj_out.weight'\]"):
+        load_components(ModelConfig(path=str(tmp_path)))

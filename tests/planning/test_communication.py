@@ -1,0 +1,431 @@
+"""Many GPUs in the plan: who talks to whom, bytes against counting by hand, memory of shards, the page of tables."""
+
+import json
+import re
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scaling
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from sage_fast.planning import search
+from sage_fast.planning.communication import LATENCY, NETWORK_HOP, NVLINK_HOP, Exchange
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import Plan, make_plan
+from sage_fast.planning.layout import Group, Layout, least_gpus, plan_layout
+from sage_fast.planning.text import to_text
+from sage_fast.planning.work import anchor_share
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+H100 = DEVICES["h100"]
+WIDTH, LAYERS, LATENT = 256, 3, (32, 3, 4, 6)
+TOKENS, TEXT = 72, 250
+FULL = ["--training.mode=full", "--model.dtype=float32", "--model.adaln=auto", "--distributed.param_dtype=bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def small(*overrides: str, gpus: int) -> Plan:
+    """Three narrow blocks, 72 video tokens, two videos of two steps per rank; every step's anchor lies behind."""
+    words = ["--video.height=64", "--video.width=96", "--video.num_frames=9", "--reward.device=cuda:1"]
+    words += ["--rollout.num_steps=2", "--rollout.batch_size=4", "--evaluation.num_steps=2"]
+    config = load_config("configs/hv15_480p_lora_1gpu.yaml", [*words, *overrides])
+    shape = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": LAYERS, "text_embed_dim": 64}
+    description = ModelDescription(
+        transformer=shape | {"text_embed_2_dim": 32},
+        text_tokens=TEXT,
+        decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),
+        decode_flops=lambda latent, tiled: 0.0,
+        decoder_gb=0.0,
+        encoder_gb=0.0,
+    )
+    return make_plan(config, H100, gpus=gpus, runtime=0.0, description=description, sizes={})
+
+
+def sent(plan: Plan, phase: str, purpose: str, kind: str | None = None) -> tuple[float, float]:
+    """(calls, bytes) of what a GPU sends."""
+    found = [e for e in plan.exchanges if (e.phase, e.purpose) == (phase, purpose) and kind in (None, e.kind)]
+    return sum(e.count for e in found), sum(e.bytes for e in found)
+
+
+# ------------------------------------------------------------------------------------------ who talks to whom
+
+
+def test_groups_lie_where_their_ranks_are() -> None:
+    """64 GPUs as 4 replicas of 8 shards of 2: videos inside a node, weights over two, replicas a node apart each."""
+    groups = Layout(replicate=4, shard=8, sp=2).groups
+    assert groups["sp"] == Group(ranks=2, nodes=1, local=2)
+    assert groups["weights"] == Group(ranks=16, nodes=2, local=8)
+    assert groups["replicas"] == Group(ranks=4, nodes=4, local=1)
+    assert groups["all"] == Group(ranks=64, nodes=8, local=8)
+    assert Layout(replicate=4, sp=3).groups["sp"] == Group(ranks=3, nodes=2, local=1), "ranks 6, 7 | 8"
+
+
+def test_a_call_takes_its_latency_and_its_bytes() -> None:
+    near = Exchange(
+        phase="update", purpose="", kind="all_gather", count=3, sent=7e9, group=Group(ranks=8, nodes=1, local=8)
+    )
+    assert near.call_seconds(H100) == pytest.approx(LATENCY + 7 * NVLINK_HOP + 7 / 360)
+    far = Exchange(
+        phase="update", purpose="", kind="all_reduce", count=1, sent=4e9, group=Group(ranks=4, nodes=4, local=1)
+    )
+    assert far.network_share == 1 and far.call_seconds(H100) == pytest.approx(LATENCY + 6 * NETWORK_HOP + 4 / 46)
+    # Sixteen ranks on two nodes: of fifteen others eight are far away.
+    swap = Exchange(
+        phase="update", purpose="", kind="all_to_all", count=1, sent=15e9, group=Group(ranks=16, nodes=2, local=8)
+    )
+    assert swap.network_share == pytest.approx(8 / 15)
+    assert swap.call_seconds(H100) == pytest.approx(LATENCY + NETWORK_HOP + 8 / 46)
+
+
+def test_what_hides_behind_a_block_is_waited_for_where_it_is_longer() -> None:
+    group = Group(ranks=8, nodes=1, local=8)
+    gather = Exchange(
+        phase="update", purpose="", kind="all_gather", count=10, sent=3.6e9, group=group, window=0.004, alone=2
+    )
+    call = gather.call_seconds(H100)
+    assert gather.exposed(H100) == pytest.approx(2 * call + 8 * (call - 0.004))
+    hidden = Exchange(
+        phase="update", purpose="", kind="all_gather", count=10, sent=3.6e9, group=group, window=1.0, alone=2
+    )
+    assert hidden.exposed(H100) == pytest.approx(2 * call)
+
+
+# ------------------------------------------------------------------------------------------ bytes by hand
+
+
+def test_adapters_are_summed_once_per_update() -> None:
+    plan = small("--training.updates_per_rollout=2", gpus=8)
+    assert sent(plan, "optimizer", "gradients") == (2, pytest.approx(2 * 2 * 7 / 8 * 4 * plan.weights.trained))
+    assert {e.phase for e in plan.exchanges if not e.host} == {"optimizer"}
+    assert small(gpus=1).exchanges == () and small(gpus=1).weak_scaling == 1
+
+
+def test_weights_travel_as_often_as_passes_are_made() -> None:
+    """Four videos of two steps: 16 forwards of a branch in the rollout, 16 forwards and 16 backwards in the update."""
+    plan = small(*FULL, "--distributed.keep_gathered=never", gpus=4)
+    total, units = plan.weights.total, LAYERS + 1
+    assert sent(plan, "rollout", "weights") == (16 * units, pytest.approx(16 * 3 / 4 * 2 * total))
+    behind = 16 * anchor_share(plan.config)
+    assert sent(plan, "anchor", "weights") == (pytest.approx(behind * units), pytest.approx(behind * 3 / 4 * 2 * total))
+    assert sent(plan, "update", "weights") == (32 * units, pytest.approx(32 * 3 / 4 * 2 * total))
+    assert sent(plan, "update", "gradients") == (16 * units, pytest.approx(16 * 3 / 4 * 4 * plan.weights.trained))
+    # 24 prompts over four ranks, two steps, two branches.
+    assert sent(plan, "evaluation", "weights")[0] == 6 * 2 * 2 * units
+    calls, size = sent(plan, "optimizer", "updates of Muon")
+    assert (calls, size) == (plan.weights.matrices, pytest.approx(3 / 4 * 2 * plan.weights.matrix_elements))
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("rollout", (1, 0.995, 32)), ("always", (1, 1.99, 0))])
+def test_weights_that_stay_gathered_travel_once(keep: str, expected: tuple[float, float, float]) -> None:
+    plan = small(*FULL, "--objective.kl_mode=fixed", f"--distributed.keep_gathered={keep}", gpus=4)
+    units = LAYERS + 1
+    found = [sent(plan, phase, "weights")[0] / units for phase in ("rollout", "anchor", "update")]
+    assert found == pytest.approx(expected)
+
+
+def test_frozen_weights_that_stay_gathered_never_travel() -> None:
+    plan = small("--distributed.sp=2", gpus=2)
+    assert plan.gathered.keep == "always" and not sent(plan, "rollout", "weights")[0]
+    assert "gradients" not in {e.purpose for e in plan.exchanges if e.phase == "update"}
+    words = ["--distributed.keep_gathered=rollout", "--training.update=single_pass", "--rollout.micro_batch_size=1"]
+    plan = small("--distributed.sp=2", *words, gpus=2)
+    assert sent(plan, "rollout", "weights")[0] == LAYERS + 1 and not sent(plan, "anchor", "weights")[0]
+    plan = small("--distributed.sp=2", "--distributed.keep_gathered=never", gpus=2)
+    assert sent(plan, "update", "weights")[1] == pytest.approx(32 / 2 * 2 * plan.weights.total)
+
+
+@pytest.mark.parametrize(("guidance", "pulls"), [("split", 2), ("paired", 1)])
+def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, pulls: int) -> None:
+    degrees = ["--distributed.dp_replicate=2", "--distributed.dp_shard=8"]
+    plan = small(*FULL, *degrees, f"--training.guidance={guidance}", gpus=16)
+    size = pulls * 2 * 1 / 2 * 4 * plan.weights.trained / 8
+    assert sent(plan, "update", "gradients of replicas") == (pulls * (LAYERS + 1), pytest.approx(size))
+    (block, _) = [e for e in plan.exchanges if e.purpose == "gradients of replicas"]
+    assert block.network_share == 1
+
+
+SHARDED = {
+    "full": ["--training.mode=full", "--model.adaln=weights", "--distributed.param_dtype=bfloat16"],
+    "adapters": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass"],
+}
+
+
+def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """(calls, bytes) that this rank sends in an iteration of each of `SHARDED`, by kind."""
+    import torch
+    from torch import distributed as dist
+
+    from sage_fast.distributed.start import start_world
+    from sage_fast.run.run import build_trainer
+
+    world, found = None, {}
+    for name, words in SHARDED.items():
+        config = load_config(file, words)
+        world = world or start_world(config, torch.device("cpu"))
+        trainer = build_trainer(config, world)
+        sizes: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
+
+        def counting(kind: str, share: float, own: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any, **options: Any) -> Any:
+                given = options["input"] if "input" in options else arguments[1]
+                sizes[kind].append(share * given.nbytes)  # noqa: B023  # used before the next trainer
+                return own(*arguments, **options)
+
+            return counted
+
+        with pytest.MonkeyPatch.context() as patch:
+            for kind, share in (("all_gather", 1.0), ("reduce_scatter", 0.5)):
+                patch.setattr(dist, f"{kind}_single", counting(kind, share, getattr(dist, f"{kind}_single")))
+            trainer.iterate()
+        found[name] = {kind: (len(calls), sum(calls)) for kind, calls in sizes.items()}
+    return found
+
+
+def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -> None:
+    """Both branches of guidance in one pull, which is what is special of it: gradients are summed once."""
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
+    tree["rollout"] |= {"num_generations": 4, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
+    tree |= {"model": {"path": str(tiny_model)}, "objective": {"kl_mode": "none"}, "evaluation": {"every": 0}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    first, second = run_ranks(count_collectives, 2, str(file))
+    assert first == second
+    for name, words in SHARDED.items():
+        plan = make_plan(load_config(file, words), H100, gpus=2, runtime=0.0, sizes={})
+        for kind, (calls, size) in first[name].items():
+            exchanges = [e for e in plan.exchanges if e.kind == kind and not e.host]
+            assert calls == sum(e.count for e in exchanges), (name, kind)
+            assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4), (name, kind)  # FSDP fills up
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, checkpointing: str) -> None:
+    """72 tokens; 2 + 2 all-to-alls per layer, of which the last one's text is no part."""
+    if sp == 4:  # of two heads
+        with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
+            small(f"--distributed.sp={sp}", gpus=sp)
+        return
+    plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={checkpointing}", gpus=sp)
+    share, away = ceil(TOKENS / sp), (sp - 1) / sp
+    forward = 2 * away * WIDTH * (LAYERS * 4 * share + (LAYERS - 1) * TEXT)
+    backward = 2 * away * WIDTH * (LAYERS * 8 * share + (LAYERS - 1) * TEXT)
+    assert sent(plan, "rollout", "tokens and heads") == (16 * 2 * LAYERS, pytest.approx(16 * forward))
+    again = (2, forward) if checkpointing == "full" else (1, 0.0)
+    expected = (16 * 2 * LAYERS * again[0], pytest.approx(16 * (backward + again[1])))
+    assert sent(plan, "update", "tokens and heads, backward") == expected
+    assert sent(plan, "rollout", "velocity") == (16, pytest.approx(16 * (sp - 1) * share * 32 * 2))
+
+
+def test_small_talk_is_counted_per_rollout_and_update() -> None:
+    plan = small("--training.updates_per_rollout=2", gpus=4)
+    objects = {(e.phase, e.purpose): e.count for e in plan.exchanges if e.host}
+    assert objects == {
+        ("reward", "scores"): 1,
+        ("update", "terms"): 2,
+        ("optimizer", "flag"): 1,
+        ("evaluation", "scores"): 1,
+    }
+
+
+# ------------------------------------------------------------------------------------------ work, memory, time
+
+
+def test_a_share_of_the_tokens_is_a_share_of_the_work() -> None:
+    whole, half = small(gpus=1), small("--distributed.sp=2", gpus=2)
+    for name in ("velocity", "gradient"):
+        one, two = getattr(whole.calls, name), getattr(half.calls, name)
+        assert two.attention == one.attention / 2 and two.attention_backward == one.attention_backward / 2
+        assert 0.5 * one.linear < two.linear < one.linear, "text tokens are computed twice"
+    # Video tokens halve, text tokens stay: 36 + 250 of 72 + 250, and a little less, as the last block reads no text.
+    assert half.calls.gradient.kept == pytest.approx(
+        (36 + TEXT) / (TOKENS + TEXT) * whole.calls.gradient.kept, rel=0.05
+    )
+
+
+def test_shards_of_all_weights_and_what_stays_whole() -> None:
+    plan = small(*FULL, "--optimizer.name=adamw", "--training.ema_decay=0.9", gpus=8)
+    update, weights = plan.memory.phases["update"], plan.weights
+    assert update["transformer"] == 4 * weights.total / 8
+    for name in ("gradients", "anchor", "average (EMA)"):
+        assert update[name] == 4 * weights.trained / 8
+    assert update["optimizer state"] == 8 * weights.trained / 8
+    # Gathered through the rollout in bfloat16; in the update a few blocks, and gradients of two in float32.
+    assert plan.memory.phases["rollout"]["gathered weights"] == 2 * weights.total
+    rest = weights.total - LAYERS * weights.block
+    assert update["weights in flight"] == 2 * (3 * weights.block + rest) + 4 * 2 * weights.block
+    assert "gathered weights" not in update
+    offloaded = small(*FULL, "--distributed.cpu_offload=true", gpus=8).memory.phases["update"]
+    assert offloaded["transformer"] == offloaded["gradients"] == offloaded["optimizer state"] == 0
+
+
+@pytest.mark.parametrize(("batch_size", "groups"), [(3, 2), (4, 1), (6, 2)])
+def test_a_rank_accumulates_for_all_groups_that_its_videos_are_of(batch_size: int, groups: int) -> None:
+    """Groups of four on four ranks: with three videos each, the second has one of the first group, two of the next."""
+    plan = small("--training.update=single_pass", f"--rollout.batch_size={batch_size}", gpus=4)
+    accumulators = plan.memory.phases["rollout"]["gradient accumulators"]
+    assert accumulators == 4 * plan.weights.trained * (batch_size + groups)
+
+
+def test_adapters_are_whole_beside_sharded_weights() -> None:
+    one = small(gpus=1).memory.phases["update"]
+    for keep, parts in (("never", 2), ("always", 1)):  # base weights that stay gathered are not sharded
+        overrides = ("--distributed.sp=2", f"--distributed.keep_gathered={keep}")
+        two = small(*overrides, gpus=2).memory.phases["update"]
+        for name in ("adapters", "gradients", "optimizer state", "anchor"):
+            assert two[name] == one[name] > 0
+        assert two["transformer"] == one["transformer"] / parts and "gathered weights" not in two
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "guidance", "state", "total", "within"),
+    [
+        ("adamw", "paired", 20.8, 56, 0.01),
+        ("adamw", "split", 20.8, 39, 0.06),
+        ("muon", "split", 16.7, 39 - 4.1, 0.06),
+    ],
+)
+def test_memory_of_a_full_fine_tune_is_the_one_counted_before(
+    optimizer: str, guidance: str, state: float, total: float, within: float
+) -> None:
+    """480x832x81 on 8 GPUs. State: masters, gradients, moments, anchor; total: and activations and what works."""
+    words = [f"--optimizer.name={optimizer}", f"--training.guidance={guidance}"]
+    plan = make_plan(load_config("configs/hv15_480p_full_8gpu.yaml", words), H100, gpus=8, sizes={})
+    update = plan.memory.phases["update"]
+    held = sum(update[name] for name in ("transformer", "gradients", "optimizer state", "anchor"))
+    working = sum(update[name] for name in ("kept activations", "working set", "weights in flight"))
+    assert held / 1e9 == pytest.approx(state, rel=0.01)
+    assert (held + working) / 1e9 == pytest.approx(total, rel=within)
+
+
+def test_waiting_is_in_the_seconds_and_in_the_bound() -> None:
+    plan = small(*FULL, "--distributed.sp=2", "--distributed.dp_shard=4", gpus=8)
+    waited = sum(e.exposed(H100) for e in plan.exchanges if e.phase != "evaluation")
+    assert sum(phase.waiting for phase in plan.phases) == pytest.approx(waited / plan.config.rollout.batch_size)
+    alone = sum(phase.predicted for phase in plan.alone)
+    assert plan.weak_scaling == pytest.approx(alone / (2 * plan.seconds_per_video))
+    assert plan.videos_per_gpu_hour == pytest.approx(3600 / (2 * plan.seconds_per_video))
+    assert plan.weak_scaling < 1
+
+
+def test_a_wide_ring_is_slower_than_a_replica_per_node() -> None:
+    flat, nodes = (
+        small(*FULL, gpus=64),
+        small(*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=8", gpus=64),
+    )
+    assert nodes.weak_scaling > flat.weak_scaling
+
+
+# ------------------------------------------------------------------------------------------ degrees, command, advice
+
+
+def test_the_fewest_gpus_of_a_configuration() -> None:
+    def fewest(*words: str) -> int:
+        return least_gpus(load_config("configs/hv15_480p_lora_1gpu.yaml", words))
+
+    assert fewest() == 1
+    assert fewest("--rollout.batch_size=2") == 2, "a group of four"
+    assert fewest("--rollout.batch_size=2", "--distributed.sp=2") == 4
+    assert fewest("--rollout.batch_size=2", "--distributed.dp_replicate=32", "--distributed.sp=2") == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "message"),
+    [
+        (["--distributed.sp=2"], 3, "do not fit 3 process"),
+        (["--distributed.sp=3"], 3, "one of 1, 2, 4, 8, 16"),
+        (["--rollout.batch_size=2"], 1, "group would be incomplete"),
+        (["--distributed.sp=2", "--model.forward=stock", "--model.checkpointing=full"], 2, "model.forward to fused"),
+        (["--distributed.engine=deepspeed", "--distributed.deepspeed_config=z.json"], 1, "--distributed.engine=fsdp"),
+    ],
+    ids=["ranks", "heads", "groups", "stock", "deepspeed"],
+)
+def test_what_does_not_fit_says_what_would(words: list[str], gpus: int, message: str) -> None:
+    config = load_config("configs/hv15_480p_lora_1gpu.yaml", words)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_layout(config, gpus, heads=16, tokens=32_760)
+
+
+def test_a_video_has_a_token_for_every_rank() -> None:
+    config: RunConfig = load_config("configs/hv15_480p_lora_1gpu.yaml", ["--distributed.sp=16"])
+    with pytest.raises(ConfigError, match="a video has 12 tokens"):
+        plan_layout(config, 16, heads=16, tokens=12)
+
+
+def test_sharded_weights_may_be_gathered_less_long() -> None:
+    change = ("distributed.keep_gathered", "never")
+    assert change in search._changes(small(*FULL, gpus=8))
+    assert change not in search._changes(small(gpus=8)), "nothing is sharded"
+    assert change not in search._changes(small(*FULL, f"--{change[0]}=never", gpus=8))
+
+
+def test_the_command_takes_the_degrees_of_the_configuration(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "options", lambda *arguments: [])
+    words = ["plan", "configs/toy_cpu.yaml", "--device", "h100", "--distributed.sp=2"]
+    assert main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["gpus"] == 2 and tree["degrees"] == {"dp_replicate": 1, "dp_shard": 1, "sp": 2}
+    assert 0 < tree["weak_scaling"] < 1
+    assert {e["kind"] for e in tree["exchanges"]} == {"all_to_all", "all_gather", "all_reduce"}
+
+
+def test_several_gpus_read_as_several() -> None:
+    text = to_text(small("--distributed.sp=2", gpus=4), [])
+    assert "4 GPUs = 2 replicas x 1 shards x 2 ranks per video" in text
+    assert "tokens and heads" in text and "weak scaling" in text and "of it waiting" in text
+
+
+def test_one_gpu_reads_as_before() -> None:
+    text = to_text(small(gpus=1), [])
+    assert "waiting" not in text and "exchange" not in text and "one process, so no communication" in text
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in scaling.TABLES]
+)
+def test_the_page_shows_what_the_planner_counts(name: str) -> None:
+    """Without weights on this machine. `python -m benchmarks.scaling` writes the page."""
+    page = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
+    make: Callable[[], str] = scaling.TABLES[name]
+    assert page[name] == make()
+
+
+def test_the_page_has_every_table_once() -> None:
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    assert sorted(name for name, _ in scaling.blocks(text)) == sorted(scaling.TABLES)
+    assert text.count("<!-- plan ") == 2 * len(scaling.TABLES)
+
+
+def test_what_the_page_says_in_words() -> None:
+    """Figures of its sentences, from the same plans as its tables."""
+    text = " ".join(scaling.PAGE.read_text(encoding="utf-8").split())
+    full = scaling.recipe("full", "480p", 8)
+    assert full.weights.matrices == 778 and "778 matrices per update" in text
+    assert f"{full.weights.block / 1e6:.0f} M" in text and "A = 56.4 M" in text
+    moved = sum(e.bytes for e in full.exchanges if e.phase != "evaluation") / 1e12
+    assert f"{moved:.1f} TB per update and GPU" in text
+    tables = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-full"])]
+    assert len(bounds) == 6 and min(bounds) == 99.8 and "99.8 % and more" in text
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-lora"])]
+    assert len(bounds) == 6 and min(bounds) > 99.9 and "at 99.9 % and more" in text

@@ -1,0 +1,419 @@
+"""The plan: counts against closed forms and torch, memory against measurement, what makes a configuration fit."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast import accelerate
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
+from sage_fast.planning.estimate import Plan, describe, make_plan
+from sage_fast.planning.memory import _call
+from sage_fast.planning.search import options
+from sage_fast.planning.text import to_text
+from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
+from sage_fast.planning.weights import count_weights
+from sage_fast.planning.work import anchor_share, forward_work, unused_work, visits
+from sage_fast.records import PromptEmbeds
+
+MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[2]
+B = "configs/hv15_480p_lora_1gpu.yaml"
+SMALL = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": 6, "text_embed_dim": 64, "text_embed_2_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def plan(*overrides: str, file: str = B, memory_gb: float | None = None, gpus: int = 1) -> Plan:
+    return make_plan(load_config(file, overrides), DEVICES["h100"], memory_gb=memory_gb, gpus=gpus, sizes={})
+
+
+def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
+    """Of a model of six narrow blocks, which is traced quickly; decoding and rewards take nothing."""
+    size = ["--video.height=64", "--video.width=96", "--video.num_frames=9"]
+    config = load_config(B, [*size, "--reward.device=cuda:1", *overrides])
+    return make_plan(
+        config,
+        DEVICES["h100"],
+        memory_gb=memory_gb,
+        runtime=0.0,
+        description=ModelDescription(
+            transformer=SMALL,
+            decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),
+            decoder_gb=0.0,
+            encoder_gb=0.0,
+        ),
+        sizes={},
+    )
+
+
+# ------------------------------------------------------------------------------------------ counts
+
+
+def test_the_real_model_has_its_parameters() -> None:
+    config = load_config(B)
+    weights = count_weights(config, HUNYUAN_VIDEO_15)
+    assert weights.total == 8_326_608_160
+    assert weights.adaln == 54 * 2 * (2048 * 6 * 2048 + 6 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "linear", "attention"),
+    [(81, 352, 624, 99.4, 147.6), (81, 480, 832, 179.5, 482.0), (121, 720, 1280, 608.1, 5534.2)],
+)
+def test_a_forward_has_the_counted_operations(
+    frames: int, height: int, width: int, linear: float, attention: float
+) -> None:
+    description = ModelDescription()
+    _, *grid = description.latent_shape(frames, height, width)
+    work = forward_work(description.transformer, grid[0] * grid[1] * grid[2], 250)
+    assert work.linear / 1e12 == pytest.approx(linear, rel=1e-3)
+    assert work.attention / 1e12 == pytest.approx(attention, rel=1e-3)
+
+
+def test_the_closed_form_is_what_torch_counts_at_full_depth() -> None:
+    """All 54 blocks at 480x832x81, without what does not reach the velocity."""
+    transformer = meta_transformer(HUNYUAN_VIDEO_15, torch.bfloat16)
+    accelerate(transformer, attention="sdpa", kernels="triton", adaln="weights")
+    prompt = PromptEmbeds(
+        text=torch.empty(250, 3584, dtype=torch.bfloat16, device="meta"), glyph=torch.empty(0, 1472, device="meta")
+    )
+    call: Any = transformer
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call(
+            hidden_states=torch.empty(1, 32, 21, 30, 52, device="meta"),
+            timestep=torch.empty(1, device="meta"),
+            prompts=[prompt],
+        )
+    needed = forward_work(HUNYUAN_VIDEO_15, 32_760, 250).total - unused_work(HUNYUAN_VIDEO_15, 32_760, 250).total
+    assert counter.get_total_flops() == needed
+
+
+def small_call(**changes: Any) -> Call:
+    config = load_config(B, ["--video.height=64", "--video.width=96", "--video.num_frames=9"])
+    call = _call(
+        config, ModelDescription(transformer=SMALL), True, batch=1, gradient=True, on_policy=True, single=False
+    )
+    return replace(call, **changes)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["velocity", "gradient"])
+def test_six_blocks_follow_from_two_and_three(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing all blocks gives the same work to the last operation, and the same memory."""
+    from sage_fast.planning import trace as module
+
+    call = small_call(gradient=gradient)
+    line, whole = trace(call), module._trace(call, 6)
+    for name in ("linear", "attention", "attention_backward", "elementwise", "kept"):
+        assert getattr(line, name) == getattr(whole, name), name
+    assert line.working == pytest.approx(whole.working, rel=0.05)
+
+
+def test_splitting_guidance_halves_what_is_kept_and_offers_the_same_work() -> None:
+    paired, split = trace(small_call(guidance="paired")), trace(small_call(guidance="split"))
+    late = trace(small_call(guidance="split", on_policy=False))
+    alone = trace(small_call(guidance="conditional"))
+    assert split.kept == pytest.approx(paired.kept / 2, rel=0.05) and split.flops == paired.flops
+    assert late.flops - split.flops == pytest.approx(trace(small_call(gradient=False)).flops / 2, rel=1e-6)
+    assert alone.attention_backward == split.attention_backward / 2
+
+
+def test_full_checkpointing_repeats_attention_and_keeps_half() -> None:
+    selective, full = trace(small_call(checkpointing="selective")), trace(small_call(checkpointing="full"))
+    assert full.kept == pytest.approx(selective.kept / 2, rel=0.15)
+    assert full.attention == pytest.approx(2 * selective.attention, rel=0.02)
+
+
+def test_the_tracer_counts_what_is_alive() -> None:
+    own = torch.empty(1000)
+    with Tracer([own]) as tracer:
+        first = own * 2
+        second = first + 1
+        del first
+        third = second.view(10, 100) + own.view(10, 100)
+        own.add_(1)
+        assert tracer.now == 8000 and tracer.peak == 8000
+        del second, third
+        assert tracer.now == 0
+    assert tracer.elementwise == 4000 * (2 + 2 + 3 + 2)
+
+
+# ------------------------------------------------------------------------------------------ visits, time
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (20, 0, 18, 0, 20, 0)),
+        (["--objective.kl_mode=none"], (20, 0, 0, 0, 20, 0)),
+        (["--training.timestep_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
+        (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 10, 10)),
+        (["--training.update=single_pass"], (0, 20, 18, 18, 0, 0)),
+        (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
+    ],
+    ids=["reference", "no-kl", "fraction", "two-updates", "single-pass", "window"],
+)
+def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
+    found = visits(load_config(B, overrides))
+    values = (
+        found.rollout,
+        found.pass_steps,
+        found.anchor,
+        found.second_products,
+        found.update,
+        found.late_updates,
+    )
+    assert values == pytest.approx(expected)
+
+
+def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
+    assert anchor_share(load_config(B, ["--objective.kl_mode=fixed"])) == pytest.approx(1 - 1 / 200)
+
+
+def test_forwards_of_the_trainer_are_those_of_the_plan(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole training of a tiny model calls the transformer as often as `visits` says."""
+    from sage_fast.policy import guidance
+    from sage_fast.run.run import build_trainer
+
+    config = tiny_run("--training.anchor_interval=2", "--training.num_updates=4", "--training.guidance=split")
+    calls = []
+    original = guidance.model_velocity
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(len(arguments[1]))
+        return original(*arguments)
+
+    monkeypatch.setattr(guidance, "model_velocity", counted)
+    trainer = build_trainer(config)
+    for _ in range(4):
+        trainer.iterate()
+    found = visits(config)
+    assert sum(calls) == 2 * 4 * config.rollout.batch_size * (found.rollout + found.anchor + found.update)
+
+
+def test_seconds_are_work_over_ceilings() -> None:
+    found = small_plan()
+    by_name = {phase.name: phase for phase in found.phases}
+    assert found.seconds_per_video == pytest.approx(sum(p.predicted for p in found.phases))
+    assert all(phase.predicted >= phase.bound >= 0 for phase in found.phases)
+    rollout = by_name["rollout"].cost
+    seconds = rollout.linear / 798e12 + rollout.attention / 595e12 + rollout.elementwise / 3.0e12
+    assert by_name["rollout"].bound == pytest.approx(seconds)
+    assert found.videos_per_gpu_hour == pytest.approx(3600 / found.seconds_per_video)
+    # The anchor is behind in nine of ten rollouts.
+    assert by_name["anchor"].predicted == pytest.approx(0.9 * by_name["rollout"].predicted)
+
+
+def test_single_pass_without_a_kl_saves_a_forward() -> None:
+    two = small_plan("--objective.kl_mode=none")
+    one = small_plan("--objective.kl_mode=none", "--training.update=single_pass")
+    saved = 20 * two.calls.velocity.flops
+    assert sum(p.cost.flops for p in two.phases) - sum(p.cost.flops for p in one.phases) == pytest.approx(saved)
+    assert one.memory.phases["rollout"]["gradient accumulators"] == 8 * 4 * one.weights.trained
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def test_components_of_memory_are_sizes() -> None:
+    found = small_plan("--training.ema_decay=0.9", "--optimizer.name=adamw")
+    update = found.memory.phases["update"]
+    trained, latent = 4 * found.weights.trained, 4 * 32 * 3 * 4 * 6
+    for name in ("adapters", "gradients", "anchor", "average (EMA)"):
+        assert update[name] == trained
+    assert update["optimizer state"] == 2 * trained
+    assert update["transformer"] == 2 * found.weights.total
+    assert update["trajectories"] == 8 * 41 * latent and update["anchor velocities"] == 8 * 20 * latent
+    assert found.memory.peak == max(found.memory.total(phase) for phase in found.memory.phases)
+
+
+def measured(script: str, *words: str) -> dict[str, float]:
+    """JSON that a script prints last, run in a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+TOY_RUN = """
+import json, sys
+from pathlib import Path
+from sage_fast.planning.estimate import resident_bytes
+runtime = resident_bytes()
+from sage_fast.config.load import load_config
+from sage_fast.run.run import Run
+Run(load_config("configs/toy_cpu.yaml", [f"--output_dir={sys.argv[1]}", "--training.num_updates=1"])).train()
+# Not `ru_maxrss`, which starts with what the parent process held when it forked.
+status = Path("/proc/self/status").read_text()
+peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+print(json.dumps({"runtime": runtime, "peak": peak}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
+    """Resident memory of a whole `train` of one update with its evaluations, libraries included."""
+    found = measured(TOY_RUN, str(tmp_path / "run"))
+    config = load_config("configs/toy_cpu.yaml")
+    predicted = make_plan(config, measure_cpu(1.0), on_gpu=False, runtime=found["runtime"]).memory.peak
+    assert predicted == pytest.approx(found["peak"], rel=0.15)
+    # The libraries are the larger part, so what comes on top of them is held to a bound of its own.
+    assert predicted - found["runtime"] == pytest.approx(found["peak"] - found["runtime"], rel=0.35)
+
+
+LORA_B = """
+import json, torch
+from sage_fast.config.load import load_config
+from sage_fast import accelerate
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.lora import add_lora
+from sage_fast.planning.trace import meta_transformer
+from sage_fast.records import PromptEmbeds
+config = load_config("configs/hv15_480p_lora_1gpu.yaml")
+transformer = meta_transformer(HUNYUAN_VIDEO_15, torch.bfloat16).to_empty(device="cuda")
+with torch.no_grad():
+    for p in transformer.parameters():
+        p.normal_(0, 0.02)
+lora = config.lora
+add_lora(transformer, rank=lora.rank, alpha=None, target_modules=lora.target_modules, seed=0)
+accelerate(transformer, checkpointing="selective")
+prompt = PromptEmbeds(text=torch.randn(250, 3584).bfloat16().cuda(), glyph=torch.zeros(0, 1472).cuda())
+policy = GuidedPolicy(transformer, prompt, 6.0)
+x = torch.randn(1, 32, 21, 30, 52, device="cuda")
+for _ in range(2):
+    policy.velocity_and_gradient(x, torch.tensor([0.64]), [prompt], [torch.randn_like(x)], split=True)
+print(json.dumps({"peak": torch.cuda.max_memory_allocated()}))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of 80 GB")
+def test_the_peak_of_a_gradient_at_480p_is_the_measured_one() -> None:
+    """LoRA at 480x832x81, selective checkpointing, split guidance: weights, adapters, gradients and activations."""
+    update = plan().memory.phases["update"]
+    names = ("transformer", "adapters", "gradients", "tables", "kept activations", "working set")
+    assert sum(update[name] for name in names) == pytest.approx(measured(LORA_B)["peak"], rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------ what makes it fit
+
+
+def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
+    words = ["--training.guidance=paired", "--model.checkpointing=none"]
+    whole = small_plan(*words)
+    assert whole.fits and whole.memory.peak_phase == "update"
+    one_is_not_enough = 0.99 * min(option.plan.memory.peak for option in options(whole, on_gpu=True, sizes={}))
+    tight = small_plan(*words, memory_gb=one_is_not_enough / 1e9)
+    assert not tight.fits
+    found = options(tight, on_gpu=True, sizes={})
+    assert found and all(option.plan.fits for option in found)
+    assert len(found[0].changes) == 2
+    ranked = [(len(option.changes), option.plan.seconds_per_video) for option in found]
+    assert ranked == sorted(ranked)
+    for option in found:
+        assert not any(set(other.changes) < set(option.changes) for other in found), "no change is idle"
+    first = found[0]
+    again = small_plan(*words, *first.overrides.split(), memory_gb=tight.memory_limit / 1e9)
+    assert again.memory.peak == first.plan.memory.peak, "the words that are printed do what is said"
+
+
+def test_what_fits_comes_with_what_saves_memory() -> None:
+    whole = small_plan("--model.checkpointing=none")
+    found = options(whole, on_gpu=True, sizes={})
+    assert found and all(option.plan.memory.peak < whole.memory.peak for option in found)
+    assert {len(option.changes) for option in found} == {1}
+
+
+def test_what_never_fits_says_what_needs_least() -> None:
+    hopeless = small_plan(memory_gb=1e-3)
+    (least,) = options(hopeless, on_gpu=True, sizes={})
+    assert not least.plan.fits and least.plan.memory.peak < hopeless.memory.peak
+    text = to_text(hopeless, [least])
+    assert "no change of how it is computed makes it fit" in text and text.endswith("of the memory.")
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "configs/toy_cpu.yaml", "--device", "h100"]
+    assert main(words) == 0
+    assert "It fits" in capsys.readouterr().out
+    assert main([*words, "--memory", "0.001", "--json"]) == 1
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["fits"] is False and tree["parameters"] == 7_330_688
+    assert tree["peak_memory"] == pytest.approx(sum(tree["memory"][tree["peak_phase"]].values()))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], "--gpus is 0"),
+        (["--memory", "-1"], "--memory is -1"),
+        (["--gpus", "2"], "2 processes and a CPU"),
+        (["--gpus", "3", "--device", "h100", "--distributed.sp=2"], "do not fit 3 process(es)"),
+        (["--device", "h100", "--distributed.sp=3"], "does not divide the model's 4 attention heads"),
+        (["--gpus", "1", "--rollout.num_generations=3"], "group would be incomplete"),
+        (["--video.height=17"], "multiple of 4"),
+        (["--model.family=json:loads"], "describe_model"),
+    ],
+    ids=["gpus", "memory", "cpus", "ranks", "heads", "groups", "video", "family"],
+)
+def test_what_cannot_be_planned(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "configs/toy_cpu.yaml", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    shape = {"_class_name": "HunyuanVideo15Transformer3DModel", "num_layers": 12}
+    (tmp_path / "transformer/config.json").write_text(json.dumps(shape))
+    description = describe(load_config(B, [f"--model.path={tmp_path}"]))
+    assert description.num_layers == 12 and description.width == 2048
+
+
+def test_full_training_needs_float32() -> None:
+    with pytest.raises(ConfigError, match="float32 master"):
+        plan("--training.mode=full", "--model.adaln=auto")
+
+
+def test_the_device_of_a_configuration() -> None:
+    config = load_config(B)
+    assert choose_device(None, config, 2048)[0] is DEVICES["h100"]
+    assert choose_device(None, config, 128)[1] is False
+    assert choose_device("b200", config, 128)[0] is DEVICES["b200"]
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    """Without weights on this machine, whose sizes would take the place of the published ones."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    example = page.split("```text\n")[1].split("\n```")[0]
+    found = plan("--training.guidance=paired", memory_gb=48)
+    assert to_text(found, options(found, on_gpu=True, sizes={})) == example
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(test_\w+)`", page))
+    assert len(names) >= 6
+    assert names <= {name for name in globals() if name.startswith("test_")}

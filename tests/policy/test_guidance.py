@@ -1,0 +1,305 @@
+"""Guidance and its gradient: both branches at once or one after the other, the same numbers."""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
+from sage_fast.policy import guidance
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import PromptEmbeds
+from sage_fast.run.run import build_trainer
+from sage_fast.trainer import Trainer, TrainingError
+from tests.tiny.velocity_field import move_weights, use_smooth_velocity
+
+MakeRun = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def trainer(tiny_run: MakeRun) -> Trainer:
+    result = build_trainer(tiny_run("--rollout.guidance_scale=6"))
+    move_weights(result)
+    return result
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """(branch, with gradient) of every forward of the model."""
+    made: list[tuple[str, bool]] = []
+    velocity = guidance.model_velocity
+
+    def counted(transformer: Any, latents: Tensor, sigma: Tensor, prompts: list[PromptEmbeds]) -> Tensor:
+        # The empty prompt is one token long.
+        made.append(("free" if len(prompts[0].text) == 1 else "prompt", torch.is_grad_enabled()))
+        return velocity(transformer, latents, sigma, prompts)
+
+    monkeypatch.setattr(guidance, "model_velocity", counted)
+    return made
+
+
+def batch(trainer: Trainer) -> tuple[Tensor, Tensor, list[PromptEmbeds]]:
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(2, *trainer.latent_shape, generator=generator)
+    return latents, torch.tensor([0.9, 0.4]), [s.embeds for s in trainer.eval_samples[:2]]
+
+
+def gradients(trainer: Trainer) -> Tensor:
+    """All gradients as one vector, which are then forgotten."""
+    result = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+    trainer.engine.zero_grad()
+    return result
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_the_formula_of_guidance(trainer: Trainer) -> None:
+    latents, sigma, prompts = batch(trainer)
+    policy = trainer.policy
+    with torch.no_grad():
+        conditional = guidance.model_velocity(policy.transformer, latents, sigma, prompts)
+        free = guidance.model_velocity(policy.transformer, latents, sigma, [policy.unconditional] * 2)
+        assert not torch.allclose(conditional, free, atol=1e-3)
+        torch.testing.assert_close(policy.velocity(latents, sigma, prompts), 6 * conditional - 5 * free)
+        policy.guidance_scale = 1.0
+        assert torch.equal(policy.velocity(latents, sigma, prompts), conditional)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5, 6.0])
+@pytest.mark.parametrize("known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"])
+def test_split_and_paired_give_one_velocity_and_one_gradient(trainer: Trainer, scale: float, known: bool) -> None:
+    policy = trainer.policy
+    policy.guidance_scale = scale
+    arguments = batch(trainer)
+    with torch.no_grad():
+        plain = policy.velocity(*arguments)
+    found = []
+    for split in (False, True):
+        cotangents = [plain.cos()] if known else lambda velocity: [velocity.cos()]
+        velocity = policy.velocity_and_gradient(*arguments, cotangents, split=split)
+        assert torch.equal(velocity, plain) and not velocity.requires_grad
+        found.append(gradients(trainer))
+    assert relative(found[1], found[0]) < 3e-6
+    policy.velocity(*arguments).sin().sum().backward()
+    assert relative(found[0], gradients(trainer)) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
+def test_split_equals_paired_in_float64(trainer: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_smooth_velocity(trainer, monkeypatch)
+    trainer.policy.guidance_scale = scale
+    arguments = batch(trainer)
+    found = []
+    for split in (False, True):
+        velocity = trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos()], split=split)
+        assert velocity.dtype == torch.float64
+        found.append(gradients(trainer))
+    assert relative(found[1], found[0]) < 1e-12
+
+
+def test_several_cotangents_are_pulled_apart(trainer: Trainer) -> None:
+    """One forward, two products: what single-pass training asks for."""
+    arguments = batch(trainer)
+    parameters = list(trainer.parameters.values())
+    trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos() + v.square()])
+    whole = gradients(trainer)
+    for split in (False, True):
+        parts = [torch.zeros_like(whole), torch.zeros_like(whole)]
+
+        def pull(output: Tensor, cotangents: Any, parts: list[Tensor] = parts) -> None:
+            for part, cotangent in zip(parts, cotangents, strict=True):
+                products = torch.autograd.grad(output, parameters, cotangent, retain_graph=True)
+                part += torch.cat([p.flatten() for p in products])
+
+        trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos(), v.square()], split=split, pull=pull)
+        assert all(p.grad is None for p in parameters)
+        assert relative(parts[0] + parts[1], whole) < 3e-6
+        assert min(relative(part, whole) for part in parts) > 1e-3
+
+
+def test_forwards_of_a_gradient(trainer: Trainer, calls: list[tuple[str, bool]]) -> None:
+    latents, sigma, prompts = batch(trainer)
+    known = [torch.ones_like(latents)]
+
+    def made(scale: float, cotangents: Any, split: bool) -> list[tuple[str, bool]]:
+        calls.clear()
+        trainer.policy.guidance_scale = scale
+        with torch.no_grad():  # the caller's mode does not matter
+            trainer.policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=split)
+        return list(calls)
+
+    prompt, free, free_first = ("prompt", True), ("free", True), ("free", False)
+    assert made(6.0, known, False) == made(6.0, lambda v: known, False) == [prompt, free]
+    assert made(6.0, known, True) == [prompt, free]
+    assert made(6.0, lambda v: known, True) == [prompt, free_first, free]
+    for split, cotangents in itertools.product((False, True), (known, lambda v: known)):
+        assert made(1.0, cotangents, split) == [prompt]
+
+
+def test_split_halves_what_is_kept_for_the_backward_pass(trainer: Trainer) -> None:
+    latents, sigma, prompts = batch(trainer)
+
+    def peak(split: bool) -> int:
+        alive, highest = 0, 0
+
+        def forget(size: int) -> None:
+            nonlocal alive
+            alive -= size
+
+        class Held:
+            def __init__(self, tensor: Tensor) -> None:
+                nonlocal alive, highest
+                self.tensor = tensor
+                alive += tensor.nbytes
+                highest = max(highest, alive)
+                weakref.finalize(self, forget, tensor.nbytes)
+
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+            trainer.policy.velocity_and_gradient(latents, sigma, prompts, [torch.ones_like(latents)], split=split)
+        assert alive == 0
+        return highest
+
+    assert peak(True) < 0.6 * peak(False)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"])
+def test_a_conditional_gradient_takes_the_free_branch_for_a_constant(
+    trainer: Trainer, calls: list[tuple[str, bool]], known: bool
+) -> None:
+    latents, sigma, prompts = batch(trainer)
+    policy = trainer.policy
+    with torch.no_grad():
+        plain = policy.velocity(latents, sigma, prompts)
+    cotangent = plain.cos()
+    guidance.model_velocity(policy.transformer, latents, sigma, prompts).backward(6 * cotangent)
+    expected = gradients(trainer)
+    policy.velocity(latents, sigma, prompts).backward(cotangent)
+    assert relative(gradients(trainer), expected) > 0.05, "the two gradients differ"
+    policy.conditional_gradient = True
+    calls.clear()
+    velocity = policy.velocity_and_gradient(latents, sigma, prompts, [cotangent] if known else lambda v: [v.cos()])
+    assert torch.equal(velocity, plain)
+    assert relative(gradients(trainer), expected) < 1e-6
+    assert calls == [("prompt", True), ("free", False)]
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+def test_a_conditional_gradient_is_an_option_of_a_run(
+    tiny_run: MakeRun, calls: list[tuple[str, bool]], update: str
+) -> None:
+    overrides = ["--rollout.guidance_scale=6", "--rollout.micro_batch_size=1", f"--training.update={update}"]
+    results = {}
+    for option in ("paired", "conditional"):
+        trainer = build_trainer(tiny_run(*overrides, f"--training.guidance={option}"))
+        move_weights(trainer)
+        calls.clear()
+        results[option] = trainer.iterate()
+        assert ("prompt", True) in calls
+        assert (("free", True) in calls) == (option == "paired")
+    assert results["conditional"]["ratio/first_max_deviation"] == 0.0
+    assert results["conditional"]["reward/mean"] == results["paired"]["reward/mean"], "the rollout is the same"
+    assert results["conditional"]["grad_norm"] != pytest.approx(results["paired"]["grad_norm"], rel=1e-3)
+
+
+def test_a_conditional_gradient_needs_a_conditional_branch(tiny_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match="guidance_scale 0"):
+        tiny_run("--training.guidance=conditional", "--rollout.guidance_scale=0")
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+def train(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, *, iterations: int = 2, smooth: bool = False
+) -> tuple[list[dict[str, float]], list[Tensor]]:
+    """Metrics of some iterations and the gradient of each update."""
+    trainer = build_trainer(config)
+    move_weights(trainer)
+    found: list[Tensor] = []
+    with monkeypatch.context() as patch:
+        if smooth:
+            use_smooth_velocity(trainer, patch)
+            move_weights(trainer)
+        step = trainer.engine.step
+
+        def observed() -> None:
+            found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
+            step()
+
+        patch.setattr(trainer.engine, "step", observed)
+        records = [trainer.iterate() for _ in range(iterations)]
+    return records, found
+
+
+RUNS = {
+    "on-policy": ["--objective.kl_mode=dual"],
+    "several-updates": ["--training.updates_per_rollout=2", "--training.num_updates=4", "--objective.kl_mode=moving"],
+    "full": ["--training.mode=full", "--objective.kl_mode=none"],
+    "checkpointed": ["--model.forward=stock", "--model.checkpointing=full", "--rollout.micro_batch_size=2"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_with_split_guidance_is_training_with_paired_guidance(
+    tiny_run: MakeRun, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*RUNS[name], "--optimizer.eps=1e-3", "--optimizer.learning_rate=1e-2"]
+    paired, split = (
+        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch) for guidance in ("paired", "split")
+    )
+    for before, after in zip(paired[0], split[0], strict=True):
+        assert before.keys() == after.keys()
+        assert after["ratio/first_max_deviation"] == 0.0
+        for key in before.keys() - {k for k in before if k.startswith("time/")}:
+            assert after[key] == pytest.approx(before[key], rel=1e-3, abs=1e-4 if "reward" in key else 2e-6), key
+    assert relative(split[1][0], paired[1][0]) < 1e-5
+    assert len(split[1]) == len(paired[1])
+
+
+@pytest.mark.parametrize("name", ["on-policy", "several-updates"])
+def test_in_float64_every_gradient_agrees(tiny_run: MakeRun, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [*RUNS[name], "--optimizer.eps=1e-3", "--objective.clip_range=0.01"]
+    paired, split = (
+        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch, smooth=True)
+        for guidance in ("paired", "split")
+    )
+    assert len(paired[1]) == (4 if name == "several-updates" else 2)
+    for a, b in zip(paired[1], split[1], strict=True):
+        assert a.dtype == torch.float64 and float(a.norm()) > 0
+        assert relative(b, a) < 1e-10
+
+
+def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ratio is measured on the velocity that was differentiated, though its cotangent came from the rollout's."""
+    trainer = build_trainer(tiny_run("--training.guidance=split", "--rollout.num_steps=2"))
+    velocity = guidance.model_velocity
+
+    def shaky(*arguments: Any) -> Tensor:
+        v = velocity(*arguments)
+        return v * 1.001 if torch.is_grad_enabled() else v
+
+    monkeypatch.setattr(guidance, "model_velocity", shaky)
+    with pytest.raises(TrainingError, match="the policy that is trained is not the one that made the rollout"):
+        trainer.iterate()
+
+
+def test_split_without_guidance_says_that_it_does_nothing(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        build_trainer(tiny_run("--training.guidance=split", "--rollout.guidance_scale=1.0"))
+    assert "training.guidance split" in caplog.text and "does nothing" in caplog.text
+    caplog.clear()
+    build_trainer(tiny_run("--training.guidance=split"))
+    assert "does nothing" not in caplog.text
+
+
+def test_the_policy_stays_in_eval_mode(trainer: Trainer) -> None:
+    assert isinstance(trainer.policy, GuidedPolicy) and not trainer.policy.transformer.training

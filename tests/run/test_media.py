@@ -1,0 +1,238 @@
+"""Videos decode back to what was written; sheets and plots hold what they were given."""
+
+import io
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sage_fast.run.media import (
+    CAPTION_WIDTH,
+    MARGIN,
+    before_after_sheet,
+    contact_sheet,
+    filmstrip,
+    plot_reward,
+    read_video,
+    write_video,
+)
+
+
+def colour_blocks(num_frames: int, height: int, width: int) -> torch.Tensor:
+    """Four saturated quarters that trade places from frame to frame: (F, 3, H, W) uint8."""
+    colours = torch.tensor([[220, 30, 30], [30, 200, 40], [40, 50, 230], [240, 240, 240]], dtype=torch.uint8)
+    video = torch.empty(num_frames, 3, height, width, dtype=torch.uint8)
+    for frame in range(num_frames):
+        turned = colours.roll(frame, 0)
+        for quarter in range(4):
+            rows = slice(None, height // 2) if quarter < 2 else slice(height // 2, None)
+            columns = slice(None, width // 2) if quarter % 2 == 0 else slice(width // 2, None)
+            video[frame, :, rows, columns] = turned[quarter][:, None, None]
+    return video
+
+
+def decode(path) -> tuple[np.ndarray, av.VideoStream]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        frames = [
+            frame.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for frame in container.decode(stream)
+        ]
+        return np.stack(frames), stream
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "factor"),
+    [(16, 16, 8), (16, 24, 8), (120, 200, 2), (128, 160, 1), (131, 135, 1)],
+    ids=["tiny", "tiny-wide", "below-128", "exact", "odd"],
+)
+def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor):
+    video = colour_blocks(6, height, width)
+    path = tmp_path / "new" / "video.mp4"
+    write_video(path, video, fps=8)
+    decoded, stream = decode(path)
+    assert stream.codec_context.name == "h264" and stream.codec_context.pix_fmt == "yuv420p"
+    assert stream.average_rate == 8
+    tall, wide = height * factor, width * factor
+    assert decoded.shape == (6, tall + tall % 2, wide + wide % 2, 3)
+    expected = video.permute(0, 2, 3, 1).numpy().repeat(factor, 1).repeat(factor, 2)
+    error = np.abs(decoded[:, :tall, :wide].astype(int) - expected)
+    # Chroma has half the resolution, so the error sits at the edges between colours.
+    assert error.mean() < 4 and np.median(error) <= 2
+    padded = np.pad(decoded[:, :tall, :wide], ((0, 0), (0, tall % 2), (0, wide % 2), (0, 0)), mode="edge")
+    assert np.abs(decoded.astype(int) - padded).max() <= 8
+    assert [entry.name for entry in path.parent.iterdir()] == ["video.mp4"]
+
+
+def test_video_frame_rates_that_are_no_integers(tmp_path):
+    write_video(tmp_path / "v.mp4", colour_blocks(3, 16, 16), fps=23.976)
+    assert float(decode(tmp_path / "v.mp4")[1].average_rate) == pytest.approx(23.976, abs=1e-3)
+
+
+def test_single_frame_video(tmp_path):
+    write_video(tmp_path / "v.mp4", colour_blocks(1, 16, 16), fps=24)
+    assert len(decode(tmp_path / "v.mp4")[0]) == 1
+
+
+BAD_VIDEOS = {
+    "batch": (torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), r"\(F, 3, H, W\).*\(1, 2, 3, 8, 8\)"),
+    "channels-last": (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), r"not \(2, 8, 8, 3\)"),
+    "no-frames": (torch.zeros(0, 3, 8, 8, dtype=torch.uint8), r"not \(0, 3, 8, 8\)"),
+    "float": (torch.zeros(2, 3, 8, 8), "must be uint8.*float32"),
+}
+
+
+def test_what_is_written_is_read(tmp_path):
+    video = colour_blocks(5, 128, 160)
+    write_video(tmp_path / "a.mp4", video, 4)
+    read = read_video(tmp_path / "a.mp4")
+    assert read.shape == video.shape and read.dtype == torch.uint8
+    # Inside the blocks, where chroma subsampling mixes nothing.
+    inner = (slice(None), slice(None), slice(8, 56), slice(8, 72))
+    assert (read[inner].int() - video[inner].int()).abs().max() <= 6
+
+
+def test_a_file_that_is_no_video_is_an_error(tmp_path):
+    (tmp_path / "a.mp4").write_text("not a video")
+    with pytest.raises(OSError, match="delete it"):
+        read_video(tmp_path / "a.mp4")
+    with pytest.raises(OSError):
+        read_video(tmp_path / "gone.mp4")
+
+
+@pytest.mark.parametrize(
+    ("shape", "frames", "cell"),
+    [((9, 16, 24), 4, (192, 128)), ((3, 480, 832), 8, (250, 144)), ((1, 128, 128), 8, (128, 128))],
+    ids=["small", "large", "one-frame"],
+)
+def test_a_filmstrip_has_its_frames_side_by_side(shape, frames, cell):
+    video = torch.zeros(shape[0], 3, *shape[1:], dtype=torch.uint8)
+    video[-1] = 200
+    image = Image.open(io.BytesIO(filmstrip(video, max_frames=frames)))
+    shown = min(frames, shape[0])
+    assert image.format == "JPEG" and image.size == (shown * (cell[0] + 2) - 2, cell[1])
+    assert abs(np.asarray(image)[:, -cell[0] // 2].mean() - 200) < 4, "the last frame stands last"
+    assert shown == 1 or np.asarray(image)[:, cell[0] // 2].mean() < 4
+
+
+@pytest.mark.parametrize(("video", "message"), BAD_VIDEOS.values(), ids=BAD_VIDEOS.keys())
+def test_wrong_videos_are_refused(tmp_path, video, message):
+    good = colour_blocks(2, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        write_video(tmp_path / "v.mp4", video, fps=8)
+    with pytest.raises(ValueError, match=f"'caption'.*{message}"):
+        contact_sheet(tmp_path / "s.png", [("caption", video)])
+    with pytest.raises(ValueError, match=rf"'caption' \(after\).*{message}"):
+        before_after_sheet(tmp_path / "s.png", [("caption", good, video)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf")])
+def test_wrong_frame_rates_are_refused(tmp_path, fps):
+    with pytest.raises(ValueError, match="fps must be a positive number"):
+        write_video(tmp_path / "v.mp4", colour_blocks(2, 16, 16), fps=fps)
+
+
+def test_contact_sheet_shows_the_first_and_last_frame_enlarged_without_blur(tmp_path):
+    video = colour_blocks(9, 16, 16)
+    contact_sheet(tmp_path / "s.png", [("a red circle", video)], max_frames=3)
+    sheet = np.asarray(Image.open(tmp_path / "s.png"))
+    # 16 pixels become 128; frames 0, 4 and 8 follow each other with a gap.
+    top = sheet.shape[0] - MARGIN - 128
+    left = MARGIN + CAPTION_WIDTH
+    gap = (sheet.shape[1] - left - MARGIN - 3 * 128) // 2
+    for column, frame in enumerate((0, 4, 8)):
+        x = left + column * (128 + gap)
+        expected = video[frame].permute(1, 2, 0).numpy().repeat(8, 0).repeat(8, 1)
+        np.testing.assert_array_equal(sheet[top : top + 128, x : x + 128], expected)
+
+
+def test_contact_sheet_of_large_and_unlike_videos_stays_small(tmp_path):
+    rows = [
+        ("large", colour_blocks(5, 480, 832)),
+        ("tall", colour_blocks(2, 64, 32)),
+        ("", colour_blocks(1, 16, 16)),
+    ]
+    contact_sheet(tmp_path / "s.png", rows, title="Samples")
+    width, height = Image.open(tmp_path / "s.png").size
+    assert width < 1800 and height < 700
+
+
+def test_captions_of_any_length_and_script(tmp_path):
+    captions = ["word " * 200, "x" * 500, "一只猫在雪地里奔跑" * 20, 'a "sign"\nin two lines', "\U0001f600"]
+    contact_sheet(tmp_path / "s.png", [(c, colour_blocks(2, 16, 16)) for c in captions], title="title " * 100)
+    assert Image.open(tmp_path / "s.png").size[0] < 600
+
+
+def test_before_after_sheet_has_the_second_strip_under_the_first(tmp_path):
+    before = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
+    after = before.clone()
+    after[:, 1] = 200
+    before_after_sheet(tmp_path / "s.png", [("one", before, after), ("two", before, after)], title="Run")
+    column = np.asarray(Image.open(tmp_path / "s.png"))[:, -MARGIN - 10]
+    colours = [tuple(pixel) for pixel in column.tolist()]
+    filled = [colour for colour in colours if colour in {(0, 0, 0), (0, 200, 0)}]
+    assert filled == ([(0, 0, 0)] * 128 + [(0, 200, 0)] * 128) * 2
+
+
+def test_sheets_without_rows_or_frames_are_refused(tmp_path):
+    for sheet in (contact_sheet, before_after_sheet):
+        with pytest.raises(ValueError, match="at least one row"):
+            sheet(tmp_path / "s.png", [])
+    with pytest.raises(ValueError, match="max_frames must be at least 1, not 0"):
+        contact_sheet(tmp_path / "s.png", [("a", colour_blocks(2, 16, 16))], max_frames=0)
+
+
+def test_an_unwritable_directory_is_named_and_nothing_is_left(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match="choose another output directory"):
+        write_video(tmp_path / "file" / "v.mp4", colour_blocks(2, 16, 16), fps=8)
+    with pytest.raises(OSError, match="choose another output directory"):
+        contact_sheet(tmp_path / "file" / "s.png", [("a", colour_blocks(2, 16, 16))])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "v.mp4"
+    write_video(path, colour_blocks(2, 16, 16), fps=8)
+    before = path.read_bytes()
+
+    def fail(*_, **__):
+        raise RuntimeError("encoder gone")
+
+    monkeypatch.setattr(av.VideoFrame, "from_ndarray", fail)
+    with pytest.raises(RuntimeError, match="encoder gone"):
+        write_video(path, colour_blocks(4, 16, 16), fps=8)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["v.mp4"]
+
+
+METRICS = {
+    "training-only": [{"update": u, "reward/mean": u / 9, "reward/std": 0.1} for u in range(9)],
+    "evaluation-only": [{"update": u, "eval/reward_mean": u / 9} for u in range(3)],
+    "one-point": [{"update": 0, "eval/reward_mean": 0.3, "eval/reward_stderr": 0.02}],
+    "components": [
+        {"update": u, "eval/reward_mean": u, "eval/reward_stderr": 0.1} | {f"eval/c{i}_mean": u * i for i in range(6)}
+        for u in range(3)
+    ],
+    "gaps": [
+        {"update": 0, "reward/mean": 0.1},
+        {"update": 1, "time/rollout": 2.0},
+        {"update": 2, "reward/mean": None},
+    ],
+}
+
+
+@pytest.mark.parametrize("metrics", METRICS.values(), ids=METRICS.keys())
+def test_plot_reward(tmp_path, metrics):
+    plot_reward(tmp_path / "reward.png", metrics)
+    image = np.asarray(Image.open(tmp_path / "reward.png").convert("RGB"))
+    assert image.shape[1] == 1350
+    assert (image != 255).any(axis=2).mean() > 0.01
+
+
+@pytest.mark.parametrize("metrics", [[], [{"update": 1, "time/rollout": 1.0}]], ids=["empty", "no-reward"])
+def test_plot_reward_without_a_reward_says_so(tmp_path, metrics):
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_reward(tmp_path / "reward.png", metrics)

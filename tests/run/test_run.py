@@ -1,0 +1,466 @@
+"""A run as the user sees it: files, resume after any end, signals, damaged checkpoints."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.checkpoint import list_checkpoints, open_checkpoint
+from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.run.metrics import MetricsLogger, read_metrics
+from sage_fast.run.run import Run
+
+MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Metrics without timings and memory, which no two runs share."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def with_output(config: RunConfig, output: Path, **changes: Any) -> RunConfig:
+    config.output_dir = str(output)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
+    config = tiny_run("--logging.tensorboard=true")
+    result = Run(config).train()
+    run = result.output_dir
+    assert result.finished and result.update == 2 and result.test is not None and result.test.count == 4
+    for name in ("config.yaml", "environment.json", "reward.png", "before_after.png", "evaluation/result.json"):
+        assert (run / name).stat().st_size > 0, name
+    assert [row["update"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert len(list((run / "samples/update-000002").glob("*.mp4"))) == 2
+    assert (run / "samples/update-000000.png").exists()
+    assert list((run / "tensorboard").iterdir())
+    assert load_config(run / "config.yaml") == config
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    wanted = {
+        "reward/mean", "reward/std", "reward/VQ_mean", "advantage/group_std", "advantage/zero_spread_groups",
+        "ratio/mean", "ratio/max_deviation", "log_ratio/std", "ratio/clip_fraction", "kl/position", "kl/velocity",
+        "kl/weight", "grad_norm", "learning_rate", "time/rollout", "time/update", "memory/peak_gib",
+    }  # fmt: skip
+    assert wanted <= set(read_metrics(run / "metrics.jsonl")[-1])
+
+
+def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: MakeRun) -> None:
+    from sage_fast.models.hunyuan15.velocity import velocity
+    from sage_fast.models.toy.components import load_components
+    from sage_fast.policy.lora import ADAPTER_FILE
+
+    config = tiny_run("--optimizer.learning_rate=0.05")
+    run = Run(config)
+    run.train()
+    trained = run.trainer.policy.transformer
+    stock = load_components(config.model).transformer
+    sample = run.trainer.eval_samples[0]
+    x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.7])
+    with torch.no_grad():
+        expected = velocity(trained, x, sigma, [sample.embeds])
+        before = velocity(stock, x, sigma, [sample.embeds])
+        stock.load_lora_adapter(
+            str(list_checkpoints(run.checkpoints)[-1] / "lora"), prefix=None, weight_name=ADAPTER_FILE
+        )
+        loaded = velocity(stock, x, sigma, [sample.embeds])
+    assert not torch.allclose(before, expected, atol=1e-4)
+    torch.testing.assert_close(loaded, expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--objective.kl_mode=dual", "--training.anchor_interval=2"),
+        ("--optimizer.name=muon", "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.9"),
+        ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
+    ],
+    ids=["lora-anchor", "full-muon-ema", "window-two-updates"],
+)
+def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    def config(output: str, updates: int, resume: str) -> RunConfig:
+        given = (*overrides, f"--training.num_updates={updates}", "--checkpoint.every=2", f"--resume={resume}")
+        return with_output(tiny_run(*given), tmp_path / output)
+
+    Run(config("whole", 6, "none")).train()
+    Run(config("parts", 4, "none")).train()
+    Run(config("parts", 6, "auto")).train()
+    whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
+    # The shorter run also evaluated at its own end.
+    assert [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in parts] == [
+        {k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole
+    ]
+    assert parts[-1] == whole[-1]
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-m", "sage_fast", "train", str(config), "--resume", "auto"]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"the moment did not come: exit status {process.poll()}")
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(config), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
+    files = {}
+    for name in ("whole", "killed"):
+        config = tiny_run(
+            "--training.num_updates=30", "--checkpoint.every=3", "--evaluation.every=10", "--num_threads=1"
+        )
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(dump_config(with_output(config, tmp_path / name)))
+    subprocess.run(command(files["whole"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250)
+
+    log, saved = tmp_path / "killed/metrics.jsonl", tmp_path / "killed/checkpoints"
+    moments = random.Random(20)
+    for attempt in range(3):
+        # Lines of an earlier attempt do not count: the process must have trained before it dies.
+        lines = count_lines(log)
+        process = start(files["killed"])
+        if attempt < 2:
+            wait_until(lambda lines=lines: count_lines(log) > lines + 1, process)
+            time.sleep(moments.uniform(0, 0.3))
+        else:
+            wait_until(lambda: any(saved.glob(".update-*.partial")), process)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    # A machine that died while writing: the newest checkpoint is there but cut short.
+    newest = list_checkpoints(tmp_path / "killed/checkpoints")[-1]
+    (shard,) = (newest / "shards").glob("*.distcp")
+    with shard.open("r+b") as file:
+        file.truncate(100)
+    end = subprocess.run(
+        command(files["killed"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250, text=True
+    )
+    assert "Skipping a damaged checkpoint" in end.stderr and newest.name in end.stderr
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
+    tiny_run: MakeRun, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = with_output(tiny_run("--training.num_updates=500", "--checkpoint.every=500"), tmp_path / "stopped")
+    file = tmp_path / "stopped.yaml"
+    file.write_text(dump_config(config))
+    process = start(file)
+    log = tmp_path / "stopped/metrics.jsonl"
+    wait_until(lambda: count_lines(log) >= 3, process)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    done = read_metrics(tmp_path / "stopped/metrics.jsonl")[-1]["update"]
+    assert f"Stopped after update {done}" in output
+    assert f"python -m sage_fast train {file} --resume auto" in output
+    assert list_checkpoints(tmp_path / "stopped/checkpoints")[-1].name == f"update-{done:06d}"
+
+
+def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the update has been found to need no checkpoint."""
+    run = Run(tiny_run("--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0"))
+    log = MetricsLogger.log
+
+    def log_and_be_asked(self: MetricsLogger, record: dict[str, float]) -> None:
+        log(self, record)
+        if record["update"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsLogger, "log", log_and_be_asked)
+    result = run.train()
+    assert (result.update, result.finished) == (2, False)
+    assert [p.name for p in list_checkpoints(result.output_dir / "checkpoints")] == ["update-000002"]
+
+
+def ask_to_stop_in_update_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    iterate = run.trainer.iterate
+
+    def interrupted() -> dict[str, float]:
+        record = iterate()
+        if record["update"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record
+
+    monkeypatch.setattr(run.trainer, "iterate", interrupted)
+
+
+def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run())
+    ask_to_stop_in_update_2(run, monkeypatch)
+    result = run.train()
+    assert (result.update, result.finished, result.test) == (2, False, None)
+    result = Run(tiny_run("--resume=auto")).train()
+    assert result.finished and result.test is not None
+
+
+def test_saving_in_the_background_changes_no_number(tiny_run: MakeRun, tmp_path: Path) -> None:
+    given = ("--training.mode=full", "--optimizer.name=adamw", "--training.num_updates=3", "--checkpoint.every=1")
+    ways = {"background": "true", "foreground": "false"}
+    for name, asynchronous in ways.items():
+        Run(with_output(tiny_run(*given, f"--checkpoint.asynchronous={asynchronous}"), tmp_path / name)).train()
+    background, foreground = (numbers(tmp_path / name) for name in ways)
+    assert len(background) == 4 and background == foreground
+    for saved in list_checkpoints(tmp_path / "background/checkpoints"):
+        shards = (saved / "shards/__0_0.distcp").read_bytes()
+        assert shards == (tmp_path / "foreground/checkpoints" / saved.name / "shards/__0_0.distcp").read_bytes()
+
+
+def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:
+    result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=2")).train()
+    names = [p.name for p in list_checkpoints(result.output_dir / "checkpoints")]
+    assert names == ["update-000003", "update-000004"]
+
+
+def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_run: MakeRun) -> None:
+    words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
+    first = Run(tiny_run("--training.num_updates=3", *words)).train()
+    checkpoints = first.output_dir / "checkpoints"
+    before = numbers(first.output_dir)
+    back = f"--resume={checkpoints / 'update-000001'}"
+    Run(tiny_run("--training.num_updates=2", back, *words)).train()
+    assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000001", "update-000002"]
+    assert (checkpoints / "abandoned-update-000003").is_dir()
+    result = Run(tiny_run("--training.num_updates=3", "--resume=auto", *words)).train()
+    assert result.update == 3 and numbers(result.output_dir) == before
+
+
+def test_a_restarted_job_does_not_begin_again_where_it_was_told_to(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
+    checkpoints = Run(tiny_run("--training.num_updates=3", *words)).train().output_dir / "checkpoints"
+    back = f"--resume={checkpoints / 'update-000001'}"
+
+    def begins_after(restarts: str, updates: int) -> int:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        run = Run(tiny_run(f"--training.num_updates={updates}", back, *words))
+        assert run.checkpoint is not None
+        update = int(run.checkpoint.state["trainer"]["update"])
+        run.train()
+        return update
+
+    # What the job before this one has left behind is not this one's.
+    assert [begins_after("1", 2), begins_after("2", 4), begins_after("0", 2)] == [1, 2, 1]
+
+
+def test_a_finished_run_resumes_to_its_result(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Run(tiny_run()).train()
+    before = numbers(first.output_dir)
+    again = Run(tiny_run("--resume=auto")).train()
+    assert again == first and numbers(first.output_dir) == before
+    assert capsys.readouterr().out.count("Paired evaluation: 4 prompts") == 2
+
+
+def test_a_partial_checkpoint_is_never_picked_up(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = Path(Run(tiny_run()).train().output_dir)
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    shutil.copytree(newest, newest.with_name("update-000009"))
+    (newest.with_name("update-000009") / "manifest.json").unlink()
+    shutil.copytree(newest, newest.with_name(".update-000011.partial"))
+    resumed = Run(tiny_run("--resume=auto"))
+    assert resumed.checkpoint is not None and resumed.checkpoint.state["trainer"]["update"] == 2
+    assert "update-000009" in caplog.text
+
+
+def test_generate_and_evaluate_a_finished_run(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sage_fast.commands.cli import main
+
+    run = str(Run(tiny_run("--optimizer.learning_rate=0.05")).train().output_dir)
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("a blue square moving up\na red circle moving left\n")
+    videos = tmp_path / "videos"
+    arguments = ["--prompts", str(prompts), "--output", str(videos)]
+    assert main(["generate", run, *arguments, "--num_videos", "2", "--sampler", "sage_grpo"]) == 0
+    assert len(list(videos.glob("*.mp4"))) == 4 and (videos / "contact_sheet.png").exists()
+    assert main(["evaluate", run, "--output", str(tmp_path / "scores")]) == 0
+    printed = capsys.readouterr().out
+    assert "4 prompts, same noise, ODE sampler" in printed
+    after = json.loads((tmp_path / "scores/after.json").read_text())
+    assert after == json.loads((Path(run) / "evaluation/update-000002.json").read_text())
+    before = json.loads((tmp_path / "scores/before.json").read_text())
+    assert before == json.loads((Path(run) / "evaluation/update-000000.json").read_text())
+    assert before["reward"] != after["reward"]
+
+
+def test_a_moved_run_is_found_where_it_is(tiny_run: MakeRun, tmp_path: Path) -> None:
+    from sage_fast.commands.cli import main
+
+    run = Run(tiny_run()).train().output_dir
+    run.rename(tmp_path / "moved")
+    assert main(["evaluate", str(tmp_path / "moved"), "--output", str(tmp_path / "scores")]) == 0
+    one = tmp_path / "one.txt"
+    one.write_text("a blue square moving up\n")
+    arguments = ["--prompts", str(one), "--output", str(tmp_path / "video")]
+    assert main(["generate", str(tmp_path / "moved"), *arguments]) == 0
+    assert len(list((tmp_path / "video").glob("*.mp4"))) == 1
+
+
+def test_with_an_average_it_is_what_is_evaluated_generated_and_shipped(tiny_run: MakeRun, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from sage_fast.commands.cli import main
+
+    config = tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.05")
+    run = Run(config).train().output_dir
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "scores")]) == 0
+    after = json.loads((tmp_path / "scores/after.json").read_text())
+    assert after == json.loads((run / "evaluation/update-000002.json").read_text())
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    shipped = load_file(newest / "lora/pytorch_lora_weights.safetensors")
+    name = "transformer_blocks.0.attn.to_q.lora_A"
+    saved = open_checkpoint(newest)
+    average = saved.read("ema", f"{name}.default.weight")
+    assert torch.equal(shipped[f"{name}.weight"], average)
+    assert not torch.equal(average, saved.read("weights", f"{name}.default.weight"))
+
+
+def test_a_fresh_start_does_not_trust_an_old_baseline(tiny_run: MakeRun) -> None:
+    """Stopped before the first checkpoint, then started again with another objective."""
+    first = Run(tiny_run("--checkpoint.every=2"))
+    first.trainer.iterate = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert len(numbers(first.directory)) == 1
+    result = Run(tiny_run("--resume=auto", "--reward.weights={MQ: 1}")).train()
+    rows = numbers(result.output_dir)
+    assert [row["update"] for row in rows] == [0, 1, 2]
+    assert rows[0]["eval/reward_mean"] == rows[0]["eval/MQ_mean"] and rows[0]["eval/paired_gain"] == 0.0
+    assert result.test is not None and abs(result.test.mean) < 0.1
+
+
+def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_baseline(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    Run(with_output(tiny_run(), tmp_path / "whole")).train()
+    silent = Run(with_output(tiny_run("--evaluation.every=0"), tmp_path / "silent")).train()
+    assert silent.test is None
+    checkpoint = list_checkpoints(tmp_path / "silent/checkpoints")[0]
+    for name in ("elsewhere", "silent"):
+        Run(with_output(tiny_run(f"--resume={checkpoint}"), tmp_path / name)).train()
+    baseline = (tmp_path / "whole/evaluation/update-000000.json").read_text()
+    for name in ("elsewhere", "silent"):
+        assert (tmp_path / name / "evaluation/update-000000.json").read_text() == baseline
+        rows = {row["update"]: row for row in numbers(tmp_path / name)}
+        assert rows[2] == numbers(tmp_path / "whole")[2]
+
+
+def test_the_demo_config_trains_the_shipped_model() -> None:
+    from sage_fast.run.run import build_trainer
+
+    config = load_config(ROOT / "configs/toy_cpu.yaml", ["--rollout.batch_size=32"])
+    trainer = build_trainer(config)
+    record = trainer.iterate()
+    assert len(trainer.eval_samples) >= 60
+    assert {s.prompt.text for s in trainer.eval_samples}.isdisjoint(p.text for p in trainer.schedule.prompts)
+    assert record["ratio/first_max_deviation"] == 0.0 and record["advantage/zero_spread_groups"] == 0
+    assert record["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("end", ["error", "signal"])
+def test_what_ends_an_evaluation_loses_no_update(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    options = ["--training.num_updates=4", "--checkpoint.every=3"]
+    whole = with_output(tiny_run(*options), tmp_path / "whole")
+    Run(whole).train()
+    broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
+    with monkeypatch.context() as context:
+        if end == "error":
+            evaluate = broken._evaluate
+
+            def fail() -> dict[str, float]:
+                if broken.trainer.update == 2:
+                    raise OSError(28, "No space left on device")
+                return evaluate()
+
+            context.setattr(broken, "_evaluate", fail)
+            with pytest.raises(OSError, match="No space left"):
+                broken.train()
+        else:
+            # Who asks to stop does not wait for the evaluation that is due.
+            ask_to_stop_in_update_2(broken, context)
+            assert not broken.train().finished
+    assert list_checkpoints(tmp_path / "broken/checkpoints")[-1].name.endswith("2")
+    assert [row["update"] for row in numbers(tmp_path / "broken")] == ([0, 1, 2] if end == "error" else [0, 1])
+    Run(with_output(tiny_run(*options), tmp_path / "broken", resume="auto")).train()
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+    # Going on once more makes up for nothing twice.
+    Run(with_output(tiny_run(*options), tmp_path / "broken", resume="auto")).train()
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+
+
+def test_the_models_folder_may_move_but_not_change(tiny_run: MakeRun, tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.models.toy.components import WEIGHTS_NAME
+
+    config = tiny_run()
+    Run(config).train()
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_model, moved)
+    again = tiny_run("--resume=auto", "--training.num_updates=3", f"--model.path={moved}")
+    run = Run(again)
+    assert run.train().update == 3
+    assert run.checkpoint is None  # a run that just fits would not fit beside its own checkpoint
+    weights = load_file(moved / WEIGHTS_NAME)
+    weights["proj_out.weight"] += 1
+    save_file(weights, moved / WEIGHTS_NAME)
+    with pytest.raises(ConfigError, match=r"model\.path: the weights at .*moved are not those"):
+        Run(tiny_run("--resume=auto", "--training.num_updates=4", f"--model.path={moved}"))
+
+
+def test_resume_is_bit_for_bit_also_where_evaluation_and_rollout_batch_differently(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """A resumed run meets the noise levels first in another batch than the whole run did."""
+    options = ["--training.num_updates=3", "--rollout.micro_batch_size=1", "--evaluation.batch_size=4"]
+    Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
+    half = tiny_run(*options)
+    half.training.num_updates = 1
+    Run(with_output(half, tmp_path / "half")).train()
+    Run(with_output(tiny_run(*options), tmp_path / "half", resume="auto")).train()
+    last, other = (numbers(tmp_path / name)[-1] for name in ("whole", "half"))
+    assert {k: v for k, v in last.items() if not k.startswith("eval/")} == {
+        k: v for k, v in other.items() if not k.startswith("eval/")
+    }

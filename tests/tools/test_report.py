@@ -1,0 +1,372 @@
+"""The evaluation report: its numbers by hand, its page well formed and complete in itself, and what a repeat keeps."""
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from sage_fast.commands.cli import main
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.evaluation import Evaluation, compare
+from sage_fast.run import media
+from sage_fast.tools.report import (
+    Report,
+    ShownVideo,
+    headline,
+    spread_over_ranks,
+    to_html,
+    to_json,
+    to_markdown,
+    write_report,
+)
+
+MakeRun = Callable[..., RunConfig]
+
+
+def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(count, generator=generator, dtype=torch.float64)
+    own = 0.3 * torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    vq, clip = common + own[:, 0] + shift, 25 + own[:, 1] - own[:, 1].mean()
+    prompts = [f"prompt <{i}> & more" for i in range(count)]
+    return Evaluation(prompts=prompts, scores={"CLIPScore": clip.tolist(), "VQ": vq.tolist()}, reward=(2 * vq).tolist())
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+def test_a_comparison_by_hand() -> None:
+    base = Evaluation(prompts=["a", "b", "c", "d"], scores={"VQ": [0.0, 1.0, 2.0, 3.0]}, reward=[0.0, 1.0, 2.0, 3.0])
+    trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
+    overall, vq = compare(base, trained, {"VQ": 1.0})
+    assert (overall.name, vq.name) == ("Overall", "VQ") and overall.difference == vq.difference
+    assert (vq.base.mean, vq.trained.mean, vq.difference.mean) == (1.5, 2.0, 0.5) and vq.count == 4
+    assert vq.difference.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
+    assert (vq.win_rate, vq.tie_rate) == (0.5, 0.25)
+    assert -1.0 <= vq.difference.low < 0.5 < vq.difference.high <= 2.0 and not vq.significant
+
+
+def test_the_interval_is_the_normal_one_where_that_holds() -> None:
+    """With many prompts the bootstrap's interval is mean +- 1.96 standard errors."""
+    overall = compare(scores(1, 0.0, 400), scores(2, 0.2, 400), {"VQ": 2.0})[0]
+    for estimate in (overall.base, overall.trained, overall.difference):
+        assert (estimate.high - estimate.low) / (2 * 1.96 * estimate.stderr) == pytest.approx(1.0, abs=0.04)
+        assert (estimate.high + estimate.low) / 2 == pytest.approx(estimate.mean, abs=0.1 * estimate.stderr)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    covered = 0
+    for seed in range(200):
+        noise = torch.randn(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        prompts = [str(i) for i in range(60)]
+        before, after = noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist()
+        base = Evaluation(prompts=prompts, scores={"x": before}, reward=before)
+        trained = Evaluation(prompts=prompts, scores={"x": after}, reward=after)
+        d = compare(base, trained, {"x": 1.0}, resamples=500)[0].difference
+        covered += d.low <= 0.3 <= d.high
+    assert 0.90 <= covered / 200 <= 0.985
+
+
+def test_pairs_stay_together() -> None:
+    """What prompts have in common cancels in the difference: its interval is far narrower than the models' own."""
+    overall = compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})[0]
+    assert overall.difference.high - overall.difference.low < 0.6 * (overall.base.high - overall.base.low)
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    first, again = (compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0}, seed=5) for _ in range(2))
+    assert first == again
+    assert compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0}, seed=6)[0].difference != first[0].difference
+
+
+def test_the_scores_of_the_overall_come_first() -> None:
+    assert [s.name for s in compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})] == ["Overall", "VQ", "CLIPScore"]
+
+
+@pytest.mark.parametrize("fault", ["prompts", "scores", "one"])
+def test_what_cannot_be_paired_is_refused(fault: str) -> None:
+    base, trained = scores(1, 0.0), scores(2, 0.2)
+    if fault == "prompts":
+        trained.prompts[0] = "another"
+    elif fault == "scores":
+        del trained.scores["VQ"]
+    else:
+        base = trained = scores(1, 0.0, count=1)
+    with pytest.raises(ValueError, match="cannot be paired|at least 2"):
+        compare(base, trained, {"VQ": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("differences", "count", "expected"),
+    [([0.0, 3.0, 1.0], 2, [1, 0]), ([0.0, 3.0, 1.0], 9, [1, 2, 0]), ([1.0, 2.0], 1, [1]), ([1.0], 0, [])],
+    ids=["ends", "all", "one", "none"],
+)
+def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss(
+    differences: list[float], count: int, expected: list[int]
+) -> None:
+    assert spread_over_ranks(differences, count) == expected
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+class Page(HTMLParser):
+    """Checks nesting while it reads, and collects pictures, text and everything that would be fetched."""
+
+    VOID = frozenset({"meta", "img", "line", "circle", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[bytes] = []
+        self.fetched: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href") and value:
+                if value.startswith("data:image/jpeg;base64,"):
+                    self.images.append(base64.b64decode(value.partition(",")[2], validate=True))
+                else:
+                    self.fetched.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    base, trained = scores(1, 0.0), scores(2, 0.5)
+    generator = torch.Generator().manual_seed(0)
+    videos = []
+    for i in range(2):
+        paths = [tmp_path / f"{model}/{i}.mp4" for model in ("base", "trained")]
+        for path in paths:
+            media.write_video(path, torch.randint(256, (5, 3, 16, 24), generator=generator, dtype=torch.uint8), 4)
+        videos.append(ShownVideo(prompt=base.prompts[i], base=paths[0], trained=paths[1], difference=0.5 - i))
+    return Report(
+        scores=compare(base, trained, {"VQ": 2.0}),
+        base=base,
+        trained=trained,
+        weights={"VQ": 2.0},
+        resamples=10_000,
+        seed=0,
+        settings={"path": "a <b>"},
+        videos=videos,
+    )
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
+    text = to_html(report)
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert not page.open and not page.fetched and "script" not in page.tags
+    assert "url(" not in text and "@import" not in text
+    assert len(page.images) == 4
+    for data in page.images:
+        picture = Image.open(io.BytesIO(data))
+        picture.load()
+        assert picture.width > 3 * picture.height
+    assert "prefers-color-scheme: dark" in text
+    for name in ("Overall", "VQ", "CLIPScore", "win rate", "10,000 resamples", "prompt <0> & more", "Settings"):
+        assert name in page.text, name
+    assert headline(report) in page.text
+    assert page.text.count("prompt <") >= 40, "every prompt has its line"
+
+
+def test_green_and_red_are_for_scores_that_count(report: Report) -> None:
+    lines = to_html(report).splitlines()
+    table = next(line for line in lines if "<thead>" in line)
+    assert '<td class="gain">' in table
+    better = compare(scores(1, 0.0), Evaluation(**json.loads(json.dumps(_shifted()))), {"VQ": 2.0})
+    assert better[2].name == "CLIPScore" and better[2].significant
+    report = Report(**{**report.__dict__, "scores": better})
+    assert 'class="clear"' in to_html(report)
+
+
+def _shifted() -> dict[str, object]:
+    e = scores(2, -0.5)
+    return {
+        "prompts": e.prompts,
+        "scores": {"CLIPScore": [c + 5 for c in e.scores["CLIPScore"]], "VQ": e.scores["VQ"]},
+        "reward": e.reward,
+    }
+
+
+def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> None:
+    lines = to_markdown(report).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {len(report.scores) + 2}
+    assert [row.split("|")[1].strip() for row in rows] == [
+        "", "---", "base", "trained", "difference", "95 %", "win rate",
+    ]  # fmt: skip
+    overall, vq, clip = rows[4].split("|")[2:5]
+    assert overall.strip().startswith("**+") and vq.strip().startswith("**") and not clip.strip().startswith("**")
+    assert any("Overall = 2 VQ" in line for line in lines)
+
+
+@pytest.mark.parametrize(("count", "enough"), [(2, False), (9, False), (10, True)])
+def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
+    """Two prompts that both improve leave out zero in every resample."""
+    base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
+    compared = compare(base, trained, {"VQ": 2.0})
+    few = Report(**{**report.__dict__, "scores": compared, "base": base, "trained": trained, "videos": []})
+    assert compared[0].difference.low > 0
+    markdown, page = to_markdown(few), to_html(few)
+    table = next(line for line in page.splitlines() if "<thead>" in line)
+    assert ("**+" in markdown) is ('class="gain"' in table) is ('class="bar gain"' in page) is enough
+    assert ("fewer than 10 prompts is not to be relied on" in markdown) is not enough
+    assert ("fewer than 10 prompts is not to be relied on" in page) is not enough
+    assert ("too few prompts to tell" in headline(few)) is not enough
+
+
+def test_the_json_holds_every_number(report: Report) -> None:
+    tree = json.loads(json.dumps(to_json(report)))
+    assert tree["prompts"] == 40 == len(tree["per_prompt"])
+    first = tree["per_prompt"][0]
+    assert first["trained"]["Overall"] == report.trained.reward[0] and set(first["base"]) == {
+        "Overall",
+        "VQ",
+        "CLIPScore",
+    }
+    assert [s["name"] for s in tree["scores"]] == ["Overall", "VQ", "CLIPScore"]
+    assert tree["scores"][0]["difference"]["low"] == report.scores[0].difference.low
+
+
+def test_a_score_without_spread_and_a_report_without_videos(tmp_path: Path, report: Report) -> None:
+    flat = Evaluation(prompts=["a", "b"], scores={"x": [1.0, 1.0]}, reward=[1.0, 1.0])
+    same = Report(**{**report.__dict__, "scores": compare(flat, flat, {"x": 1.0}), "base": flat, "trained": flat,
+                     "weights": {"x": 1.0}, "videos": []})  # fmt: skip
+    paths = write_report(tmp_path, same)
+    assert [p.name for p in paths] == ["evaluation.json", "evaluation.md", "evaluation.html"]
+    assert "nan" not in paths[2].read_text().lower() and "stays" in headline(same)
+    assert "| ties | 100% | 100% |" in paths[1].read_text()
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def test_evaluate_writes_everything_and_does_not_repeat_itself(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    output = tmp_path / "scores"
+    command = ["evaluate", str(run), "--output", str(output), "--num_videos", "2", "--resamples", "200"]
+    assert main(command) == 0
+    names = {p.name for p in output.iterdir()}
+    assert names == {
+        "after.json", "base", "before.json", "contact_sheet.png", "evaluation.html", "evaluation.json", "evaluation.md",
+        "trained",
+    }  # fmt: skip
+    assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
+    printed = capsys.readouterr().out
+    assert "4 prompts, same noise, ODE sampler" in printed and "Overall" in printed and "win rate" in printed
+    tree = json.loads((output / "evaluation.json").read_text())
+    assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
+    reward = json.loads((output / "after.json").read_text())["reward"]
+    assert tree["scores"][0]["trained"]["mean"] == pytest.approx(sum(reward) / 4)
+
+    # Again, with another bootstrap: nothing is loaded, and the sheet of more videos comes from the files.
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was loaded again")
+
+    settings = (output / "base/settings.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.tools.paired.load_generator", refuse)
+        with caplog.at_level("INFO"):
+            assert main([*command, "--bootstrap_seed", "1", "--num_videos", "4"]) == 0
+        assert caplog.text.count("same settings") == 2
+        # What changes the scores is evaluated again.
+        with pytest.raises(AssertionError, match="loaded again"):
+            main([*command, "--evaluation.num_steps=3"])
+        adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
+        for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v"):
+            (output / "base/settings.json").write_text(settings)
+            with pytest.raises(AssertionError, match="loaded again"):
+                main([*command, *adapter, other])
+    assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
+    assert main(command) == 0
+
+
+def test_evaluate_takes_more_rewards_and_an_exported_adapter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "scores"
+    file = tmp_path / "brightness.py"
+    file.write_text(
+        "class Brightness:\n"
+        "    def score(self, videos, prompts):\n"
+        "        return {'brightness': videos.float().mean((1, 2, 3, 4))}\n"
+    )
+    import sys
+
+    sys.path.insert(0, str(tmp_path))
+    try:
+        adapter = run / "checkpoints/update-000002/lora"
+        command = ["evaluate", str(run), "--lora", str(adapter), "--output", str(output), "--rewards",
+                   "brightness:Brightness"]  # fmt: skip
+        assert main(command) == 0
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("brightness", None)
+    tree = json.loads((output / "evaluation.json").read_text())
+    assert "brightness" in [s["name"] for s in tree["scores"]] and "brightness" not in tree["weights"]
+    # The adapter of the checkpoint is the checkpoint.
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "other")]) == 0
+    by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
+    assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--checkpoint", "none"], "compares a trained model with the base model"),
+        (["--num_videos", "-1"], "--num_videos is -1"),
+        (["--resamples", "3"], "--resamples is 3"),
+        (["--rewards", "beauty"], "beauty"),
+        (["--lora", "/nowhere"], "/nowhere"),
+        (["--prompts", "ONE"], "at least 2 prompts"),
+    ],
+    ids=["base", "videos", "resamples", "reward", "adapter", "one-prompt"],
+)
+def test_a_wrong_request_is_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "one.txt").write_text("a red circle moving left\n")
+    arguments = [a.replace("ONE", str(tmp_path / "one.txt")) for a in arguments]
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "s"), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert expected in errors and "Traceback" not in errors
+
+
+def test_a_config_without_a_run_says_what_to_give(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
+    assert main(["evaluate", str(file), "--output", str(tmp_path / "s")]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err

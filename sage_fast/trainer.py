@@ -19,7 +19,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule, make_groups, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
@@ -58,10 +58,6 @@ RATIO_TOLERANCE = 1e-6
 
 PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; the message says at which update, why, and what to do."""
 
 
 class Trainer:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from sage_fast.checkpoint import list_checkpoints, open_checkpoint
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import LoraConfig, RunConfig
 from sage_fast.objective import KL_MODES
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.single_pass import SinglePassGradient
-from sage_fast.trainer import TrainingError
 from tests.tiny.velocity_field import move_weights, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]

@@ -15,15 +15,7 @@ does not match it, is never resumed from. It can be read by any number of proces
     reader.py    `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
 """
 
-from sage_fast.checkpoint.folder import (
-    FORMAT_VERSION,
-    MANIFEST,
-    CheckpointError,
-    DamagedCheckpointError,
-    checkpoint_name,
-    list_checkpoints,
-    verify_checkpoint,
-)
+from sage_fast.checkpoint.folder import FORMAT_VERSION, MANIFEST, checkpoint_name, list_checkpoints, verify_checkpoint
 from sage_fast.checkpoint.reader import Checkpoint, SavedTensors, find_checkpoint, newest_checkpoint, open_checkpoint
 from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 
@@ -32,9 +24,7 @@ __all__ = [
     "MANIFEST",
     "Checkpoint",
     "CheckpointData",
-    "CheckpointError",
     "CheckpointWriter",
-    "DamagedCheckpointError",
     "SavedTensors",
     "checkpoint_name",
     "find_checkpoint",

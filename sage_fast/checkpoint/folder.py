@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from sage_fast import __version__
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from sage_fast.distributed.world import ALONE, World
 
 MANIFEST = "manifest.json"
@@ -16,14 +17,6 @@ STATE = "state.json"
 SHARDS = "shards"
 FORMAT_VERSION = 2
 PARTIAL_PATTERN = ".update-*.partial"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, found, trusted, or used by this run."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that was not written completely, or has changed since."""
 
 
 class FileEntry(TypedDict):

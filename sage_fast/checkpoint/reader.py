@@ -18,15 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from sage_fast.checkpoint.folder import (
-    SHARDS,
-    STATE,
-    CheckpointError,
-    DamagedCheckpointError,
-    list_checkpoints,
-    one_process_is_meant,
-    verify_checkpoint,
-)
+from sage_fast.checkpoint.folder import SHARDS, STATE, list_checkpoints, one_process_is_meant, verify_checkpoint
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from sage_fast.distributed.world import ALONE, World
 
 logger = logging.getLogger(__name__)

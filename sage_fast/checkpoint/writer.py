@@ -31,7 +31,6 @@ from sage_fast.checkpoint.folder import (
     PARTIAL_PATTERN,
     SHARDS,
     STATE,
-    CheckpointError,
     FileEntry,
     checkpoint_name,
     describe_files,
@@ -41,6 +40,7 @@ from sage_fast.checkpoint.folder import (
     sync,
     write_manifest,
 )
+from sage_fast.config.errors import CheckpointError
 from sage_fast.distributed.world import ALONE, OWN_TIMEOUT, World
 
 T = TypeVar("T")

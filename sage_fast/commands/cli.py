@@ -15,7 +15,7 @@ from typing import NoReturn
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
 from sage_fast.commands.common import split_words
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.launch import (
     adopt_slurm,
     configure_logging,
@@ -109,14 +109,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _is_expected(error: Exception) -> bool:
     """Whether the message alone tells the user what happened; anything else keeps its traceback."""
-    from sage_fast.checkpoint import CheckpointError
-    from sage_fast.distributed.failure.watchdog import RankFailure
-    from sage_fast.models.family import DecodeError
-    from sage_fast.rewards.base import RewardError
-    from sage_fast.trainer import TrainingError
-
-    expected = RankFailure | TrainingError | RewardError | CheckpointError | DecodeError | OSError
-    return isinstance(error, expected) or _is_out_of_memory(error)
+    return isinstance(error, SageError | OSError) or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -135,8 +128,6 @@ HOW_TO_GO_ON = {
 
 
 def _describe(error: Exception, command: str) -> str:
-    from sage_fast.rewards.base import RewardError
-
     go_on = HOW_TO_GO_ON.get(command, "")
     if _is_out_of_memory(error):
         advice = "Lower evaluation.batch_size, or the size of the video (video.num_frames, height, width)."

@@ -26,10 +26,6 @@ class PromptEncoder(Protocol):
         ...
 
 
-class DecodeError(RuntimeError):
-    """Latents could not be turned into pixels; the message says why and what to change."""
-
-
 class VideoDecoder(Protocol):
     """Turns latents into pixels."""
 

@@ -33,10 +33,6 @@ class Reward(Protocol):
         ...
 
 
-class RewardError(RuntimeError):
-    """A reward raised, or returned something that is not one finite number per video."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
     """The scores of B videos.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Sample
-from sage_fast.rewards.base import OnFailure, Reward, RewardError, ScoredBatch, Scorer, describe, describe_batch
+from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch
 
 logger = logging.getLogger(__name__)
 

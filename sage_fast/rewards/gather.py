@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import RewardError
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import OnFailure, PendingScores, RewardError, ScoredBatch, Scorer
+from sage_fast.rewards.base import OnFailure, PendingScores, ScoredBatch, Scorer
 
 
 @dataclass(kw_only=True)

@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rewards.base import OnFailure, Reward, RewardError, ScoredBatch, Scorer, describe_batch
+from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe_batch
 from sage_fast.rewards.composite import CompositeReward
 
 # Ctrl-C and the signals of a job scheduler reach the whole process group. The trainer then finishes its update, for

@@ -27,7 +27,6 @@ from torch import Tensor
 from sage_fast.checkpoint import (
     Checkpoint,
     CheckpointData,
-    CheckpointError,
     CheckpointWriter,
     checkpoint_name,
     find_checkpoint,
@@ -35,7 +34,7 @@ from sage_fast.checkpoint import (
     newest_checkpoint,
 )
 from sage_fast.config.distributed import check_heads
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.registry import MODEL_FAMILIES, resolve

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from sage_fast.checkpoint import (
     CheckpointData,
-    CheckpointError,
     CheckpointWriter,
-    DamagedCheckpointError,
     checkpoint_name,
     find_checkpoint,
     list_checkpoints,
@@ -32,6 +30,7 @@ from sage_fast.checkpoint import (
     verify_checkpoint,
     writer,
 )
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])

@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import CheckpointData, CheckpointError, CheckpointWriter, list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoints, verify_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.commands import cli
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
-from sage_fast.rewards.base import RewardError
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
-from sage_fast.trainer import TrainingError
 
 MakeRun = Callable[..., RunConfig]
 

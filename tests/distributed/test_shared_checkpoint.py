@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sage_fast.checkpoint import (
     CheckpointData,
-    CheckpointError,
     CheckpointWriter,
-    DamagedCheckpointError,
     find_checkpoint,
     list_checkpoints,
     newest_checkpoint,
@@ -29,6 +27,7 @@ from sage_fast.checkpoint import (
     writer,
 )
 from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from sage_fast.config.schema import DataConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
 from sage_fast.distributed.start import start_world

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sage_fast.config.errors import RankFailure
 from sage_fast.distributed.failure import rank_table
 from sage_fast.distributed.failure.rank_table import FINISHED, FOLLOWED, Line, RankTable, ranks_in_words
-from sage_fast.distributed.failure.watchdog import RankFailure, Watchdog, is_communication_error, use_steady_timeout
+from sage_fast.distributed.failure.watchdog import Watchdog, is_communication_error, use_steady_timeout
 from sage_fast.distributed.launch import connect_store, end_process, rank, report_error
 from tests.distributed.ranks import try_ranks
 

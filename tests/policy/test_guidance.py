@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy import guidance
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
-from sage_fast.trainer import Trainer, TrainingError
+from sage_fast.trainer import Trainer
 from tests.tiny.velocity_field import move_weights, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]

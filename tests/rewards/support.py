@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.base import RewardError
+from sage_fast.config.errors import RewardError
 
 logger_name = "tests.rewards"
 

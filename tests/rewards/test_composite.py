@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rewards.base import RewardError, describe_batch
+from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.worker import load_scorer
 from tests.rewards import support

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig, RunConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
 from sage_fast.run.run import build_trainer

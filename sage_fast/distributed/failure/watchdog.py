@@ -30,6 +30,7 @@ from typing import Protocol
 import torch
 from torch import distributed as dist
 
+from sage_fast.config.errors import RankFailure
 from sage_fast.distributed.failure.rank_table import FINISHED, FOLLOWED, RUNNING, Line, RankTable, process_exists
 from sage_fast.distributed.launch import connect_store, end_process, report_error
 from sage_fast.distributed.world import World, set_group_timeouts
@@ -49,10 +50,6 @@ SLACK = 30.0
 """What the process groups wait longer than the watchdog, which knows more to say than they do."""
 EXIT_STATUS = 1
 ADVICE = "Stopping all processes; --resume auto goes on from the last checkpoint."
-
-
-class RankFailure(RuntimeError):
-    """Another rank has died, failed or hung; the message names it, its phase and its prompt."""
 
 
 class Store(Protocol):

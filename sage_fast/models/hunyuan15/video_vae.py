@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
-from sage_fast.models.family import DecodeError
+from sage_fast.config.errors import DecodeError
 
 logger = logging.getLogger(__name__)
 

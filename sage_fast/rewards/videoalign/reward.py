@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.base import RewardError
+from sage_fast.config.errors import RewardError
 from sage_fast.rewards.frames import resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rewards.base import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.videoalign import reward as videoalign
 from sage_fast.rewards.videoalign import vision as qwen2_vl_video

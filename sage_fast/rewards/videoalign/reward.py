@@ -17,6 +17,7 @@ from sage_fast.config.errors import RewardError
 from sage_fast.rewards.frames import resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
+from sage_fast.rewards.videoalign.positions import Rotary, round_frequencies, sequential_positions, vision_rotation
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -44,6 +45,8 @@ class VideoAlignReward:
         base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
         device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (bfloat16 on a GPU, float32 elsewhere), `bfloat16` or `float32`.
+        rotary: `published` rounds the rotary frequencies to `dtype`, as the training and the public inference do;
+            `exact` keeps them in float32, which gives a bfloat16 model positions that it was not trained with.
         batch_size: videos that go through the model at once.
         mp4: score what a reader of the H.264 file sees, as the public trainers do, instead of the frames themselves.
         normalise: subtract the mean and divide by the std that the checkpoint's inference_config gives.
@@ -65,6 +68,7 @@ class VideoAlignReward:
         batch_size: int = 8,
         mp4: bool = False,
         normalise: bool = True,
+        rotary: Rotary = "published",
     ) -> None:
         if fps is None or not (math.isfinite(fps) and fps > 0):
             raise ValueError(
@@ -73,7 +77,9 @@ class VideoAlignReward:
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size is {batch_size!r}, but it must be an integer of at least 1.")
-        self.fps, self.batch_size, self.mp4 = float(fps), batch_size, mp4
+        if rotary not in ("published", "exact"):
+            raise ValueError(f"rotary is {rotary!r}, but it must be published or exact.")
+        self.fps, self.batch_size, self.mp4, self.rotary = float(fps), batch_size, mp4, rotary
         self.device = resolve_device(device)
         self.dtype = _resolve_dtype(dtype, self.device)
 
@@ -90,6 +96,8 @@ class VideoAlignReward:
         base = os.path.expanduser(base_model)
         model, head, self.tokenizer = load_videoalign(folder, self.settings, base, self.dtype)
         self.model: Any = model.to(self.device)
+        if rotary == "published":
+            round_frequencies(self.model.get_submodule("language_model.rotary_emb"), self.dtype)
         self.head = head.to(self.device)
         self.video_token = self.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
         self.score_tokens = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
@@ -162,7 +170,11 @@ class VideoAlignReward:
             num_frames // preprocessing.TEMPORAL_PATCH_SIZE,
             *(n // preprocessing.PATCH_SIZE for n in (height, width)),
         ]
-        output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
+        rotation = vision_rotation(
+            self.model.visual, [grid] * batch, self.dtype if self.rotary == "published" else None
+        )
+        with rotation:
+            output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
         # The merged features: transformers 5 returns them beside the unmerged ones, 4 alone.
         features = getattr(output, "pooler_output", output)
 
@@ -187,16 +199,6 @@ class VideoAlignReward:
         at_tokens = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         # In float32: the steps of bfloat16 would make ties within a group.
         return own_scores(at_tokens.float() @ self.head.T)
-
-
-def sequential_positions(tokens: Tensor) -> Tensor:
-    """Position ids (3, B, L) that count the tokens, the video's like all others.
-
-    Qwen2-VL itself numbers video tokens by frame, row and column. VideoAlign was trained without: its forward passed no
-    position ids, for which transformers 4.45 counted. Its weights know no other positions.
-    """
-    batch, length = tokens.shape
-    return torch.arange(length, device=tokens.device).expand(3, batch, length)
 
 
 def own_scores(logits: Tensor) -> Tensor:

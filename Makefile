@@ -19,12 +19,12 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test guard lint format clean
+.PHONY: help setup demo test test-slow guard lint format clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
 	@echo "  DEMO_DIR=runs/second            where make demo writes (a finished demo is shown again, not repeated)"
@@ -50,8 +50,11 @@ $(READY): setup.py
 demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train configs/toy_cpu.yaml --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
-test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+test: $(READY)  ## run the tests, but for the slow ones
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
 guard: $(READY)  ## hold costs to benchmarks/budgets.yaml; the tests do so too
 	$(BIN)/python -m benchmarks guard $(GUARD_ARGS)

@@ -15,7 +15,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import REFERENCE, FusedKernels, select_kernels
 from sage_fast.objective import PolicyTerms
 from sage_kernels.common import INTERPRETED
-from tests.convergence.support import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
+from tests.invariants.paired_training import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
 
 RUNS = {
     "on-policy": ["--objective.kl_mode=moving"],

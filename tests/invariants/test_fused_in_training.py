@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.projection import Projection, project
-from tests.convergence.support import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
+from tests.invariants.paired_training import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
 
 RUNS = {
     "lora-guided": ["--rollout.guidance_scale=3.0", "--objective.kl_mode=moving"],

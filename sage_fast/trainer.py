@@ -368,6 +368,7 @@ class Trainer:
             "kl_weight": self.kl_weight.to_dict(),
             "optimizer": self.engine.state(),
             "rng": {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, list(words), gauss]},
+            "reward_rng": self.world.gather(self.reward.state()),
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -392,6 +393,11 @@ class Trainer:
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]["torch"]), dtype=torch.uint8))
         version, words, gauss = state["rng"]["python"]
         random.setstate((version, tuple(words), gauss))
+        # One per rank; absent in checkpoints of earlier versions.
+        reward_states = state.get("reward_rng", [None])
+        reward_state = reward_states[self.world.rank % len(reward_states)]
+        if reward_state is not None:
+            self.reward.load_state(reward_state)
         self.update = int(state["update"])
         self.rollouts = int(state["rollouts"])
         self.anchor_update = int(state["anchor_update"])

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ class Scorer(ABC):
     def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Weighted sum of the scores, (B,) float64."""
         return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(0)
+
+    def state(self) -> Mapping[str, Any] | None:
+        """The random generators of rewards that do not share this process's, fit for JSON; asked for by checkpoints."""
+        return None
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned. Rewards that now share this process's generators have no use for it."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -2,10 +2,13 @@
 
 import inspect
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +20,43 @@ from sage_fast.records import Sample
 from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch
 
 logger = logging.getLogger(__name__)
+
+
+class _ExitCall(BaseException):
+    """Raised in place of `os._exit`, past the `except Exception` of a reward."""
+
+
+@contextmanager
+def _reward_code(name: str, when: str, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Within the context runs code of reward `name`. Whatever it raises becomes a RewardError that says so and `when`.
+
+    That includes the attempt to end the process: a reward that calls `sys.exit(0)` or `os._exit(0)` would end the run
+    as if it had succeeded. An interrupt stays an interrupt, and `refusals` pass as they are.
+    """
+    exit_process = os._exit
+    caller = os.getpid(), threading.get_ident()
+
+    def refuse_exit(status: int) -> NoReturn:
+        # Forked children of a reward end this way, and so do threads that watch over this process.
+        if (os.getpid(), threading.get_ident()) == caller:
+            raise _ExitCall(status)
+        exit_process(status)
+
+    os._exit = refuse_exit
+    try:
+        yield
+    except refusals:
+        raise
+    except KeyboardInterrupt:
+        raise
+    except _ExitCall as call:
+        raise RewardError(f"Reward {name!r} tried to end the process by os._exit({call}) {when}.") from call
+    except SystemExit as call:
+        raise RewardError(f"Reward {name!r} tried to end the process by sys.exit({call.code!r}) {when}.") from call
+    except BaseException as error:
+        raise RewardError(f"Reward {name!r} raised {type(error).__name__}: {error} {when}.") from error
+    finally:
+        os._exit = exit_process
 
 
 class CompositeReward(Scorer):
@@ -39,13 +79,15 @@ class CompositeReward(Scorer):
                 rewards that have them.
 
         Raises:
-            ConfigError: names the reward that cannot be built, or the prompt that it refuses, and why.
+            ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
+            RewardError: a reward failed in any other way while it was set up.
         """
         defaults = defaults or {}
         rewards = {}
         takes_device = False
         for name in config.rewards:
-            found = resolve(name, REWARDS, "reward.rewards")
+            with _reward_code(name, "while it was imported", (ConfigError,)):
+                found = resolve(name, REWARDS, "reward.rewards")
             options = dict(config.options.get(name, {}))
             if config.device is not None and "device" not in options and "device" in _parameters(found):
                 options["device"] = config.device
@@ -53,17 +95,19 @@ class CompositeReward(Scorer):
             for option in defaults.keys() & _parameters(found).keys():
                 if options.setdefault(option, defaults[option]) != defaults[option] and option == "fps":
                     logger.warning(
-                        "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames by "
-                        "its own.",
+                        "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at "
+                        "its own rate.",
                         *(name, options["fps"], defaults["fps"]),
                     )
-            rewards[name] = build_reward(name, found, options)
+            with _reward_code(name, "while it was set up", (ConfigError,)):
+                rewards[name] = build_reward(name, found, options)
             check_prompts = getattr(rewards[name], "check_prompts", None)
             if check_prompts is not None:
-                try:
-                    check_prompts(prompts)
-                except RewardError as error:
-                    raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
+                with _reward_code(name, "while it checked the prompts", (ConfigError,)):
+                    try:
+                        check_prompts(prompts)
+                    except RewardError as error:
+                        raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
         if config.device is not None and not takes_device:
             raise ConfigError(
                 f"reward.device is {config.device!r}, but each of {config.rewards} has no option device or has its own "
@@ -81,30 +125,27 @@ class CompositeReward(Scorer):
         return Scored(ScoredBatch(scores=scores, failed=failed, seconds=time.perf_counter() - start))
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Scores of one batch.
 
         Args:
             videos: (B, F, 3, H, W) uint8.
-            samples: B records, for the prompts and for naming a culprit.
+            samples: B records, for the prompts and for error messages.
 
         Returns:
             name -> (B,) float64, all finite.
 
         Raises:
-            RewardError: a reward raised, gave a wrong shape or name, or a score that is not finite.
+            RewardError: a reward raised, tried to exit, or returned a wrong shape, a taken name or a score that is not
+                finite.
         """
         prompts = [s.prompt.text for s in samples]
         scores: dict[str, Tensor] = {}
         for name, reward in self.rewards.items():
-            try:
+            with _reward_code(name, f"on {describe_batch(samples)}"):
                 result = reward.score(videos, prompts)
-            except Exception as error:  # a reward is foreign code: whatever it raises ends in one clear message
-                raise RewardError(
-                    f"Reward {name!r} raised {type(error).__name__}: {error} on {describe_batch(samples)}."
-                ) from error
             if not isinstance(result, Mapping):
                 raise RewardError(
                     f"Reward {name!r} returned a {type(result).__name__}, but it must be {{name: scores}} with "
@@ -141,14 +182,14 @@ class CompositeReward(Scorer):
         """As `score`, but a failure marks its sample instead of raising.
 
         Returns:
-            The scores that could be had (zero where they failed, without a name that failed everywhere), and
-            (B,) bool, True where a reward failed.
+            scores: those that could be computed, 0 where a reward failed; a name that failed everywhere is absent.
+            failed: (B,) bool, True where a reward failed.
         """
         try:
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
             logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
-        # Again one by one, to find out whose fault it was.
+        # Again one by one, to find the videos at fault.
         scores: dict[str, Tensor] = {}
         failed = torch.ones(len(samples), dtype=torch.bool)
         for row, sample in enumerate(samples):
@@ -164,7 +205,7 @@ class CompositeReward(Scorer):
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores that are there already, as `PendingScores`."""
+    """`PendingScores` that are known already."""
 
     batch: ScoredBatch
 
@@ -193,11 +234,11 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
     Args:
         name: the entry. options: its `reward.options`.
         found: what the entry names. A class is constructed with the options, and an object with a method `score` is
-            taken as it is. A function with two parameters that have no default is called as f(videos, prompts,
-            **options) for every batch; any other one is called with the options and must return a reward.
+            used as it is. A function whose first two parameters have no default is called as f(videos, prompts,
+            **options) for every batch; any other function is called with the options and must return a reward.
 
     Raises:
-        ConfigError: the options do not fit, the reward could not be set up, or it is none.
+        ConfigError: the options do not fit, the reward refuses them or lacks a file, or it is not a reward.
     """
     wanted = (
         "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
@@ -226,7 +267,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
 
 
 def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters by name; none for what has no signature to look at, as some built-in functions."""
+    """Parameters by name; none for an object without a signature, such as some built-in functions."""
     try:
         return inspect.signature(found).parameters
     except (TypeError, ValueError):

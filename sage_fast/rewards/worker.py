@@ -4,9 +4,9 @@
     submit    videos to shared memory  ------->  build the rewards once, then score batch after batch
     result    wait for the answer      <-------  scores, or the error and its traceback
 
-At most `reward.queue_size` batches are under way, so memory is bounded, and answers come in the order of submission.
-Both ends notice when the other one is gone: the worker leaves when the trainer does, however it ends, and whatever
-happens to the worker (it dies, hangs, cannot start) becomes an error of the trainer.
+At most `reward.queue_size` batches are in flight, which bounds memory, and answers arrive in order of submission. Each
+end notices when the other is gone: the worker exits with the trainer, however that ends, and a worker that dies, hangs
+or cannot start is an error in the trainer. The worker's random generators are part of a checkpoint.
 """
 
 import json
@@ -18,13 +18,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -35,32 +36,41 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe_batch
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.generators import generator_state, load_generator_state, seed_generators
 
-# Ctrl-C and the signals of a job scheduler reach the whole process group. The trainer then finishes its update, for
-# which it needs its scores; it ends the worker itself.
+# Ctrl-C and the signals of a job scheduler reach the whole process group. The trainer needs the scores to finish its
+# update, and stops the worker itself.
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_LEAVE = 5.0
-# What the worker is doing, where it is not in one of its rewards.
+SECONDS_BETWEEN_INTERRUPT_CHECKS = 0.2
+# What the worker is doing while it is not inside a reward.
 SETTING_UP, IDLE = -2, -1
 
 
 def load_scorer(
-    config: RewardConfig, prompts: Sequence[str] = (), *, device: str | None = None, fps: float | None = None
+    config: RewardConfig,
+    prompts: Sequence[str] = (),
+    *,
+    device: str | None = None,
+    fps: float | None = None,
+    seed: int = 0,
 ) -> Scorer:
-    """The rewards of a run, set up and ready, where `reward.placement` wants them.
+    """The rewards of a run, set up and ready, in the process that `reward.placement` names.
 
     Args:
         config: which rewards.
-        prompts: what they will score videos of; a reward with a method `check_prompts` sees them now.
+        prompts: the prompts of the videos to be scored; a reward with a method `check_prompts` sees them now.
         device: the policy's. Rewards that take a device use it where `reward.device` is null.
         fps: frames per second of the videos, for rewards that take it.
+        seed: of the random generators of a reward process. Inline, rewards share those of this process.
 
     Raises:
-        ConfigError: a reward cannot be built, or refuses a prompt.
+        ConfigError: the options of a reward do not fit, or it refuses its options or a prompt.
+        RewardError: a reward failed while it was set up.
     """
     defaults = {name: value for name, value in (("device", device), ("fps", fps)) if value is not None}
     if config.placement == "process":
-        return RewardProcess(config, prompts, defaults)
+        return RewardProcess(config, prompts, defaults, seed)
     return CompositeReward.from_config(config, prompts, defaults)
 
 
@@ -73,13 +83,21 @@ class _Request:
     on_failure: OnFailure
 
 
+@dataclass(frozen=True)
+class _GeneratorRequest:
+    """Take over `state` of the random generators, where it is given, and answer with the present one."""
+
+    state: Mapping[str, Any] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What came of a batch, or of building the rewards: scores or an error, and what the rewards logged."""
+    """The outcome of a request or of the set-up: scores, generator state or an error, and what the rewards logged."""
 
     scores: dict[str, list[float]] | None = None
     failed: list[bool] | None = None
     seconds: float = 0.0
+    generators: dict[str, Any] | None = None
     error: Exception | None = None
     remote_traceback: str = ""
     messages: Sequence[tuple[str, int, str]] = ()
@@ -87,17 +105,18 @@ class _Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What the worker takes over from the trainer's process, so that both compute the same numbers."""
+    """What the worker adopts from the trainer's process, so that both compute the same numbers."""
 
     prompts: Sequence[str]
     defaults: Mapping[str, Any]
+    seed: int
     num_threads: int
     cuda_device: int | None
     log_level: int
 
 
 class RemoteTraceback(Exception):
-    """The cause of an error that a reward raised in its own process; its text is the traceback from there."""
+    """The cause of an error that a reward raised in the worker; its text is the worker's traceback."""
 
 
 # ---------------------------------------------------------------------------------------------- in the trainer
@@ -107,12 +126,16 @@ class RewardProcess(Scorer):
     """`CompositeReward` in another process.
 
     Raises:
-        ConfigError: the rewards cannot be built there, by the same message as in this process; or the process died or
-            took longer than `reward.timeout_seconds`.
+        ConfigError, RewardError: the rewards cannot be set up there, with the same message as in this process.
+        RewardError: the process died, or took longer than `reward.timeout_seconds`.
     """
 
     def __init__(
-        self, config: RewardConfig, prompts: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+        self,
+        config: RewardConfig,
+        prompts: Sequence[str] = (),
+        defaults: Mapping[str, Any] | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(config.weights)
         self._names = list(config.rewards)
@@ -121,10 +144,11 @@ class RewardProcess(Scorer):
         self._last_answer = time.monotonic()
         self._broken: str | None = None
         self._running = torch.full((1,), SETTING_UP).share_memory_()
-        """Number of the reward that the worker is in, for naming one that does not return."""
+        """Number of the reward that the worker is in, to name one that does not return."""
         settings = _Settings(
             prompts=list(prompts),
             defaults=dict(defaults or {}),
+            seed=seed,
             num_threads=torch.get_num_threads(),
             cuda_device=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -134,19 +158,19 @@ class RewardProcess(Scorer):
         self._process: BaseProcess = context.Process(
             target=_serve, args=(theirs, config, self._running, settings), name="rewards"
         )
-        with _signals_held_back():
-            self._process.start()
-        # The only other copy is the worker's, so that its end is seen here.
-        theirs.close()
-        # Before multiprocessing waits for its children at exit, hence the priority; also when this object goes.
-        self._stop = Finalize(self, _end_worker, (self._process, self._connection, self._running), exitpriority=10)
-        try:
-            self._unpack(self._next_answer(self._last_answer, "while it was set up"))
-        except RewardError as error:
-            raise ConfigError(str(error)) from error
-        except BaseException:
-            self.close()
-            raise
+        # Deferred, because a worker that nobody has promised to stop would be waited for at exit, for ever.
+        with _interrupts_deferred() as deliver_interrupt:
+            with _signals_blocked():
+                self._process.start()
+            # The only other copy is the worker's, so that its end is seen here.
+            theirs.close()
+            # Runs before multiprocessing joins its children at exit, hence the priority, and when this object goes.
+            self._stop = Finalize(self, _end_worker, (self._process, self._connection, self._running), exitpriority=10)
+            try:
+                self._unpack(self._next_answer(self._last_answer, "while it was set up", deliver_interrupt))
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure = "stop") -> "_Pending":
         """Hand one batch over; waits while `reward.queue_size` batches are under way. See `Scorer.submit`.
@@ -157,13 +181,17 @@ class RewardProcess(Scorer):
         self._check_alive()
         while len(self._outstanding) >= self._queue_size:
             self._receive()
+        with _interrupts_deferred():
+            return self._send_batch(videos, samples, on_failure)
+
+    def _send_batch(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure) -> "_Pending":
         copy = videos.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         texts = [[s.prompt.text, s.prompt.index, s.prompt.seed, s.member] for s in samples]
         try:
             request = _Request(
                 videos=copy.share_memory_(),
-                # Not in the message: a message this small always fits into the pipe, so that sending never waits for a
-                # worker that does not read.
+                # Not in the message: one this small always fits into the pipe, so that sending never waits for a worker
+                # that does not read.
                 samples=torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8).share_memory_(),
                 on_failure=on_failure,
             )
@@ -172,18 +200,44 @@ class RewardProcess(Scorer):
                 f"There is no shared memory for a batch of videos of {copy.nbytes / 2**20:.0f} MiB: {error}. Enlarge "
                 "/dev/shm (`docker run --shm-size`), lower reward.queue_size, or set reward.placement to inline."
             ) from error
-        try:
-            self._connection.send(request)
-        except ConnectionError:
-            self._fail_dead(f"on {describe_batch(samples)}")
+        self._send(request, f"on {describe_batch(samples)}")
         pending = _Pending(self, samples)
         self._outstanding.append(pending)
         return pending
 
+    def state(self) -> dict[str, Any]:
+        """The worker's random generators after every batch submitted so far, fit for JSON.
+
+        Raises:
+            RewardError: the worker is gone.
+        """
+        return self._generators(None)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned. Raises as `state`."""
+        self._generators(state)
+
+    def _generators(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        self._check_alive()
+        while self._outstanding:
+            self._receive()
+        where = "while its random generators were read"
+        with _interrupts_deferred() as deliver_interrupt:
+            self._send(_GeneratorRequest(state), where)
+            answer = self._next_answer(time.monotonic(), where, deliver_interrupt)
+        assert answer.generators is not None
+        return answer.generators
+
+    def _send(self, request: "_Request | _GeneratorRequest", where: str) -> None:
+        try:
+            self._connection.send(request)
+        except ConnectionError:
+            self._fail_dead(where)
+
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         if self._broken is None:
-            self._broken = "The process of the rewards has been closed."
+            self._broken = "The reward process has been closed."
         self._stop()
 
     def _check_alive(self) -> None:
@@ -193,21 +247,29 @@ class RewardProcess(Scorer):
     def _receive(self) -> None:
         """Wait for the answer to the oldest batch."""
         self._check_alive()
-        pending = self._outstanding[0]
-        # The worker began with this batch when it had both the batch and nothing else to do.
-        start = max(pending.submitted, self._last_answer)
-        pending.answer = self._next_answer(start, f"on {describe_batch(pending.samples)}")
-        self._outstanding.popleft()
-        self._last_answer = time.monotonic()
+        with _interrupts_deferred() as deliver_interrupt:
+            pending = self._outstanding[0]
+            # The worker began with this batch when it had both the batch and nothing else to do.
+            start = max(pending.submitted, self._last_answer)
+            pending.answer = self._next_answer(start, f"on {describe_batch(pending.samples)}", deliver_interrupt)
+            self._outstanding.popleft()
+            self._last_answer = time.monotonic()
 
-    def _next_answer(self, start: float, where: str) -> _Answer:
-        """The worker's next message. RewardError when none comes within the time allowed, counted from `start`.
+    def _next_answer(self, start: float, where: str, deliver_interrupt: Callable[[], None]) -> _Answer:
+        """The worker's next message.
 
-        `where` says, in messages, what the worker is at.
+        Args:
+            start: when the worker began, from which the time allowed is counted.
+            where: says in messages what the worker is working on.
+            deliver_interrupt: see `_interrupts_deferred`.
+
+        Raises:
+            RewardError: the worker is gone, or none came in time.
         """
         deadline = start + self._timeout
-        # In slices: a Ctrl-C that comes just before a wait begins does not end it, and is answered after it.
-        while not wait([self._connection, self._process.sentinel], min(1.0, max(0.0, deadline - time.monotonic()))):
+        ends: list[Connection | int] = [self._connection, self._process.sentinel]
+        while not wait(ends, min(SECONDS_BETWEEN_INTERRUPT_CHECKS, max(0.0, deadline - time.monotonic()))):
+            deliver_interrupt()
             if time.monotonic() < deadline:
                 continue
             culprit = self._culprit()
@@ -216,7 +278,7 @@ class RewardProcess(Scorer):
                 "stopped. Raise reward.timeout_seconds if it needs longer."
             )
         try:
-            # A worker that died may have answered before.
+            # A worker that died may have answered first.
             if not self._connection.poll(1.0):
                 self._fail_dead(where)
             answer: _Answer = self._connection.recv()
@@ -274,9 +336,9 @@ class _Pending:
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """A process started within holds back what it will ignore, until it has come to the line that ignores it."""
-    # It would be started by the first process, and would let the signals through again.
+def _signals_blocked() -> Iterator[None]:
+    """A process started within keeps the signals that it is going to ignore pending until it ignores them."""
+    # Started by the first process otherwise, and that would unblock the signals.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
     try:
@@ -285,13 +347,46 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Within the context Ctrl-C is noted only. It is delivered at the context's end, or by calling what this yields.
+
+    Python runs a handler between any two instructions of the main thread, and an exception that it raises there ends
+    whatever runs. In a weak reference's callback or a destructor it is printed as "Exception ignored in" and lost, so
+    that the wait that follows goes on; between the start of the worker and the line that registers its end, or inside
+    a lock of torch's shared memory, it leaves something behind that the exit of this process then waits for. Blocking
+    the signal is not enough: another thread may take it, and its handler runs in the main thread all the same.
+
+    Handlers are left alone where they cannot raise here: in other threads, and where SIGINT is ignored.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    noted: list[FrameType | None] = []
+
+    def deliver() -> None:
+        if noted:
+            frame = noted[-1]
+            noted.clear()
+            handler(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append(frame))
+    try:
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        deliver()
+
+
 def _end_worker(process: BaseProcess, connection: Connection, running: Tensor) -> None:
-    """End the worker: an idle one leaves when its connection closes, one in a reward is killed."""
-    connection.close()
-    process.join(SECONDS_TO_LEAVE if int(running) == IDLE else 0)
-    if process.exitcode is None:
-        process.kill()
-        process.join(SECONDS_TO_LEAVE)
+    """Stop the worker: an idle one exits when its connection closes, one inside a reward is killed."""
+    with _interrupts_deferred():
+        connection.close()
+        process.join(SECONDS_TO_LEAVE if int(running) == IDLE else 0)
+        if process.exitcode is None:
+            process.kill()
+            process.join(SECONDS_TO_LEAVE)
 
 
 # ---------------------------------------------------------------------------------------------- in the worker
@@ -308,26 +403,28 @@ def _serve(connection: Connection, config: RewardConfig, running: Tensor, settin
         torch.cuda.set_device(settings.cuda_device)
     collector = _Collector()
     logging.basicConfig(level=settings.log_level, handlers=[collector])
+    seed_generators(settings.seed)
 
     try:
         rewards = CompositeReward.from_config(config, settings.prompts, settings.defaults)
-    except ConfigError as error:
-        connection.send(_Answer(error=error, messages=collector.take()))
+    except (ConfigError, RewardError) as error:
+        connection.send(_failure(error, collector))
         return
-    except Exception as error:
-        message = f"The process of the rewards {config.rewards} could not build them: {type(error).__name__}: {error}"
-        connection.send(_Answer(error=ConfigError(message), remote_traceback=traceback.format_exc()))
-        raise
     for number, name in enumerate(rewards.rewards):
         rewards.rewards[name] = _Marked(rewards.rewards[name], number, running)
     running.fill_(IDLE)
     connection.send(_Answer(messages=collector.take()))
     while True:
         try:
-            request: _Request = connection.recv()
+            request: _Request | _GeneratorRequest = connection.recv()
         except (EOFError, ConnectionError):
             return
-        answer = _answer(rewards, request, collector)
+        if isinstance(request, _GeneratorRequest):
+            if request.state is not None:
+                load_generator_state(request.state)
+            answer = _Answer(generators=generator_state())
+        else:
+            answer = _score(rewards, request, collector)
         running.fill_(IDLE)
         del request  # the batch goes before the next one comes
         try:
@@ -336,7 +433,7 @@ def _serve(connection: Connection, config: RewardConfig, running: Tensor, settin
             return
 
 
-def _answer(rewards: CompositeReward, request: _Request, collector: "_Collector") -> _Answer:
+def _score(rewards: CompositeReward, request: _Request, collector: "_Collector") -> _Answer:
     nothing = PromptEmbeds(text=torch.empty(0, 0), glyph=torch.empty(0, 0))  # rewards read texts
     samples = [
         Sample(prompt=Prompt(text=text, index=index, seed=seed), embeds=nothing, member=member)
@@ -345,9 +442,7 @@ def _answer(rewards: CompositeReward, request: _Request, collector: "_Collector"
     try:
         batch = rewards.submit(request.videos, samples, request.on_failure).result()
     except (RewardError, ConfigError) as error:
-        return _Answer(
-            error=type(error)(str(error)), remote_traceback=traceback.format_exc(), messages=collector.take()
-        )
+        return _failure(error, collector)
     return _Answer(
         scores={name: values.tolist() for name, values in batch.scores.items()},
         failed=batch.failed.tolist(),
@@ -356,8 +451,13 @@ def _answer(rewards: CompositeReward, request: _Request, collector: "_Collector"
     )
 
 
+def _failure(error: ConfigError | RewardError, collector: "_Collector") -> _Answer:
+    """The answer for the error being handled, without its causes, which may not be fit for sending."""
+    return _Answer(error=type(error)(str(error)), remote_traceback=traceback.format_exc(), messages=collector.take())
+
+
 def _leave_with_trainer() -> None:
-    """End this process, whatever it is doing, when the trainer's is gone."""
+    """End this process, whatever it is doing, once the trainer's is gone."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     trainer.join()
@@ -366,7 +466,7 @@ def _leave_with_trainer() -> None:
 
 @dataclass(frozen=True)
 class _Marked:
-    """A reward that notes in shared memory that it is running."""
+    """A reward that says in shared memory that it is running."""
 
     reward: Reward
     number: int
@@ -378,11 +478,11 @@ class _Marked:
 
 
 class _Collector(logging.Handler):
-    """Keeps what is logged for the trainer, whose progress bar and log file it belongs to."""
+    """Collects log records for the trainer, which owns the progress bar and the log file."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The trainer's own format comes on top.
+        # The trainer adds its own format.
         self.setFormatter(logging.Formatter("%(message)s"))
         self._messages: list[tuple[str, int, str]] = []
 

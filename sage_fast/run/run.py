@@ -141,6 +141,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
             [p.text for p in (*prompts, *eval_prompts)],
             device=str(rank_device(config.model.device)),
             fps=config.video.fps,
+            seed=config.seed + world.rank,
         )
         return Trainer(config, components, reward, prompts, eval_prompts, world=world)
     except (ValueError, OSError) as error:

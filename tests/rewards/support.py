@@ -1,6 +1,8 @@
 """Rewards for tests of how rewards are called."""
 
+import ctypes
 import os
+import random
 import signal
 import sys
 import time
@@ -8,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,9 +56,15 @@ def fails(fault: str) -> Any:
     """What can go wrong inside foreign code."""
     if fault == "raise":
         raise ValueError("the scoring server is gone")
-    if fault == "exit":
-        print("giving up", file=sys.stderr)
-        os._exit(3)
+    if fault == "sys.exit":
+        sys.exit(0)
+    if fault == "os._exit":
+        os._exit(0)
+    if fault == "exit":  # in a library's C code, where Python has no say
+        ctypes.CDLL(None)._exit(0)
+    if fault == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
@@ -78,6 +87,28 @@ class Faulty:
                 (Path(self.folder) / "pid").write_text(str(os.getpid()))
             fails(self.fault)
         return {"score": brightness(videos, prompts)}
+
+
+class Drawing:
+    """Random scores from every global generator that a reward may use.
+
+    While there is a file `fatal`, the third batch removes it and kills the trainer.
+    """
+
+    def __init__(self, fatal: str = "") -> None:
+        self.fatal, self.batches = Path(fatal), 0
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        count = len(videos)
+        self.batches += 1
+        if self.batches == 3 and self.fatal.is_file():
+            self.fatal.unlink()
+            os.kill(os.getppid(), signal.SIGKILL)
+        return {
+            "python": torch.tensor([random.random() for _ in range(count)]),
+            "numpy": torch.from_numpy(np.random.rand(count)),
+            "torch": torch.rand(count),
+        }
 
 
 class Waiting:

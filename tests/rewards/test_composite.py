@@ -1,6 +1,12 @@
 """Everything that may be named as a reward, and what is said when it is none."""
 
+import multiprocessing
+import os
 import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +16,11 @@ from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.composite import CompositeReward, FunctionReward
 from sage_fast.rewards.worker import load_scorer
 from tests.rewards import support
 
+ROOT = Path(__file__).resolve().parents[2]
 EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
 VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SAMPLES = [
@@ -156,3 +163,64 @@ def test_prompts_are_checked_before_anything_is_generated(placement: Any) -> Non
     load_scorer(config, ["a cat"]).close()
     with pytest.raises(ConfigError, match=r"data\.prompts.*no score for 'a dog'"):
         load_scorer(config, ["a cat", "a dog"])
+
+
+EXITS = [
+    ("sys.exit", r"tried to end the process by sys\.exit\(0\)"),
+    ("os._exit", r"tried to end the process by os\._exit\(0\)"),
+    ("crash", "raised RuntimeError: out of something"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), EXITS)
+def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
+    """In a child process, where an exit would be one: it prints the error, and then that it is still there."""
+    script = f"""
+import os
+from sage_fast.config.errors import RewardError
+from tests.rewards.test_composite import SAMPLES, VIDEOS, composite
+exit_process = os._exit
+for attempt in (
+    lambda: composite("Faulty", {{"score": 1.0}}, fault={fault!r}, when="build"),
+    lambda: composite("Faulty", {{"score": 1.0}}, fault={fault!r}, word="bb").score(VIDEOS, SAMPLES),
+):
+    try:
+        attempt()
+    except RewardError as error:
+        print(error)
+marked = composite("Faulty", {{"score": 1.0}}, fault={fault!r}, word="bb").submit(VIDEOS, SAMPLES, "drop_group")
+print(marked.result().failed.tolist(), os._exit is exit_process)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    building, scoring, marked = done.stdout.splitlines()
+    assert re.fullmatch(f"Reward 'tests.rewards.support:Faulty' {message} while it was set up.", building)
+    assert re.fullmatch(rf"Reward 'tests.rewards.support:Faulty' {message} on prompt 7 \('a'\), sample 0 .*", scoring)
+    assert marked == "[False, True, False] True"
+
+
+def test_an_interrupt_in_a_reward_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").submit(VIDEOS, SAMPLES, "drop_group")
+
+
+def test_only_the_reward_itself_is_kept_from_exiting() -> None:
+    """A process that it forks ends as it wants to, and so may a thread end this process: a watchdog has reasons to."""
+    exits: list[int] = []
+
+    def score(videos: torch.Tensor, prompts: object) -> torch.Tensor:
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=os._exit, args=(3,))
+        child.start()
+        child.join()
+        thread = threading.Thread(target=lambda: os._exit(4))
+        thread.start()
+        thread.join()
+        assert child.exitcode == 3
+        return torch.ones(3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        owner, leave = os.getpid(), os._exit
+        patch.setattr(os, "_exit", lambda status: exits.append(status) if os.getpid() == owner else leave(status))
+        CompositeReward({"r": FunctionReward(score, "s", {})}, {"s": 1.0}).score(VIDEOS, SAMPLES)
+    assert exits == [4]

@@ -3,26 +3,34 @@
 Where two processes must be at work at once, they wait for each other's files; no test measures a duration.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.schema import RewardConfig, RunConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
-from sage_fast.run.run import build_trainer
+from sage_fast.run.interrupt import SAME_KEY_PRESS, GracefulStop
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.run import Run, build_trainer
 from tests.rewards import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +112,7 @@ def test_a_reward_that_raises_stops_or_marks_as_inline(started: Callable[..., Re
 @pytest.mark.parametrize(
     ("fault", "on_failure", "how"),
     [
-        ("exit", "stop", "ended with exit code 3"),
+        ("exit", "stop", "ended with exit code 0"),
         ("kill", "drop_group", "was killed by SIGKILL, as the kernel does when memory runs out,"),
     ],
 )
@@ -133,19 +141,31 @@ def test_a_reward_that_hangs_is_stopped(started: Callable[..., RewardProcess]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("fault", "kind", "message"),
     [
-        ({"when": "build"}, "'tests.rewards.support:Faulty' cannot be set up: the scoring server is gone"),
-        ({"when": "build", "fault": "crash"}, "could not build them: RuntimeError: out of something"),
-        ({"when": "build", "fault": "exit"}, "exit code 3 .* while it was set up"),
-        ({"when": "build", "fault": "hang"}, "took longer than 3 s while it was set up"),
+        ("raise", ConfigError, "'tests.rewards.support:Faulty' cannot be set up: the scoring server is gone"),
+        ("crash", RewardError, "'tests.rewards.support:Faulty' raised RuntimeError: out of something while it was set"),
+        ("sys.exit", RewardError, r"tried to end the process by sys.exit\(0\) while it was set up"),
+        ("os._exit", RewardError, r"tried to end the process by os._exit\(0\) while it was set up"),
+        ("exit", RewardError, "exit code 0 .* while it was set up"),
+        ("hang", RewardError, "took longer than 3 s while it was set up"),
     ],
-    ids=["refuses", "crashes", "exits", "hangs"],
 )
-def test_rewards_that_cannot_be_built_are_configuration_errors(options: dict[str, str], message: str) -> None:
-    seconds = 3.0 if options.get("fault") == "hang" else 60.0
-    with pytest.raises(ConfigError, match=message):
-        load_scorer(config("Faulty", options={"Faulty": options}, timeout_seconds=seconds))
+def test_rewards_that_cannot_be_set_up(fault: str, kind: type[Exception], message: str) -> None:
+    options = {"Faulty": {"when": "build", "fault": fault}}
+    seconds = 3.0 if fault == "hang" else 60.0
+    with pytest.raises(kind, match=message):
+        load_scorer(config("Faulty", options=options, timeout_seconds=seconds))
+
+
+@pytest.mark.parametrize("fault", ["sys.exit", "os._exit"])
+def test_a_reward_that_exits_has_failed_and_its_process_goes_on(
+    started: Callable[..., RewardProcess], fault: str
+) -> None:
+    worker = started(config("Faulty", options={"Faulty": {"fault": fault}}))
+    with pytest.raises(RewardError, match=rf"by {fault}\(0\) on prompt 40 \('good'\), sample 0 or the video scored"):
+        worker.submit(videos(2), samples("good", "bad")).result()
+    assert worker.submit(videos(2), samples("good", "bad"), "drop_group").result().failed.tolist() == [False, True]
 
 
 def test_a_weight_without_a_score_is_a_configuration_error(started: Callable[..., RewardProcess]) -> None:
@@ -183,6 +203,11 @@ def test_it_goes_with_its_last_reference() -> None:
 REWARDS = "--reward.rewards=['tests.rewards.support:{}']"
 PROCESS = "--reward.placement=process"
 MakeRun = Callable[..., RunConfig]
+
+
+def environment() -> dict[str, str]:
+    """For processes that import this package and its tests."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])}
 
 
 def timeless(record: dict[str, float]) -> dict[str, float]:
@@ -250,16 +275,189 @@ def test_scoring_overlaps_the_rollout(tiny_run: MakeRun, tmp_path: Path) -> None
     trainer.reward.close()
 
 
+# ------------------------------------------------------------------------------------------ random generators
+
+DRAWING = "tests.rewards.support:Drawing"
+DRAWN = ["python", "numpy", "torch"]
+
+
+def test_the_generators_are_seeded_and_their_state_goes_on(started: Callable[..., RewardProcess]) -> None:
+    settings = config("Drawing", weights=dict.fromkeys(DRAWN, 1.0))
+
+    def draw(worker: RewardProcess) -> list[list[float]]:
+        scores = worker.submit(videos(3), samples("a", "b", "c")).result().scores
+        return [scores[name].tolist() for name in DRAWN]
+
+    first = started(settings)
+    begin = draw(first)
+    pending = first.submit(videos(1), samples("a"))
+    state = json.loads(json.dumps(first.state()))  # after the batch that is in flight
+    assert pending.answer is not None
+    going_on = [draw(first), draw(first)]
+    second = started(settings)
+    assert draw(second) == begin and len({value for column in begin for value in column}) == 9
+    second.load_state(state)
+    assert [draw(second), draw(second)] == going_on
+    other = RewardProcess(settings, seed=1)
+    assert not set(draw(other)[0]) & set(begin[0])
+    other.close()
+
+
+def drawing_run(tmp_path: Path) -> list[str]:
+    """Overrides of a run whose rewards are drawn from each generator."""
+    return [
+        REWARDS.format("Drawing"),
+        f"--reward.options={{'{DRAWING}': {{fatal: '{tmp_path / 'fatal'}'}}}}",
+        "--reward.weights={python: 1, numpy: 1, torch: 1}",
+        PROCESS,
+    ]
+
+
+def rows(run: RunConfig) -> list[dict[str, float]]:
+    return [timeless(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")]
+
+
+def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(tiny_run: MakeRun, tmp_path: Path) -> None:
+    whole = tiny_run(*drawing_run(tmp_path))
+    Run(whole).train()
+    saved = Path(whole.output_dir) / "checkpoints" / checkpoint_name(1)
+    resumed = tiny_run(*drawing_run(tmp_path), f"--output_dir={tmp_path / 'resumed'}", f"--resume={saved}")
+    Run(resumed).train()
+    assert [row["update"] for row in rows(resumed)] == [0, 2]
+    assert rows(resumed) == [rows(whole)[0], rows(whole)[2]]
+
+
+@pytest.mark.slow
+def test_a_killed_run_draws_the_numbers_of_an_uninterrupted_one(tiny_run: MakeRun, tmp_path: Path) -> None:
+    whole = tiny_run(*drawing_run(tmp_path))
+    Run(whole).train()
+    killed = [*drawing_run(tmp_path), f"--output_dir={tmp_path / 'killed'}"]
+    (tmp_path / "fatal").touch()
+    command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "run.yaml"), *killed]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "fatal").exists()
+    resumed = tiny_run(*killed, "--resume=auto")
+    Run(resumed).train()
+    assert len(rows(resumed)) == 3
+    assert rows(resumed) == rows(whole)
+
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+
+@pytest.mark.signals
+def test_ctrl_c_at_every_line_of_the_wait(started: Callable[..., RewardProcess]) -> None:
+    """Of the wait and of all that it calls. Each is an interrupt at once, and the worker's answers stay in step."""
+    worker = started(config("brightness", weights={"brightness": 1.0}))
+    batch = videos(1), samples("a")
+    expected = worker.submit(*batch).result().scores["brightness"]
+    lost, points, reached = [], 0, True
+    while reached:
+        reached = False
+        countdown = points
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal countdown, reached
+            if event == "line":
+                if countdown == 0:
+                    sys.settrace(None)
+                    reached = True
+                    os.kill(os.getpid(), signal.SIGINT)
+                countdown -= 1
+            return trace
+
+        pending = worker.submit(*batch)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pending.result()
+            if reached:
+                lost.append(points)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert torch.equal(pending.result().scores["brightness"], expected)
+        assert not worker._outstanding
+        points += 1
+    assert not lost
+    assert points > 100
+
+
+@pytest.mark.signals
+def test_ctrl_c_in_a_callback_ends_the_wait(
+    started: Callable[..., RewardProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in a weak reference's callback is lost to Python; the reward would not have answered for 30 s."""
+    worker = started(config("Waiting", options={"Waiting": {"folder": str(tmp_path)}}))
+    pending = worker.submit(videos(1), samples("a"))
+
+    class Target:
+        """Something to refer to."""
+
+    def wait_after_callback(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        target = Target()
+        reference = weakref.ref(target, lambda _: os.kill(os.getpid(), signal.SIGINT))
+        del target
+        assert reference() is None
+        return wait(*arguments)
+
+    monkeypatch.setattr("sage_fast.rewards.worker.wait", wait_after_callback)
+    with pytest.raises(KeyboardInterrupt):
+        pending.result()
+    assert pending.answer is None
+    (tmp_path / "go-0").touch()
+    assert pending.result().scores["score"].tolist() == [1.0]
+
+
+@pytest.mark.signals
+def test_ctrl_c_while_the_worker_starts_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be joined at exit, and it would wait for batches."""
+    start = SpawnProcess.start
+
+    def start_interrupted(process: SpawnProcess) -> None:
+        start(process)
+        children.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    children: list[SpawnProcess] = []
+    monkeypatch.setattr(SpawnProcess, "start", start_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RewardProcess(config("brightness"))
+    assert children[0].exitcode is not None
+
+
+@pytest.mark.signals
+def test_a_second_ctrl_c_ends_the_wait_of_a_run(started: Callable[..., RewardProcess], tmp_path: Path) -> None:
+    """The first asks the run to stop after its update, for which it goes on waiting."""
+    worker = started(config("Waiting", options={"Waiting": {"folder": str(tmp_path)}}))
+    pending = worker.submit(videos(1), samples("a"))
+    with GracefulStop(announce=False) as stop:
+        first = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        second = threading.Timer(0.5 + SAME_KEY_PRESS, os.kill, (os.getpid(), signal.SIGINT))
+        first.start()
+        second.start()
+        with pytest.raises(KeyboardInterrupt):
+            pending.result()
+        assert stop.requested and not second.is_alive()
+    (tmp_path / "go-0").touch()
+    assert pending.result().scores["score"].tolist() == [1.0]
+
+
 # ------------------------------------------------------------------------------------------ no orphans
 
 PARENT = """
-import sys, torch
+import signal, sys, torch
 from pathlib import Path
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.worker import RewardProcess
 
 if __name__ == "__main__":
+    # Commands that a script starts in the background begin with SIGINT ignored, and so do those that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     name, folder = "tests.rewards.support:Faulty", sys.argv[1]
     options = {name: {"fault": "hang", "folder": folder}}
     worker = RewardProcess(RewardConfig(rewards=[name], options=options, weights={"score": 1}, placement="process"))
@@ -282,16 +480,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.signals
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("end", ["finish", "ctrl-c", "killed"])
 def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     """A trainer that ends in the middle of a batch, is interrupted or is killed takes its worker along."""
     script = tmp_path / "train.py"
     script.write_text(PARENT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])}
     parent = subprocess.Popen(
         [sys.executable, script, tmp_path, end],
-        env=environment,
+        env=environment(),
         start_new_session=True,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -316,6 +514,7 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
             parent.kill()
 
 
+@pytest.mark.signals
 def test_ctrl_c_and_sigterm_leave_the_worker_to_the_trainer(
     started: Callable[..., RewardProcess], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ GUARD_ARGS ?=
 PYTEST_ARGS ?=
 # Test processes; each computes on one thread.
 JOBS ?= auto
+REPEATS ?= 100
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
@@ -19,17 +20,18 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow guard lint format clean
+.PHONY: help setup demo test test-slow test-repeat guard lint format clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
 	@echo "  DEMO_DIR=runs/second            where make demo writes (a finished demo is shown again, not repeated)"
 	@echo "  DEMO_ARGS=\"--seed=1\"            overrides for make demo, as for sage-fast train; take another DEMO_DIR"
 	@echo "  GUARD_ARGS=\"--only block\"       arguments for make guard"
+	@echo "  REPEATS=10                      how often make test-repeat runs each test"
 	@echo "  PYTEST_ARGS=\"-k sde -x\"         arguments for make test"
 
 setup: $(READY)  ## create .venv and install the project into it
@@ -55,6 +57,10 @@ test: $(READY)  ## run the tests, but for the slow ones
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+
+# Four processes for each core: a race shows when processes have to wait for one another.
+test-repeat: $(READY)  ## repeat the tests of signals and kills REPEATS times, under load
+	SAGE_TEST_REPEATS=$(REPEATS) $(BIN)/python -m pytest -n $$((4 * $$(nproc))) -m signals $(PYTEST_ARGS)
 
 guard: $(READY)  ## hold costs to benchmarks/budgets.yaml; the tests do so too
 	$(BIN)/python -m benchmarks guard $(GUARD_ARGS)

@@ -102,3 +102,11 @@ def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         return load_config(file, overrides)
 
     return make
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests marked `signals` run `SAGE_TEST_REPEATS` times."""
+    repeats = int(os.environ.get("SAGE_TEST_REPEATS", "1"))
+    if repeats > 1 and metafunc.definition.get_closest_marker("signals"):
+        metafunc.fixturenames.append("repeat")
+        metafunc.parametrize("repeat", range(repeats))

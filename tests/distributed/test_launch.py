@@ -287,6 +287,7 @@ def test_without_an_agent_the_processes_meet_at_rank_0() -> None:
 # ---------------------------------------------------------------------------------------------- stopping
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_asks_to_stop(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
@@ -298,6 +299,7 @@ def test_a_signal_asks_to_stop(number: signal.Signals, capfd: pytest.CaptureFixt
     assert number.name in capfd.readouterr().err
 
 
+@pytest.mark.signals
 def test_one_key_press_that_comes_twice_is_one(capfd: pytest.CaptureFixture[str]) -> None:
     with GracefulStop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -309,6 +311,7 @@ def test_one_key_press_that_comes_twice_is_one(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.count("finishing this update") == 1
 
 
+@pytest.mark.signals
 def test_torchrun_is_known_to_wait_only_so_long(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

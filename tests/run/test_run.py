@@ -173,6 +173,7 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
     tiny_run: MakeRun, tmp_path: Path, number: signal.Signals
@@ -192,6 +193,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
     assert list_checkpoints(tmp_path / "stopped/checkpoints")[-1].name == f"update-{done:06d}"
 
 
+@pytest.mark.signals
 def test_a_signal_between_two_updates_loses_neither(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when the update has been found to need no checkpoint."""
     run = Run(tiny_run("--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0"))

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
 from sage_fast.records import PromptEmbeds
 
 if TYPE_CHECKING:
     from diffusers import HunyuanVideo15Transformer3DModel
+
+    from sage_fast.config.schema import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,31 @@ class Components:
         """Log a warning where the run's timestep shift is not the model's own."""
         if (text := shift_difference(self.shift, shift)) is not None:
             logger.warning("%s", text)
+
+
+def load_components(model: "ModelConfig") -> Components:
+    """Load the model that a configuration names, by the function of its family.
+
+    Raises:
+        ConfigError: no such family, or one of the user's own failed or gave no `Components`. Else what the family
+            raises: ValueError and OSError for files and settings that do not fit.
+    """
+    load = resolve(model.family, MODEL_FAMILIES, "model.family")
+    if model.family in MODEL_FAMILIES:
+        components: Components = load(model)
+        return components
+    try:
+        components = load(model)
+    except (ValueError, OSError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.family is {model.family!r}, but calling it failed: {describe(error)}.") from error
+    if not isinstance(components, Components):
+        raise ConfigError(
+            f"model.family is {model.family!r}, which gave a {type(components).__name__} where "
+            "sage_fast.models.family.Components is expected."
+        )
+    return components
 
 
 def check_guidance(guidance_distilled: str | None, guidance_scale: float) -> None:

@@ -37,7 +37,6 @@ from sage_fast.config.distributed import check_heads
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig, by_dotted_key, check_batch, to_dict
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.failure.selfcheck import check_world, noise_digests
@@ -46,6 +45,7 @@ from sage_fast.distributed.launch import effective_resume, rank_device, restart_
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
+from sage_fast.models.family import load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -133,8 +133,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if section.deepspeed_config is not None:
         read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
-        load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
-        components = load(config.model)
+        components = load_components(config.model)
         cast_weights(components.transformer, dtype)
         reward = load_scorer(
             config.reward,

@@ -16,10 +16,9 @@ from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
-from sage_fast.models.family import VideoDecoder
+from sage_fast.models.family import VideoDecoder, load_components
 from sage_fast.models.hunyuan15.fused import Acceleration, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
@@ -95,7 +94,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         torch.set_num_threads(config.num_threads)
     device = rank_device(config.model.device)
     try:
-        components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
+        components = load_components(config.model)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))

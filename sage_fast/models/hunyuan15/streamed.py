@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.files import replacing
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import ModelConfig
+from sage_fast.models.family import load_components
 from sage_fast.models.hunyuan15.loading import cache_folder, checkpoint_files, find_checkpoint
 
 STEM = "diffusion_pytorch_model"
@@ -57,7 +57,7 @@ def open_transformer(model: ModelConfig) -> tuple[HunyuanVideo15Transformer3DMod
         ValueError, OSError: as its `load_components`.
     """
     if model.family != "hunyuan15":
-        loaded = resolve(model.family, MODEL_FAMILIES, "model.family")(model).transformer
+        loaded = load_components(model).transformer
         return loaded, loaded.state_dict()
     folder = checkpoint_files(find_checkpoint(model), cache_folder(model)).transformer
     with torch.device("meta"):

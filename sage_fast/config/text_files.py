@@ -273,7 +273,7 @@ _INTEGERS = (
     (re.compile("[-+]?0x[0-9a-fA-F_]*[0-9a-fA-F]_*"), 16),
     (re.compile("[-+]?0b[01_]*[01]_*"), 2),
 )
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"([-+]?)\.(inf|nan)", re.IGNORECASE)
 
 

@@ -291,6 +291,10 @@ def _tidy(message: str) -> str:
         if kind == "bool":
             return f"{key} is {value!r}, but it must be true or false."
         return f"{key} is {value!r}, but it must be of type {kind}."
+    if match := re.match(r"([\w.]+): Does not validate .* Subtypes: \[(.*?)\] Errors: .* Given value: (.*)", message):
+        key, kinds, value = match.groups()
+        kinds = re.sub(r"<class '(.+?)'>", r"\1", kinds).replace("NoneType", "null").replace(", ", " or ")
+        return f"{key} is {value[:MAX_SHOWN]}, but it must be of type {kinds}."
     # Settings of other modules name their own field; say in which section of the file it stands.
     if match := re.match(r"(\w+) is ", message):
         keys = [k for k in _types() if k.endswith(f".{match[1]}")]

@@ -39,10 +39,12 @@ def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
         raise FileNotFoundError(errno.ENOENT, "A path cannot hold a NUL character", str(path))
     # Opening a pipe waits for a writer unless it is told not to.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+        # A file of 2 TB is not read to find that out; one in /proc has no size before it is read.
+        data = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+    if max(len(data), status.st_size) > max_bytes:
         raise ConfigError(f"{path}: larger than {max_bytes:,} bytes; is it the file that was meant?")
     try:
         text = data.decode("utf-8-sig")

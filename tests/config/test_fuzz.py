@@ -139,7 +139,7 @@ def remove_line(draw: random.Random, data: bytes) -> bytes:
 def insert_bytes(draw: random.Random, data: bytes) -> bytes:
     place = draw.randrange(len(data) + 1)
     odd = (b"\0", b"\xff", b"\xe9", b"\t", b"\r\n", b"\xef\xbb\xbf", b"{", b"]", b'"', b"'", b"&a", b"*a", b"<<: ",
-           b"---\n", b"...\n", b"%YAML 3.0\n", "\u2028".encode(), b"\x07", b"," * 50, b":" * 3, b"\\", b"!")  # fmt: skip
+           b"---\n", b"...\n", b"%YAML 3.0\n", "\u2028".encode(), b"\x07", b"," * 50, b":" * 3, b"!")  # fmt: skip
     return data[:place] + draw.choice(odd) + data[place:]
 
 
@@ -165,8 +165,19 @@ def grow(draw: random.Random, data: bytes) -> bytes:
 
 MUTATIONS: dict[str, Callable[[random.Random, bytes], bytes]] = {
     function.__name__: function
-    for function in (set_value, append_key, misspell, repeat_line, remove_line, insert_bytes, cut, bomb,
-                     encode_otherwise, grow, set_well)  # fmt: skip
+    for function in (
+        set_value,
+        append_key,
+        misspell,
+        repeat_line,
+        remove_line,
+        insert_bytes,
+        cut,
+        bomb,
+        encode_otherwise,
+        grow,
+        set_well,
+    )
 }
 OFTEN = ("set_value",) * 4 + ("append_key",) * 4 + ("set_well",) * 40
 
@@ -260,7 +271,7 @@ def problem(case: Case, folder: Path) -> str | None:
         return f"no end after {SECONDS} s"
     except SystemExit as end:
         return None if end.code == 2 else f"SystemExit({end.code!r})"
-    except BaseException as error:
+    except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     if status not in (0, 2):
         return f"status {status}"
@@ -409,8 +420,41 @@ def test_many_of_the_cases_are_accepted(tmp_path: Path) -> None:
     for case in map(case_of, QUICK[:CHUNK]):
         path = tmp_path / case.kind
         path.write_bytes(case.content())
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            with contextlib.suppress(SystemExit):
-                words = [word for group in case.words for word in group]
-                accepted += case.kind in ("config", "words") and run_train(path, words) == 0
+        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with quiet[0], quiet[1], contextlib.suppress(SystemExit):
+            words = [word for group in case.words for word in group]
+            accepted += case.kind in ("config", "words") and run_train(path, words) == 0
     assert accepted >= 15
+
+
+def ends_well(words: Sequence[str], **environment: str) -> tuple[int, str]:
+    """Status and stderr of the real program. It is killed where it hangs."""
+    result = subprocess.run(
+        [sys.executable, "-m", "sage_fast", *words],
+        env=os.environ | environment, capture_output=True, timeout=120, errors="replace",
+    )  # fmt: skip
+    assert result.returncode in (0, 1, 2) and "Traceback" not in result.stderr, (words, result.stderr[-2000:])
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("utf8", ["0", "1"])
+def test_a_path_beyond_ascii_in_the_c_locale(utf8: str, tmp_path: Path) -> None:
+    file = tmp_path / "é猫.yaml"
+    file.write_bytes(PRESET.read_bytes() + "logging: {wandb_project: é猫}\n".encode())
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": utf8}
+    words = ["train", str(file), f"--output_dir={tmp_path / 'é'}"]
+    status, errors = ends_well([*words, "--print_config"], **ascii_only)
+    assert status == 0 or (utf8 == "0" and "surrogates" in errors)
+    status, errors = ends_well([*words, f"--data.prompts={tmp_path / '猫.txt'}"], **ascii_only)
+    assert status == 2 and "error: " in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_random_cases_as_real_processes(seed: int, tmp_path: Path) -> None:
+    while (case := case_of(seed)).kind not in ("config", "words"):
+        seed += 1000
+    path = tmp_path / "case.yaml"
+    path.write_bytes(case.content())
+    words = [word for group in case.words for word in group if "\0" not in word]
+    ends_well(["train", str(path), f"--output_dir={tmp_path / 'run'}", *words, "--print_config"])

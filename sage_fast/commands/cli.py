@@ -42,8 +42,8 @@ class _Parser(argparse.ArgumentParser):
     An abbreviation would change its meaning with the next option that is added.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**(kwargs | {"allow_abbrev": False}))
 
     def error(self, message: str) -> NoReturn:
         report_error(f"{self.format_usage()}{self.prog}: error: {message}")

@@ -132,7 +132,7 @@ class _Document:
         """Anchor -> its value and number of nodes; None while the value is being read."""
 
     def fail(self, event: yaml.Event, message: str) -> NoReturn:
-        line = "" if self.key else f":{event.start_mark.line + 1}"
+        line = "" if self.key else f":{_line(event)}"
         raise ConfigError(f"{self.where}{line}: {message}")
 
     def read(self) -> Any:
@@ -164,7 +164,7 @@ class _Document:
         if self.nodes > MAX_NODES:
             self.fail(event, f"more than {MAX_NODES:,} values, those of aliases included; is it a configuration?")
 
-    def node(self, event: yaml.Event, key: str, depth: int) -> Any:
+    def node(self, event: Any, key: str, depth: int) -> Any:
         if isinstance(event, yaml.AliasEvent):
             return self.alias(event)
         if depth > MAX_DEPTH:
@@ -213,10 +213,10 @@ class _Document:
             name = event.value
             key = f"{prefix}.{name}" if prefix else name
             if name in lines:
-                first, second = lines[name], event.start_mark.line + 1
+                first, second = lines[name], _line(event)
                 places = f", in line {first} and in line {second}" if second > first else ""
                 self.fail(event, f"{key} is given twice{places}; merge the two, or remove one")
-            lines[name] = event.start_mark.line + 1
+            lines[name] = _line(event)
             if not isinstance(self.scalar(event, f"the key {key}"), str):
                 self.fail(event, f"the key {key} is no word; write it in quotes")
             value = self.node(next(self.events), key, depth + 1)
@@ -261,6 +261,11 @@ class _Document:
         if special := _NOT_FINITE.fullmatch(text):
             return float(f"{special[1]}{special[2]}")
         return text
+
+
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None  # the parser sets it
+    return event.start_mark.line + 1
 
 
 _NULL = re.compile("~|null|Null|NULL|")

@@ -271,7 +271,7 @@ def problem(case: Case, folder: Path) -> str | None:
         return f"no end after {SECONDS} s"
     except SystemExit as end:
         return None if end.code == 2 else f"SystemExit({end.code!r})"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever else it is, it would be a traceback
         return f"{type(error).__name__}: {str(error)[:300]}"
     if status not in (0, 2):
         return f"status {status}"

@@ -119,8 +119,8 @@ def test_what_is_written_is_what_it_looks_like(tmp_path: Path) -> None:
         load_config(file)
 
 
-@pytest.mark.parametrize("text", ["010", "1e3", "-.5", "no", "On", "1:30", "null", "~", "", "true", ".inf", "é😀",
-                                  "a: b", "{a}", "0x10", "2024-01-01", "=", "<<", "*a", "a\u2028b", "1_000"])  # fmt: skip
+@pytest.mark.parametrize("text", ["010", "1e3", "-.5", "no", "On", "1:30", "null", "", "true", ".inf", "é😀",
+                                  "a: b", "{a}", "0x10", "2024-01-01", "=", "<<", "*a", "a\u2028b", "~"])  # fmt: skip
 def test_a_saved_configuration_is_read_back(tmp_path: Path, text: str) -> None:
     assert read_yaml(dump_yaml({"a": [text], text or "x": 1}), "here") == {"a": [text], text or "x": 1}
     config = RunConfig(output_dir=text or "x", data=DataConfig(prompts=text or "x"))

@@ -39,6 +39,7 @@ _MOST: dict[str, float] = {
     "rollout.batch_size": 10_000,
     "evaluation.num_steps": 10_000,
     "evaluation.batch_size": 10_000,
+    "optimizer.learning_rate": 1e30,  # what a step does to the weights is checked where it is made
     "reward.timeout_seconds": 30 * 86_400,
     "distributed.startup_timeout_seconds": 30 * 86_400,
     "distributed.timeout_seconds": 30 * 86_400,

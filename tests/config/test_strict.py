@@ -99,7 +99,7 @@ def test_every_number_has_an_upper_bound() -> None:
     for key in numbers:
         with pytest.raises(ConfigError) as error:
             load_config(
-                PRESET, [f"--{key}={10**30}"] if ".weights." not in key else [f"--reward.weights={{VQ: {10**30}}}"]
+                PRESET, [f"--{key}={10**31}"] if ".weights." not in key else [f"--reward.weights={{VQ: {10**31}}}"]
             )
         assert key.rpartition(".")[2] in str(error.value) or "weights" in key, error.value
 

@@ -36,6 +36,8 @@ from sage_fast.models.hunyuan15.block import (
     Checkpointing,
     JointAttention,
     LocalAttention,
+    Rotary,
+    StreamInput,
     block_forward,
     read_block,
 )
@@ -95,8 +97,8 @@ class Acceleration:
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
         self.adaln = adaln
         self.table: ModulationTable | None = None
-        self.rotary: tuple[Tensor, Tensor]
-        """cos and sin of the video tokens of the forward that runs, those that are computed here."""
+        self.rotary: Rotary
+        """Tables of the forward that runs, for the video tokens that are computed here."""
         self.num_video = 0
         """Video tokens of the forward that runs, on all ranks that share them."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
@@ -227,7 +229,7 @@ class Acceleration:
             x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
         table = self.modulation(known, timestep)
         # Not through the blocks' arguments, which FSDP may cast to bfloat16.
-        self.rotary = cos, sin
+        self.rotary = Rotary(cos, sin)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations)
@@ -489,7 +491,8 @@ def _fused_block(
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(settings, streams, flat, x, text, modulation, text_modulation, *acceleration.rotary)
+    video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
+    return block_forward(settings, streams, flat, video, words, acceleration.rotary)
 
 
 def _fused_forward(

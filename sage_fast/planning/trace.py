@@ -239,7 +239,7 @@ def _function(
             policy.velocity(latents, sigma, prompts)
 
     def gradient(tracer: Tracer) -> None:
-        def pull(output: Tensor, cotangents: Any) -> None:
+        def vjp(output: Tensor, cotangents: Any) -> None:
             kept.append(tracer.now)
             if call.collected:
                 torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
@@ -247,6 +247,6 @@ def _function(
                 output.backward(cotangents[0])
 
         cotangents = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
-        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", pull=pull)
+        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", vjp=vjp)
 
     return (gradient if call.gradient else velocity), kept

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -21,9 +21,24 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sage_fast.config.schema import LoraConfig
 from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+
+
+def make_trainable(
+    transformer: HunyuanVideo15Transformer3DModel, mode: Literal["lora", "full"], lora: LoraConfig, seed: int
+) -> None:
+    """Prepare a transformer for `training.mode`: new adapters, or every weight that matters.
+
+    ValueError as `add_lora` and `train_all`.
+    """
+    if mode == "lora":
+        modules = lora.target_modules
+        add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=modules, seed=seed)
+    else:
+        train_all(transformer)
 
 
 def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: Sequence[str]) -> list[str]:
@@ -94,7 +109,7 @@ def always_read_glyphs(transformer: nn.Module) -> None:
 
     So weight decay and moments do not depend on which rank has which prompts, nor on whether one is among those of an
     update. FSDP2 and ZeRO sum gradients in buckets: a weight that has one on some ranks alone would shift the others
-    (FSDP2 can be told of that from torch 2.13 on), and in ZeRO one that has none in the first pull would add to the
+    (FSDP2 can be told of that from torch 2.13 on), and in ZeRO one that has none in the first backward would add to the
     last update's.
     """
     modules: Any = transformer

@@ -49,6 +49,7 @@ from sage_fast.models.family import load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
+from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
@@ -67,7 +68,8 @@ logger = logging.getLogger(__name__)
 # together roll out as many videos, which is compared apart.) What a message tells the user to change is among them,
 # so that the run can go on. The model's folder may have moved: its weights are compared instead.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size|training\.(num_updates|guidance|update)"
+    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size"
+    r"|training\.(num_updates|guidance|update|skip_nonfinite_updates)"
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|offload_activations|adaln|compile)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
@@ -124,6 +126,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
@@ -165,7 +168,8 @@ def train(config: RunConfig) -> RunResult:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
-    world = start_world(config, rank_device(config.model.device))
+    device = rank_device(config.model.device)
+    world = start_world(section, config.training.mode, device, to_dict(config))
     # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
     if world.any(effective_resume(config.resume) != config.resume):
         config = replace(config, resume="auto")
@@ -190,7 +194,7 @@ class Run:
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
         check_world(
             world,
-            config,
+            self.directory,
             self.trainer.device,
             noise=noise_digests(self.trainer.next_noise()),
             inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
@@ -424,7 +428,7 @@ class Run:
         """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone."""
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
-        evaluation, videos = trainer.evaluate(keep_videos=self.sample_rows)
+        evaluation, videos = trainer.evaluate(return_videos=self.sample_rows)
         seconds = time.perf_counter() - start
         if not self.world.is_main:
             return {}

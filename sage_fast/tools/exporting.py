@@ -207,7 +207,7 @@ def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: P
         transformer = load_components(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
     with _naming_the_checkpoint():
-        use_weights(transformer, config, weights)
+        use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
     if dtype is not None:
         # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():

@@ -24,7 +24,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
 from sage_fast.records import Prompt, Sample
-from sage_fast.rollout import sample_trajectory
+from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run import media
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
 
@@ -59,7 +59,12 @@ class Generator:
 
     def use_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
-        self._replace(lambda transformer: use_weights(transformer, self.config, weights), "The checkpoint")
+        self._replace(
+            lambda transformer: use_weights(
+                transformer, weights, mode=self.config.training.mode, lora=self.config.lora
+            ),
+            "The checkpoint",
+        )
 
     def use_adapter(self, path: Path) -> None:
         """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
@@ -177,15 +182,9 @@ def generate(
         for first in range(0, len(remaining), size):
             names = remaining[first : first + size]
             batch = [plan[name] for name in names]
-            trajectory = sample_trajectory(
-                generator.policy,
-                batch,
-                table,
-                generator.latent_shape,
-                seed=config.evaluation.seed,
-                update=0,
-                device=generator.device,
-            )
+            keys = noise_keys(batch, config.evaluation.seed, update=0)
+            initial = initial_latents(keys, generator.latent_shape, generator.device)
+            trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
             for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
                 media.write_video(output / name, video.cpu(), config.video.fps)
                 bar.update()

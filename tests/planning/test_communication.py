@@ -23,7 +23,7 @@ from sage_fast.planning.layout import Group, Layout, least_gpus, plan_layout
 from sage_fast.planning.text import to_text
 from sage_fast.planning.work import anchor_share
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import join, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = DEVICES["h100"]
@@ -165,16 +165,14 @@ SHARDED = {
 
 def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
     """(calls, bytes) that this rank sends in an iteration of each of `SHARDED`, by kind."""
-    import torch
     from torch import distributed as dist
 
-    from sage_fast.distributed.start import start_world
     from sage_fast.run.run import build_trainer
 
     world, found = None, {}
     for name, words in SHARDED.items():
         config = load_config(file, words)
-        world = world or start_world(config, torch.device("cpu"))
+        world = world or join(config)
         trainer = build_trainer(config, world)
         sizes: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
 

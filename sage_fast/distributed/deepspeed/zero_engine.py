@@ -3,13 +3,14 @@
 DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
 gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things differ:
 
-* **Gathering weights (stage 3)**: `deepspeed_gathering.py` says how, and why not as DeepSpeed does.
-* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by it:
-  exact where it is a power of two, else one rounding. Ranks that share a video contribute parts of the sum like others.
-* **When an update's gradient is complete** the trainer says by calling `clip_gradients`; DeepSpeed's counting of
+* **Gathering weights (stage 3)**: `gathering.py` says how, and why not as DeepSpeed does.
+* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by that
+  number: exact for a power of two, one rounding otherwise. Ranks that share a video contribute parts of the sum like
+  all others.
+* **The trainer decides when an update's gradient is complete**, by calling `clip_gradients`. DeepSpeed's counting of
   micro-batches is off (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. All that is used of it beyond its documented interface is in this file.
+Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in this file.
 """
 
 import importlib
@@ -36,6 +37,7 @@ from sage_fast.distributed.deepspeed.zero_config import ZeroConfig, read_config
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
 
 OLDEST = "0.19.8"
@@ -61,7 +63,7 @@ class Fragment:
 
 
 class DeepSpeedEngine:
-    """`Engine` (engine.py) over DeepSpeed ZeRO. Every rank must `pull` as often as the others between two steps.
+    """`Engine` (engine.py) over DeepSpeed ZeRO. Between two steps every rank must call `vjp` equally often.
 
     Args:
         transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
@@ -147,16 +149,16 @@ class DeepSpeedEngine:
 
     # ------------------------------------------------------------------------------------------ gradient and step
 
-    def pull(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """As in `Engine`. The sum over ranks is taken on the way."""
         (cotangent,) = cotangents
-        # As DeepSpeed does before a forward: it adds to the gradient of the pulls before, and does not replace it.
+        # As DeepSpeed does before a forward: this adds to the gradient so far instead of replacing it.
         self._zero.clear_backward_seen_flag()
         self._engine.backward((output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False)
         if self._gathering is not None:
             self._gathering.end_backward()
 
-    def last_pull(self, last: bool) -> None:
+    def last_vjp(self, last: bool) -> None:
         """As in `Engine`; ZeRO sums in every backward."""
 
     @torch.no_grad()
@@ -184,6 +186,10 @@ class DeepSpeedEngine:
             self._zero._release_preflattened_grad_buffers()
             for index in range(len(self.masters)):
                 self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+
+    def weights_finite(self) -> bool:
+        """As in `Engine`, of the float32 masters."""
+        return norm_is_finite(self.masters)
 
     @property
     def learning_rate(self) -> float:

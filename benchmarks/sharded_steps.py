@@ -80,7 +80,7 @@ def shard(transformer: HunyuanVideo15Transformer3DModel, mode: Mode, world: Worl
     else:
         # `parallelize` leaves frozen weights of a single rank whole, so its steps are taken one by one.
         choose_forward(transformer, replace(config.model, adaln="weights"))
-        shard_weights(transformer, config.distributed, world, device, mode=mode, adaln="weights")
+        shard_weights(transformer, config.distributed, config.model, world, device, mode=mode)
         gathering = Gathering(transformer, "never")
     return TorchEngine(trainable_parameters(transformer), config.optimizer, world, gathering)
 

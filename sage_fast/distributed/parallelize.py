@@ -29,7 +29,7 @@ from sage_fast.config.schema import EvaluationConfig, ModelConfig, RolloutConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.fused import AdaLN, choose_forward
+from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.models.hunyuan15.modulation import adaln_layers
 from sage_fast.policy.lora import always_read_glyphs
 from sage_fast.records import PromptEmbeds
@@ -100,21 +100,21 @@ def parallelize(
     # because it moves the weights.
     if not sharded:
         return Gathering(transformer, "never")
-    shard_weights(transformer, distributed, world, device, mode=training.mode, adaln=model.adaln)
+    shard_weights(transformer, distributed, model, world, device, mode=training.mode)
     return Gathering(transformer, keep_gathered)
 
 
 def shard_weights(
     transformer: HunyuanVideo15Transformer3DModel,
     distributed: DistributedSettings,
+    model: ModelConfig,
     world: World,
     device: torch.device,
     *,
     mode: Literal["lora", "full"],
-    adaln: AdaLN,
 ) -> None:
     """FSDP2 on every block, and on the rest of the transformer as one more unit."""
-    whole = _left_whole(transformer, device, mode, adaln)
+    whole = _left_whole(transformer, model, device, mode)
     for name, buffer in transformer.named_buffers():
         owner, _, last = name.rpartition(".")
         transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
@@ -150,15 +150,18 @@ def shard_weights(
 
 
 def _left_whole(
-    transformer: HunyuanVideo15Transformer3DModel, device: torch.device, mode: Literal["lora", "full"], adaln: AdaLN
+    transformer: HunyuanVideo15Transformer3DModel,
+    model: ModelConfig,
+    device: torch.device,
+    mode: Literal["lora", "full"],
 ) -> set[nn.Parameter]:
     """What FSDP2 must not shard, on its device: adapters, and the weights that a table of the modulation is made of."""
     whole = set() if mode == "full" else {p for p in transformer.parameters() if p.requires_grad}
     for adapter in whole:
         adapter.data = adapter.data.to(device)
-    if adaln in ("table", "offload"):
+    if model.adaln in ("table", "offload"):
         layers = [layer for block in transformer.transformer_blocks for layer in adaln_layers(block)]
-        if adaln == "table":  # with `offload` they are in CPU memory
+        if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
         whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}
     return whole

@@ -44,7 +44,6 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.records import (
     Prompt,
-    PromptEmbeds,
     Sample,
     ScoredRollout,
     Trajectory,
@@ -110,31 +109,8 @@ class Trainer:
         self.kernels = select_kernels(config.model.kernels, self.device)
         check_trainable_steps(config.rollout, config.training)
 
-        # The model: text encoders first, because there may not be room for them beside the transformer on the GPU.
-        components.check_guidance(config.rollout.guidance_scale)
-        components.warn_of_shift(config.rollout.shift)
-        self.decoder = components.video_decoder
-        video = config.video
-        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
-        self.embeds = _encode(components, [*prompts, *eval_prompts])
-        self.model_digest = base_digest(components.transformer)
-        """Which weights the run starts from."""
-        self._shard(components.transformer)
-
-        # The prompts, and this rank's share of a rollout.
-        self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-        self.eval_samples = [
-            Sample(prompt=p, embeds=self.embeds[p.text].to(self.device), member=0) for p in eval_prompts
-        ]
-        size = config.rollout.batch_size
-        self.videos_per_rollout = size * world.dp_degree
-        """On all ranks."""
-        self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
-        """Those of this rank."""
-        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
-        if self.engine.sharded:
-            train, scored = ([self.embeds[p.text] for p in group] for group in (prompts, eval_prompts))
-            check_lockstep(config.rollout, config.evaluation, train, scored)
+        self._prepare_model(components, [*prompts, *eval_prompts])
+        self._divide_rollout(prompts, eval_prompts)
 
         # What advances.
         self.update = 0
@@ -150,9 +126,20 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._first_update = True
 
-    def _shard(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
-        """Settle what is trained, spread the transformer over the ranks, and copy the weights that are compared to."""
-        config = self.config
+    def _prepare_model(self, components: Components, prompts: Sequence[Prompt]) -> None:
+        """Encode the prompts, settle what is trained, spread the transformer over the ranks, and take snapshots."""
+        config, transformer = self.config, components.transformer
+        components.check_guidance(config.rollout.guidance_scale)
+        components.warn_of_shift(config.rollout.shift)
+        self.decoder = components.video_decoder
+        video = config.video
+        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+        # All prompts in one call: nothing later touches a text encoder. And before the transformer is on the GPU,
+        # because there may not be room for both.
+        texts = ["", *(prompt.text for prompt in prompts)]
+        self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
+        self.model_digest = base_digest(transformer)
+        """Which weights the run starts from."""
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         self.engine = self._make_engine(transformer)
         self.parameters = self.engine.parameters
@@ -165,6 +152,23 @@ class Trainer:
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+
+    def _divide_rollout(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
+        """The prompts of the run, and this rank's share of a rollout."""
+        config, world = self.config, self.world
+        self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
+        self.eval_samples = [
+            Sample(prompt=p, embeds=self.embeds[p.text].to(self.device), member=0) for p in eval_prompts
+        ]
+        size = config.rollout.batch_size
+        self.videos_per_rollout = size * world.dp_degree
+        """On all ranks."""
+        self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
+        """Those of this rank."""
+        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
+        if self.engine.sharded:
+            train, scored = ([self.embeds[p.text] for p in group] for group in (prompts, eval_prompts))
+            check_lockstep(config.rollout, config.evaluation, train, scored)
 
     def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel) -> Engine:
         """The engine of `distributed.engine` over the transformer, whose trained weights are settled."""
@@ -487,9 +491,3 @@ class Trainer:
         return {
             name: snapshot for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)) if snapshot is not None
         }
-
-
-def _encode(components: Components, prompts: Sequence[Prompt]) -> dict[str, PromptEmbeds]:
-    """Text -> conditioning of all prompts and of the empty one, in one call: nothing later touches a text encoder."""
-    texts = ["", *(prompt.text for prompt in prompts)]
-    return dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))

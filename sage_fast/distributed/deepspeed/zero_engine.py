@@ -110,26 +110,7 @@ class DeepSpeedEngine:
             if transformer.dtype != torch.bfloat16:
                 cast_weights(transformer, torch.bfloat16)
         always_read_glyphs(transformer)
-        own = AdamW(
-            list(self.parameters.values()),
-            lr=optimizer_config.learning_rate,
-            betas=optimizer_config.betas,
-            eps=optimizer_config.eps,
-            weight_decay=optimizer_config.weight_decay,
-        )
-        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
-        with _quiet():
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=transformer, optimizer=own, config=dict(config.document), dist_init_required=False
-            )
-        # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
-        # here.
-        self._engine.module_forward_pre_hook.remove()
-        self._engine.module_forward_post_hook.remove()
-        self._gathering: BlockGathering | None = None
-        if config.stage == 3:
-            self._zero.parameter_offload.destroy()
-            self._gathering = BlockGathering(transformer)
+        self._initialize(deepspeed, transformer)
         if acceleration is not None:
             acceleration.forget()
         self.masters: list[Tensor] = (
@@ -138,7 +119,7 @@ class DeepSpeedEngine:
         """This rank's float32 partitions of the trained weights."""
         self.fragments = {name: self._fragment(p) for name, p in self.parameters.items()}
         for master in self.masters:
-            # What AdamW makes in its first step; a checkpoint may come before.
+            # What AdamW creates in its first step; a checkpoint may come before.
             self._zero.optimizer.state[master] = {
                 "step": torch.tensor(0.0),
                 **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
@@ -146,6 +127,29 @@ class DeepSpeedEngine:
         for name, value in exact.items():
             self._put(self.masters, name, value)
         self._updates = 0
+
+    def _initialize(self, deepspeed: Any, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        """Hand the transformer and its optimizer to DeepSpeed."""
+        optimizer = AdamW(
+            list(self.parameters.values()),
+            lr=self.optimizer_config.learning_rate,
+            betas=self.optimizer_config.betas,
+            eps=self.optimizer_config.eps,
+            weight_decay=self.optimizer_config.weight_decay,
+        )
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        with _quiet():
+            self._engine, self._zero, _, _ = deepspeed.initialize(
+                model=transformer, optimizer=optimizer, config=dict(self.config.document), dist_init_required=False
+            )
+        # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
+        # here.
+        self._engine.module_forward_pre_hook.remove()
+        self._engine.module_forward_post_hook.remove()
+        self._gathering: BlockGathering | None = None
+        if self.sharded:
+            self._zero.parameter_offload.destroy()
+            self._gathering = BlockGathering(transformer)
 
     # ------------------------------------------------------------------------------------------ gradient and step
 
@@ -247,7 +251,7 @@ class DeepSpeedEngine:
         """Within the context the trained weights are whole and float32 on every rank, as an adapter is saved. The model
         cannot compute then. Collective.
         """
-        kept = {name: p.data for name, p in self.parameters.items()}
+        sharded = {name: p.data for name, p in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 whole = self._spread(self.masters, name)
@@ -256,7 +260,7 @@ class DeepSpeedEngine:
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.data = kept[name]
+                parameter.data = sharded[name]
 
     def gather_whole(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Weights, or what is partitioned like them, whole and in CPU memory, each on one rank. Collective."""
@@ -347,9 +351,9 @@ class ZeroSnapshot:
     def _exchange(self) -> None:
         for values, masters in zip(self.values, self._engine.masters, strict=True):
             for value, master in zip(values.split(CHUNK), masters.split(CHUNK), strict=True):
-                kept = master.clone()
+                old = master.clone()
                 master.copy_(value)
-                value.copy_(kept)
+                value.copy_(old)
         self._engine.weights_changed()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def a_graph_break(patch: Patch, folder: Path) -> None:
 
 def in_every_method_of_the_gradient(patch: Patch, act: Callable[[Any], None]) -> None:
     for gradient in (TwoPhaseGradient, SinglePassGradient):
-        for name in ("begin", "sampler", "measure_anchor", "accumulate"):
+        for name in ("begin", "velocity", "measure_anchor", "accumulate"):
             method = getattr(gradient, name)
 
             def wrapped(self: Any, *args: Any, method: Any = method) -> Any:

@@ -33,6 +33,17 @@ class Prompt:
     seed: int | None = None
 
 
+SHORT_CAPTION = 40
+"""Words of the median prompt below which a file is called short; HunyuanVideo-1.5 is used with 80 to 200."""
+
+
+def word_count(prompt: str) -> int:
+    """Words of a prompt; of Chinese, which is written without spaces, every three characters count as two words."""
+    characters = sum("\u4e00" <= character <= "\u9fff" for character in prompt)
+    words = sum(any(c.isalnum() and not "\u4e00" <= c <= "\u9fff" for c in word) for word in prompt.split())
+    return words + round(characters * 2 / 3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptEmbeds:
     """Text conditioning of one prompt: the valid tokens only, no padding and hence no mask.

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from sage_fast.config.files import exclusive, fingerprint, replacing
-from sage_fast.records import PromptEmbeds
+from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class HunyuanPromptEncoder:
             OSError: the cache cannot be written.
         """
         unique = list(dict.fromkeys(texts))
+        self._warn_of_short_prompts(unique)
         found = self._read(unique)
         if len(found) < len(unique):
             # Another rank may be at work on the same prompts: wait for it and look again.
@@ -100,6 +102,16 @@ class HunyuanPromptEncoder:
                 self._encode([t for t in unique if t not in found], known=len(found))
                 found |= self._read([t for t in unique if t not in found])
         return [found[text] for text in texts]
+
+    @staticmethod
+    def _warn_of_short_prompts(texts: Sequence[str]) -> None:
+        # A prompt or two may be a trial, or the empty one of guidance.
+        if len(texts) > 2 and (median := statistics.median(map(word_count, texts))) < SHORT_CAPTION:
+            logger.warning(
+                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200. "
+                "`sage-fast prompts rewrite` expands short ones.",
+                median,
+            )
 
     # ------------------------------------------------------------------------------------------ cache
 

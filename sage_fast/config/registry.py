@@ -21,6 +21,11 @@ DESCRIPTIONS = {
 """Family -> function that says what the planner needs to know; other families have it beside their `load_components`
 under the name `describe_model`."""
 
+TRANSFORMERS = {
+    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:HunyuanVideo15Backbone",
+}
+"""Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
+
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
     "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",

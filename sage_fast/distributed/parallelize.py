@@ -28,8 +28,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.fused import choose_forward
-from sage_fast.models.hunyuan15.modulation import adaln_layers
+from sage_fast.models.transformer import adaln_layers, choose_forward
 from sage_fast.policy.lora import always_read_glyphs
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ def shard_weights(
     whole = set(adapters)
     if config.model.adaln in ("table", "offload"):
         # A table is computed from whole weights; with `offload` they are in CPU memory.
-        layers = [layer for block in transformer.transformer_blocks for layer in adaln_layers(block)]
+        layers = adaln_layers(transformer)
         if config.model.adaln == "table":
             nn.ModuleList(layers).to(device)
         whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}

@@ -21,7 +21,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
+from sage_fast.models.transformer import dead_modules, is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 

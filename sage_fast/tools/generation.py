@@ -20,7 +20,7 @@ from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models.family import VideoDecoder
-from sage_fast.models.hunyuan15.fused import Acceleration, choose_forward
+from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
@@ -56,7 +56,7 @@ class Generator:
     samples: list[Sample]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
-    acceleration: Acceleration | None
+    acceleration: FusedForward | None
 
     def use_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""

@@ -26,7 +26,7 @@ Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,33 +46,12 @@ from sage_fast.models.hunyuan15.projection import (
     weight_backward,
 )
 from sage_fast.models.hunyuan15.transformer_kernels import TransformerKernels
+from sage_fast.models.transformer import Checkpointing, JointAttention
 
-Checkpointing = Literal["none", "selective", "full"]
 EPS = 1e-6
 
 _FEW_TOKENS = 1024
 """Up to so many tokens the branch is computed again for the gate: that reads W_2 once, the formula above thrice."""
-
-
-class JointAttention(Protocol):
-    """Attention over the joint sequence. Under sequence parallelism it is where tokens and heads are exchanged."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's tokens: q, k, v (B, N + L, H, D) with the video tokens first.
-
-        q may hold the video tokens alone; where it holds all, out has text rows too. lse is whatever `backward` needs
-        of it.
-        """
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v.
-
-        Under sequence parallelism gradients of the text are this rank's part of them: the ranks' parts add up.
-        """
-        ...
 
 
 @dataclass(frozen=True)

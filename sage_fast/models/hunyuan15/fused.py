@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -33,8 +33,6 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
-    Checkpointing,
-    JointAttention,
     LocalAttention,
     block_forward,
     read_block,
@@ -42,6 +40,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.hunyuan15.transformer_kernels import Choice, TransformerKernels, select_transformer_kernels
+from sage_fast.models.transformer import Checkpointing, JointAttention, SequenceLayout
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -50,26 +49,6 @@ AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
 _WEAK_CACHES = ("_glyphs", "_masks", "_images")
-
-
-class SequenceLayout(Protocol):
-    """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
-
-    The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
-    exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
-    """
-
-    def split(self, tokens: Tensor, dim: int) -> Tensor:
-        """This rank's share of all video tokens, which lie along `dim`; differentiable."""
-        ...
-
-    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
-        """All `num_video` video tokens from the ranks' shares; differentiable."""
-        ...
-
-    def attention(self, local: JointAttention, num_video: int) -> JointAttention:
-        """What the blocks of a video of so many tokens attend with; `local` is attention on one device."""
-        ...
 
 
 class Acceleration:
@@ -93,7 +72,7 @@ class Acceleration:
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
-        self.adaln = adaln
+        self.adaln, self.compiled = adaln, compile
         self.table: ModulationTable | None = None
         self.rotary: tuple[Tensor, Tensor]
         """cos and sin of the video tokens of the forward that runs, those that are computed here."""

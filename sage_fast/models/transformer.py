@@ -117,21 +117,21 @@ class Backbone(Protocol):
         ...
 
 
+@cache
+def _backbone(name: str) -> Backbone:
+    found: Backbone = resolve(name, TRANSFORMERS, "_class_name")()
+    return found
+
+
 def backbone(transformer: nn.Module) -> Backbone:
     """The code for a transformer. ValueError for a class that the registry does not know."""
-    return _backbone_of(type(transformer))
-
-
-@cache
-def _backbone_of(kind: Any) -> Backbone:
     # FSDP2 puts a subclass of its own in place of the class.
-    for base in kind.__mro__:
-        if base.__name__ in TRANSFORMERS:
-            found: Backbone = resolve(base.__name__, TRANSFORMERS, "transformer")()
-            return found
+    for kind in type(transformer).__mro__:
+        if kind.__name__ in TRANSFORMERS:
+            return _backbone(kind.__name__)
     raise ValueError(
-        f"The transformer is a {kind.__name__}, and only {', '.join(TRANSFORMERS)} can be trained. A further class "
-        "needs a Backbone (sage_fast/models/transformer.py) and a line in sage_fast/config/registry.py."
+        f"The transformer is a {type(transformer).__name__}, and only {', '.join(TRANSFORMERS)} can be trained. A "
+        "further class needs a Backbone (sage_fast/models/transformer.py) and a line in sage_fast/config/registry.py."
     )
 
 
@@ -141,9 +141,7 @@ def build_transformer(config: Mapping[str, Any]) -> Any:
     Args:
         config: its `config.json`; without a `_class_name` it is of the first class of `TRANSFORMERS`.
     """
-    name = config.get("_class_name", next(iter(TRANSFORMERS)))
-    found: Backbone = resolve(name, TRANSFORMERS, "_class_name")()
-    return found.build(config)
+    return _backbone(config.get("_class_name", next(iter(TRANSFORMERS)))).build(config)
 
 
 def velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:

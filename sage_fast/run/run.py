@@ -37,7 +37,6 @@ from sage_fast.config.distributed import check_heads
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig, by_dotted_key, check_batch, to_dict
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.failure.selfcheck import check_world, noise_digests
@@ -46,6 +45,8 @@ from sage_fast.distributed.launch import effective_resume, rank_device, restart_
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
+from sage_fast.models import video_files
+from sage_fast.models.family import describe_model, model_family
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -56,7 +57,6 @@ from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.progress import RunProgress, peak_memory_gib
 from sage_fast.run.prompts import read_prompts
 from sage_fast.run.provenance import write_environment
-from sage_fast.tools.generation import video_file_name
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -133,8 +133,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if section.deepspeed_config is not None:
         read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
-        load = resolve(config.model.family, MODEL_FAMILIES, "model.family")
-        components = load(config.model)
+        components = model_family(config.model.family).load(config.model)
         cast_weights(components.transformer, dtype)
         reward = load_scorer(
             config.reward,
@@ -150,10 +149,8 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
 
 def _check_described_heads(config: RunConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    from sage_fast.planning.estimate import describe  # here, because few runs need it
-
     try:
-        description = describe(config)
+        description = describe_model(config.model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])
@@ -432,8 +429,8 @@ class Run:
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
         for row, video in videos.items():
-            file = self.directory / "samples" / name / video_file_name(row, evaluation.prompts[row])
-            media.write_video(file, video, config.video.fps)
+            file = self.directory / "samples" / name / video_files.video_file_name(row, evaluation.prompts[row])
+            video_files.write_video(file, video, config.video.fps)
         if videos:
             rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
             media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +15,10 @@ from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
-from sage_fast.models.family import VideoDecoder
+from sage_fast.models import video_files
+from sage_fast.models.family import VideoDecoder, model_family
 from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
@@ -35,12 +34,6 @@ RECORD = "generation.json"
 """Beside the videos: what each was made with, so that a second call knows which ones to keep."""
 
 SHEET_ROWS = 16
-
-
-def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
-    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos."""
-    words = re.sub("[^a-z0-9]+", "-", prompt.lower())[:60].strip("-") or "prompt"
-    return f"{index:02d}-{words}{f'-{member}' if count > 1 else ''}.mp4"
 
 
 @dataclass(kw_only=True)
@@ -95,7 +88,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         torch.set_num_threads(config.num_threads)
     device = rank_device(config.model.device)
     try:
-        components = resolve(config.model.family, MODEL_FAMILIES, "model.family")(config.model)
+        components = model_family(config.model.family).load(config.model)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
@@ -161,7 +154,7 @@ def generate(
     plan: dict[str, Sample] = {}
     for position, sample in enumerate(generator.samples):
         for member in range(num_videos):
-            name = video_file_name(position, sample.prompt.text, member, num_videos)
+            name = video_files.video_file_name(position, sample.prompt.text, member, num_videos)
             plan[name] = replace(sample, member=member)
     settings = _settings(generator, table, weights, sampler)
     records = {name: settings | {"prompt": asdict(s.prompt), "member": s.member} for name, s in plan.items()}
@@ -188,13 +181,13 @@ def generate(
                 device=generator.device,
             )
             for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
-                media.write_video(output / name, video.cpu(), config.video.fps)
+                video_files.write_video(output / name, video.cpu(), config.video.fps)
                 bar.update()
                 if bar.disable:
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, media.read_video(p)) for s, p in shown])
+    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, video_files.read_video(p)) for s, p in shown])
     return paths, len(kept)
 
 

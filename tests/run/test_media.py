@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sage_fast.models.video_files import read_video, write_video
 from sage_fast.run.media import (
     CAPTION_WIDTH,
     MARGIN,
@@ -15,8 +16,6 @@ from sage_fast.run.media import (
     contact_sheet,
     filmstrip,
     plot_reward,
-    read_video,
-    write_video,
 )
 
 

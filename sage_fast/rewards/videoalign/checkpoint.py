@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_fast.rewards.clip import checkpoint_folder
+from sage_fast.models.hub import checkpoint_folder
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS
 
 DEFAULT_BASE_MODEL = "Qwen/Qwen2-VL-2B-Instruct"

@@ -41,7 +41,8 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sage_fast.config.distributed import check_heads
-from sage_fast.models.transformer import Checkpointing, FusedForward, JointAttention
+from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.transformer import Checkpointing, FusedForward
 
 
 def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) -> None:

@@ -220,14 +220,14 @@ def _video_size(config: RunConfig) -> Iterator[Check]:
     if description is None:
         return
     section, name = "configuration", "video"
+    size = f"{video.num_frames} frames of {video.height}x{video.width}"
     try:
         description.latent_shape(video.num_frames, video.height, video.width)
     except ValueError as error:
         fix = "set video.num_frames, video.height and video.width to a size that the model has"
-        yield Check(section=section, name=name, status="missing", detail=str(error), fix=fix)
+        yield Check(section=section, name=name, status="missing", detail=f"{size}: {error}", fix=fix)
         return
-    detail = f"{video.num_frames} frames of {video.height}x{video.width}"
-    yield Check(section=section, name=name, status="ok", detail=detail)
+    yield Check(section=section, name=name, status="ok", detail=size)
 
 
 def _output_dir(config: RunConfig) -> Check:

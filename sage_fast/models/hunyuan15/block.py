@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sage_fast.models.attention.attention import attention, attention_backward
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.offload import Kept, keep
 from sage_fast.models.hunyuan15.projection import (
     Gradients,
@@ -46,7 +47,7 @@ from sage_fast.models.hunyuan15.projection import (
     weight_backward,
 )
 from sage_fast.models.hunyuan15.transformer_kernels import TransformerKernels
-from sage_fast.models.transformer import Checkpointing, JointAttention
+from sage_fast.models.transformer import Checkpointing
 
 EPS = 1e-6
 

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.attention.joint import JointAttention, SequenceLayout
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
     LocalAttention,
@@ -40,7 +41,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.hunyuan15.transformer_kernels import Choice, TransformerKernels, select_transformer_kernels
-from sage_fast.models.transformer import Checkpointing, JointAttention, SequenceLayout
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)

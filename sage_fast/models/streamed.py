@@ -1,6 +1,6 @@
 """A whole transformer to disk, one tensor in memory at a time.
 
-What `save_pretrained` would write, name by name and file by file, from tensors that are read when it is their turn. A
+What `save_pretrained` would write, name by name and file by file, from tensors that are read one by one. A
 transformer of 8.3 B float32 weights takes 33 GB, which the machine that exports it need not have.
 
 Layout of a .safetensors file: https://huggingface.co/docs/safetensors/index#format

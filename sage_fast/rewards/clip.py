@@ -234,7 +234,7 @@ class CLIPScore:
 
     Args:
         path: CLIP checkpoint, a local folder or a hub id that `hf download` has fetched. The default is torchmetrics'.
-        num_frames: frames that are scored, the middles of so many equal parts of the video; null scores all.
+        num_frames: frames that are scored, the middles of that many equal parts of the video; null scores all.
         device: `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: of the model, `float32`, `bfloat16` or `float16`.
         batch_size: frames that go through the model at once.

@@ -145,7 +145,9 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
         yield Check(section=section, name="prompts", status="ok", detail=detail)
     except ConfigError as error:
-        yield Check(section=section, name="prompts", status="missing", detail=str(error), fix="mend or name the file")
+        yield Check(
+            section=section, name="prompts", status="missing", detail=str(error), fix="mend the file, or name another"
+        )
     yield from _video_size(config)
     if config.logging.wandb_project and version_of("wandb") is None:
         yield Check(
@@ -209,7 +211,7 @@ def _reward(config: RunConfig, name: str) -> Check:
             detail = "fps is not set; it decides which frames are scored"
             return Check(section=section, name=key, status="missing", detail=detail, fix=fix)
         if fps != wanted:
-            detail = f"fps is {fps:g}, but video.fps is {wanted:g}, so other frames are scored than meant"
+            detail = f"fps is {fps:g}, but video.fps is {wanted:g}, so the reward scores other frames than intended"
             return Check(section=section, name=key, status="warning", detail=detail, fix=fix)
     return Check(section=section, name=key, status="ok", detail=REWARDS.get(name, name))
 

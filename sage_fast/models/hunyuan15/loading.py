@@ -22,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hunyuan15.official_layout import convert_glyph_encoder, convert_transformer, convert_vae
-from sage_fast.models.hunyuan15.requirements import DEFAULT_REPOSITORY, OFFICIAL_REPOSITORY, checkpoint_root
+from sage_fast.models.hunyuan15.requirements import (
+    DEFAULT_REPOSITORY,
+    OFFICIAL_REPOSITORY,
+    checkpoint_root,
+    official_encoders,
+)
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
@@ -276,20 +281,12 @@ def _check_official(root: Path, variant: str) -> PublishedModel:
     _require_weights(transformer, stem, _command(OFFICIAL_REPOSITORY, root, f"transformer/{variant}/*"))
     _require(root / "vae" / "config.json", vae)
     _require_weights(root / "vae", stem, vae)
-    text, llm, small = root / "text_encoder", root / "text_encoder" / "llm", root / "text_encoder" / "byt5-small"
-    glyph = text / "Glyph-SDXL-v2"
-    for folder, names, command in (
-        (llm, ["config.json", "tokenizer_config.json"], f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}"),
-        (small, ["config.json", "tokenizer_config.json"], f"hf download google/byt5-small --local-dir {small}"),
-        (
-            glyph,
-            ["assets/color_idx.json", "assets/multilingual_10-lang_idx.json", "checkpoints/byt5_model.pt"],
-            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
-        ),
-    ):
-        for name in names:
-            _require(folder / name, command)
-    _require_weights(llm, "model", f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}")
+    for _, folder, files, command in official_encoders(root):
+        for file in files:
+            if file == "*.safetensors":
+                _require_weights(folder, "model", command)
+            else:
+                _require(folder / file, command)
     return PublishedModel(
         root=root,
         variant=variant,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.hub import Requirement, local_folder, require
+from sage_fast.models.hub import Requirement, local_folder, missing_files, require
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 OFFICIAL_REPOSITORY = "tencent/HunyuanVideo-1.5"
@@ -40,38 +40,40 @@ def _missing_shards(folder: Path) -> list[str]:
 
 
 def _official(root: Path, variant: str | None) -> list[Requirement]:
-    """The official ckpts folder, whose text encoders come from other repositories."""
-    chosen = variant or "480p_t2v"
+    """The official ckpts folder and the text encoders, which come from other repositories."""
+    own = (
+        "HunyuanVideo-1.5",
+        root,
+        [f"transformer/{variant or '*_t2v*'}/*.safetensors", "vae/config.json", "vae/*.safetensors"],
+        f"hf download {OFFICIAL_REPOSITORY} --include 'transformer/{variant or '480p_t2v'}/*' 'vae/*' "
+        f"--local-dir {root}",
+    )
+    return [
+        Requirement(name=name, where=str(folder), missing=missing_files(folder, patterns), fetch=fetch)
+        for name, folder, patterns, fetch in [own, *official_encoders(root)]
+    ]
+
+
+def official_encoders(root: Path) -> list[tuple[str, Path, list[str], str]]:
+    """Name, folder, files and the command that fetches them, of each text encoder of an official ckpts folder."""
     text = root / "text_encoder"
-    parts = [
-        (
-            "HunyuanVideo-1.5",
-            root,
-            [f"transformer/{variant or '*_t2v*'}/*.safetensors", "vae/config.json", "vae/*.safetensors"],
-            f"hf download {OFFICIAL_REPOSITORY} --include 'transformer/{chosen}/*' 'vae/*' --local-dir {root}",
-        ),
+    llm, small, glyph = text / "llm", text / "byt5-small", text / "Glyph-SDXL-v2"
+    settings = ["config.json", "tokenizer_config.json"]
+    colours = ["assets/color_idx.json", "assets/multilingual_10-lang_idx.json", "checkpoints/byt5_model.pt"]
+    return [
         (
             "text encoder",
-            text / "llm",
-            ["config.json", "tokenizer_config.json", "*.safetensors"],
-            f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {text / 'llm'}",
+            llm,
+            [*settings, "*.safetensors"],
+            f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}",
         ),
-        (
-            "ByT5",
-            text / "byt5-small",
-            ["config.json", "tokenizer_config.json"],
-            f"hf download google/byt5-small --local-dir {text / 'byt5-small'}",
-        ),
+        ("ByT5", small, settings, f"hf download google/byt5-small --local-dir {small}"),
         (
             "glyph encoder",
-            text / "Glyph-SDXL-v2",
-            ["assets/color_idx.json", "assets/multilingual_10-lang_idx.json", "checkpoints/byt5_model.pt"],
-            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {text / 'Glyph-SDXL-v2'}",
+            glyph,
+            colours,
+            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
         ),
-    ]
-    return [
-        Requirement(name=name, where=str(folder), missing=[p for p in patterns if not any(folder.glob(p))], fetch=fetch)
-        for name, folder, patterns, fetch in parts
     ]
 
 

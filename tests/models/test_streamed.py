@@ -100,7 +100,7 @@ import torch
 from sage_fast.checkpoint import open_checkpoint
 from sage_fast.models.streamed import save_transformer
 from tests.models.hunyuan15.oracle import tiny_transformer
-from tests.models.hunyuan15.test_streamed import wide_transformer
+from tests.models.test_streamed import wide_transformer
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 folder = Path(sys.argv[1])
 saved = open_checkpoint(folder / "checkpoints/update-000001").tensors["weights"]

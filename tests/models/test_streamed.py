@@ -19,7 +19,7 @@ from sage_fast.models.streamed import StoredWeights, save_transformer
 from tests.models.hunyuan15.oracle import tiny_transformer
 from tests.tiny.checkpoints import build_pipeline, save_diffusers_layout, save_official_layout
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

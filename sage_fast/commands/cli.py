@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sage_fast import __version__
 from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
@@ -37,7 +37,13 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error once, however many processes meet it."""
+    """A parser that reports an error once, however many processes meet it, and that takes no abbreviations.
+
+    An abbreviation would change its meaning with the next option that is added.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**(kwargs | {"allow_abbrev": False}))
 
     def error(self, message: str) -> NoReturn:
         report_error(f"{self.format_usage()}{self.prog}: error: {message}")

@@ -1,6 +1,7 @@
 """What the commands share: words of the command line, the configuration, the chosen weights."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sage_fast.config.schema import RunConfig
+
+DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 
 TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
 """Keys that say which model a checkpoint's weights belong to."""
@@ -36,20 +39,47 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> "RunConfig":
-    """The configuration that files (the first may be a run directory) and overrides make together. ConfigError."""
-    from sage_fast.config.errors import ConfigError
-    from sage_fast.config.load import load_config
+def load_run_config(
+    options: argparse.Namespace, overrides: Sequence[str], *, builds_rewards: bool = True
+) -> "RunConfig":
+    """The configuration that files (the first may be a run directory) and overrides make together.
 
-    if not files:
+    Args:
+        options: with `config`, the files, and `trust_config`.
+        overrides: `--section.key=value` words.
+        builds_rewards: whether the command calls the rewards of the configuration.
+
+    Raises:
+        ConfigError: it cannot run, or a run directory names code that the user has neither named nor trusted.
+    """
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.config.load import check_trust, load_config, named_code
+
+    if not options.config:
         return load_config(None, overrides)
-    first, *more = (Path(name) for name in files)
+    for word in options.config:
+        _check_file_word(word)
+    first, *more = (Path(name) for name in options.config)
     if not first.is_dir():
         return load_config([first, *more], overrides)
     if not (first / "config.yaml").is_file():
         raise ConfigError(f"{first} is a directory without config.yaml, so it is no run. Give a run or a YAML file.")
     # The directory may have been moved since: its checkpoints are where it is now.
-    return load_config([first / "config.yaml", *more], [f"--output_dir={first}", *overrides])
+    config = load_config([first / "config.yaml", *more], [f"--output_dir={first}", *overrides])
+    if not options.trust_config:
+        check_trust(config, first, named_code(more, overrides), rewards=builds_rewards)
+    return config
+
+
+def _check_file_word(word: str) -> None:
+    """ConfigError for an override that lacks its dashes and so was taken for a file."""
+    from sage_fast.config.errors import ConfigError
+
+    if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
+        # Word processors and chat windows make other dashes of two hyphens.
+        raise ConfigError(
+            f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
+        )
 
 
 def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
@@ -59,6 +89,16 @@ def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> No
         nargs=nargs,
         metavar="CONFIG",
         help="YAML file or run directory; further YAML files are laid over it, left to right, then --section.key=value",
+    )
+    add_trust_argument(parser)
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """The option --trust-config."""
+    parser.add_argument(
+        "--trust-config",
+        action="store_true",
+        help="import and call code of other packages (package.module:name) that a run directory's configuration names",
     )
 
 

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the checks; 1 when something is missing."""
     from sage_fast.tools.diagnosis import can_run, examine, to_json, to_text
 
-    config = load_run_config(options.config, overrides) if options.config or overrides else None
+    config = load_run_config(options, overrides) if options.config or overrides else None
     checks = examine(config)
     print(json.dumps(to_json(checks), indent=1) if options.json else to_text(checks, config is not None))
     return 0 if can_run(checks) else 1

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.resamples < 100:
         raise ConfigError(f"--resamples is {options.resamples}; percentiles need at least 100, and 10000 are usual.")
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
-    config = with_prompt_options(options, load_run_config(options.config, [*more, *overrides]))
+    config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
     prompts = load_eval_prompts(config)
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from sage_fast.commands.common import add_trust_argument
+
 EPILOG = """\
 examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
@@ -26,6 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
+    add_trust_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument(
         "--format",
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         format=options.format,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         overrides=overrides,
+        trust_config=options.trust_config,
     )
     kind = "adapter" if result.format == "lora" else "transformer"
     print(

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.run.run import load_eval_prompts
     from sage_fast.tools.generation import check_request, generate, load_generator
 
-    config = with_prompt_options(options, load_run_config(options.config, overrides))
+    config = with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False))
     # Before the model is loaded, so that a mistake is reported within a second.
     check_request(options.sampler, options.num_videos)
     prompts = load_eval_prompts(config)

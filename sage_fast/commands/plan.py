@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
-    config = load_run_config(options.config, overrides)
+    config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device, on_gpu = choose_device(options.device, config, description.width)
     gpus = least_gpus(config) if options.gpus is None else options.gpus

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         least = 1 if name == "top" else 0
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}.")
-    trainer = build_trainer(load_run_config(options.config, overrides))
+    trainer = build_trainer(load_run_config(options, overrides))
     try:
         result = profile_update(trainer, options.output, warmup=options.warmup, memory=options.memory, top=options.top)
     finally:

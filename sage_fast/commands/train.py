@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if not options.config and not overrides:
         raise ConfigError("which run? Give a YAML file: sage-fast train configs/toy_cpu.yaml")
-    config = load_run_config(options.config, overrides)
+    config = load_run_config(options, overrides)
     if options.print_config:
         if rank() == 0:
             print(dump_config(config), end="")

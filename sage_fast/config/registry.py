@@ -5,6 +5,11 @@ Everything that is specific to one model family or one reward is reached through
 """
 
 import importlib
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
@@ -31,7 +36,8 @@ REWARDS = {
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
     """The object behind a short name or a `package.module:attribute`.
 
-    Raises ConfigError naming the config `key` when the name is unknown or cannot be imported.
+    Raises:
+        ConfigError: the name is unknown, is no name, or importing its module failed; the message names `key`.
     """
     target = table.get(name, name)
     module_name, separator, attribute = target.partition(":")
@@ -39,11 +45,29 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
         raise ConfigError(
             f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
         )
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ConfigError(f"{key} is {name!r}, which is no name of the form package.module:attribute.")
     try:
         return getattr(importlib.import_module(module_name), attribute)
+    except AttributeError as error:
+        if isinstance(sys.modules.get(module_name), ModuleType) and not hasattr(sys.modules[module_name], attribute):
+            raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error
+        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {describe(error)}.") from error
     except ImportError as error:
         # `sage-fast` does not look into the folder it is called from.
         hint = " If it is a file of your own, set PYTHONPATH to its folder." if target == name else ""
         raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error
+    except (Exception, SystemExit) as error:
+        # A module of the user's own may fail in any way, or end the process.
+        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {describe(error)}.") from error
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an error in code that is not this project's."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
+def outside_names(names: Iterable[str], table: Mapping[str, str]) -> list[str]:
+    """Those of the names that are code of the user's own rather than part of SAGE-Fast."""
+    return [name for name in names if ":" in name and name not in table.values()]

@@ -1,7 +1,7 @@
 """What a run is made of: one typed section per concern, each field with its meaning below it.
 
 Checks of one value live in its section's `__post_init__`; checks that need two sections live in
-`RunConfig.__post_init__`. `config_file.py` reads and writes these as YAML.
+`RunConfig.__post_init__`. `load.py` reads and writes these as YAML.
 """
 
 import math
@@ -21,13 +21,55 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
 
 
-def _require_finite(tree: dict[str, Any], prefix: str = "") -> None:
-    """No setting is NaN or infinite."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            _require_finite(value, f"{prefix}{key}.")
-        elif isinstance(value, float):
-            _require(math.isfinite(value), prefix + key, value, "a finite number")
+MOST_INTEGER = 10**6
+MOST_NUMBER = 1e9
+"""Magnitudes that no setting exceeds, except where `_MOST` says otherwise. Far above any use: they keep typing errors
+such as 1e30 from overflowing, or from filling memory, deep inside a run."""
+
+_MOST: dict[str, float] = {
+    "seed": 2**63 - 1,
+    "evaluation.seed": 2**63 - 1,
+    "num_threads": 1024,
+    "video.num_frames": 10_000,
+    "video.height": 16_384,
+    "video.width": 16_384,
+    "video.fps": 1000,
+    "rollout.num_steps": 10_000,
+    "rollout.num_generations": 10_000,
+    "rollout.batch_size": 10_000,
+    "evaluation.num_steps": 10_000,
+    "evaluation.batch_size": 10_000,
+    "optimizer.learning_rate": 1e30,  # what a step does to the weights is checked where it is made
+    "reward.timeout_seconds": 30 * 86_400,
+    "distributed.startup_timeout_seconds": 30 * 86_400,
+    "distributed.timeout_seconds": 30 * 86_400,
+    "training.num_updates": 10**9,
+    "training.anchor_interval": 10**9,
+    "evaluation.every": 10**9,
+    "checkpoint.every": 10**9,
+}
+
+
+def _check_leaves(value: object, key: str) -> None:
+    """Every number is finite and of a magnitude that can be meant; every string can be a path and be printed."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _check_leaves(name, f"a name in {key}")
+            _check_leaves(part, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_leaves(part, key)
+    elif isinstance(value, str):
+        _require("\0" not in value and _is_unicode(value), key, value, "text without NUL and unpaired surrogates")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        _require(math.isfinite(value), key, value, "a finite number")
+        if not key.startswith("reward.options."):
+            most = _MOST.get(key, MOST_INTEGER if isinstance(value, int) else MOST_NUMBER)
+            _require(abs(value) <= most, key, value, f"at most {most:,}")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @dataclass(kw_only=True)
@@ -113,8 +155,10 @@ class VideoConfig:
     """Frames per second of the files that are written."""
 
     def __post_init__(self) -> None:
-        for key in ("num_frames", "height", "width", "fps"):
-            _require(0 < getattr(self, key) < math.inf, f"video.{key}", getattr(self, key), "positive")
+        for key in ("num_frames", "height", "width"):
+            _require(getattr(self, key) >= 1, f"video.{key}", getattr(self, key), "at least 1")
+        # A frame every ten minutes: with less, lengths in seconds overflow.
+        _require(1 / 600 <= self.fps < math.inf, "video.fps", self.fps, "at least 1 / 600, and finite")
 
 
 @dataclass(kw_only=True)
@@ -266,6 +310,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
+        _require(len(set(self.rewards)) == len(self.rewards), "reward.rewards", self.rewards, "a list without repeats")
         _require(any(self.weights.values()), "reward.weights", self.weights, "at least one non-zero weight")
         unknown = set(self.options) - set(self.rewards)
         if unknown:
@@ -489,7 +534,7 @@ class RunConfig:
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
-        _require_finite(asdict(self))
+        _check_leaves(asdict(self), "")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "in 0 .. 2^63 - 1")
         _require(
             self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"

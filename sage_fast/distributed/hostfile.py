@@ -21,6 +21,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.text_files import read_text
+
 
 class HostfileError(ValueError):
     """The hostfile cannot be used; the message says what to change."""
@@ -62,9 +65,11 @@ def read_hostfile(path: Path) -> list[Host]:
         HostfileError: the file is missing, empty, has a line that cannot be read or a host twice.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except OSError as error:
         raise HostfileError(f"the hostfile {str(path)!r} cannot be read: {error.strerror}") from error
+    except ConfigError as error:
+        raise HostfileError(f"the hostfile cannot be read: {error}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -73,7 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
         name, *options = words
         slots = None
         for option in options:
-            match = re.fullmatch(r"(slots|max_slots|max-slots)=(\d+)", option)
+            match = re.fullmatch(r"(slots|max_slots|max-slots)=([0-9]{1,6})", option)
             if match is None or "=" in name or int(match[2]) < 1:
                 raise HostfileError(f'{path}:{number}: {line.strip()!r} cannot be read; write "HOST slots=GPUS"')
             if match[1] == "slots":

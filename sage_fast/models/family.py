@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
+from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import PromptEmbeds
@@ -162,7 +162,7 @@ class ModelFamily(ABC):
 
     def open_transformer(self, model: ModelConfig) -> tuple[Any, Mapping[str, Tensor]]:
         """The base transformer's modules, possibly without memory, and its weights by name. Raises as `load`."""
-        transformer = self.load(model).transformer
+        transformer = load_components(model).transformer
         return transformer, transformer.state_dict()
 
     def pipeline_base(self, model: ModelConfig) -> str | None:
@@ -199,6 +199,30 @@ def describe_model(model: ModelConfig) -> ModelDescription:
         return model_family(model.family).describe(model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+
+
+def load_components(model: ModelConfig) -> Components:
+    """Load the model that a configuration names, through its family.
+
+    Raises:
+        ConfigError: no such family, or one of the user's own failed or gave no `Components`. Else what the family
+            raises: ValueError and OSError for files and settings that do not fit.
+    """
+    family = model_family(model.family)
+    if model.family in MODEL_FAMILIES:
+        return family.load(model)
+    try:
+        components = family.load(model)
+    except (ValueError, OSError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.family is {model.family!r}, but calling it failed: {describe(error)}.") from error
+    if not isinstance(components, Components):
+        raise ConfigError(
+            f"model.family is {model.family!r}, which gave a {type(components).__name__} where "
+            "sage_fast.models.family.Components is expected."
+        )
+    return components
 
 
 def check_guidance(guidance_distilled: str | None, guidance_scale: float) -> None:

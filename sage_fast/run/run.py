@@ -46,7 +46,7 @@ from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
 from sage_fast.models import video_files
-from sage_fast.models.family import describe_model, model_family
+from sage_fast.models.family import describe_model, load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -133,7 +133,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if section.deepspeed_config is not None:
         read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
-        components = model_family(config.model.family).load(config.model)
+        components = load_components(config.model)
         cast_weights(components.transformer, dtype)
         reward = load_scorer(
             config.reward,

@@ -22,10 +22,10 @@ from sage_fast import __version__
 from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
-from sage_fast.config.load import load_config
+from sage_fast.config.load import check_trust, load_config, named_code
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
-from sage_fast.models.family import model_family
+from sage_fast.models.family import load_components, model_family
 from sage_fast.models.streamed import save_transformer
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
 from sage_fast.policy.trained import use_weights, whole_parameters
@@ -59,6 +59,7 @@ def export(
     format: Format | None = None,
     dtype: torch.dtype | None = None,
     overrides: Sequence[str] = (),
+    trust_config: bool = False,
 ) -> Export:
     """Export a checkpoint.
 
@@ -69,6 +70,7 @@ def export(
             run that trained adapters, and `full` for one that trained every weight.
         dtype: of a full export; None keeps the one that the run computed with (model.dtype).
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
+        trust_config: whether a model family of the checkpoint that is no part of SAGE-Fast may be imported and called.
 
     Raises:
         ConfigError: a format that the run does not have, or a folder with other files. CheckpointError: a damaged
@@ -76,6 +78,8 @@ def export(
     """
     checkpoint = _open(source)
     config = _config_of(checkpoint, overrides)
+    if not trust_config:
+        check_trust(config, checkpoint.folder, named_code([], overrides), rewards=False)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
@@ -150,10 +154,10 @@ def loading_code(result: Export, config: RunConfig) -> str:
     else:
         lines += [
             "from sage_fast.config.schema import ModelConfig",
-            "from sage_fast.models.family import model_family",
+            "from sage_fast.models.family import load_components",
             "",
             f"model = ModelConfig(family={config.model.family!r}, path={config.model.path!r})",
-            "transformer = model_family(model.family).load(model).transformer",
+            "transformer = load_components(model).transformer",
         ]
     lines.append(
         f"transformer.load_lora_adapter(\n    {str(result.folder)!r}, prefix=None, weight_name={ADAPTER_FILE!r}\n)"
@@ -179,7 +183,7 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     """The configuration that a checkpoint was saved with, and overrides."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checkpoint.yaml"
-        file.write_text(json.dumps(checkpoint.state["config"]), encoding="utf-8")  # JSON is YAML
+        file.write_text(json.dumps(checkpoint.state["config"], ensure_ascii=False), encoding="utf-8")  # JSON is YAML
         return load_config(file, overrides)
 
 
@@ -195,7 +199,7 @@ def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: 
 def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the base transformer with the trained adapter merged into it, by `save_pretrained`."""
     with _naming_the_model():
-        transformer = model_family(config.model.family).load(config.model).transformer
+        transformer = load_components(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
     with _naming_the_checkpoint():
         use_weights(transformer, config, weights)

@@ -18,7 +18,7 @@ from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models import video_files
-from sage_fast.models.family import VideoDecoder, model_family
+from sage_fast.models.family import VideoDecoder, load_components
 from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
@@ -88,7 +88,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         torch.set_num_threads(config.num_threads)
     device = rank_device(config.model.device)
     try:
-        components = model_family(config.model.family).load(config.model)
+        components = load_components(config.model)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))

@@ -91,6 +91,32 @@ def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "without config.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
+        (["-rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
+        (["\u2014rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
+        (["--see=3"], "unknown key 'see'. Did you mean seed"),
+        (["--rollout.et=0.3"], "unknown key 'rollout.et'. Did you mean rollout.eta"),
+        (["--print_conf"], "unknown key 'print_conf'"),
+        (["--rollout.eta", "--seed=1"], "--rollout.eta has no value"),
+    ],
+)
+def test_a_word_that_is_nearly_an_override_is_explained(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(ROOT / "configs/toy_cpu.yaml"), *words, "--print_config"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export", "profile"])
+def test_options_are_not_abbreviated(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([command, "runs/x", "--out=y"])
+    assert "--output" in capsys.readouterr().err
+
+
 def documented_commands() -> list[str]:
     """Every `sage-fast ...` line of a code block, without its comment."""
     found = []

@@ -95,5 +95,5 @@ def test_missing_file_and_directory(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.csv: no such prompt file"):
         read_prompts(tmp_path / "none.csv")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"folder\.txt: is a directory"):
+    with pytest.raises(IsADirectoryError, match=r"folder\.txt: cannot be read .*[Ii]s a directory"):
         read_prompts(tmp_path / "folder.txt")

@@ -21,6 +21,7 @@ import torch
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.text_files import read_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def read_config(
     """
     path = Path(path)
     try:
-        given = json.loads(path.read_text("utf-8"), object_pairs_hook=_no_duplicates)
+        given = read_json(read_text(path), path.name)
     except OSError as error:
         raise ConfigError(f"{KEY} is {str(path)!r}, which cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -169,14 +170,6 @@ def read_config(
             "to fsdp, which has both."
         )
     return _Check(str(path), given, optimizer, mode, dtype, warn).run()
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return result
 
 
 @dataclass(frozen=True)

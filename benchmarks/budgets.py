@@ -23,7 +23,8 @@ from benchmarks import waits
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.schema import LoraConfig
-from sage_fast.models.hunyuan15.block import Checkpointing, Rotary
+from sage_fast.models.hunyuan15.block import Rotary
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning.work import unused_work
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds

@@ -31,9 +31,9 @@ from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
+from sage_fast.planning.devices import host_memory
 from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import cast_weights, train_all, trainable_parameters
-from sage_fast.tools.machine import host_memory
 
 Mode = Literal["lora", "full"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
+from sage_fast.models.transformer import dead_modules, is_dead
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rollout import rollout_table
 from sage_fast.run.run import Run, build_trainer

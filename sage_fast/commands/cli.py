@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose error is told once, however many processes meet it, and that takes no abbreviations.
+    """A parser that reports an error once, however many processes meet it, and that takes no abbreviations.
 
     An abbreviation would change its meaning with the next option that is added.
     """
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world_size() > 1:
         if status:
             stay_away()
-        # The ordinary way out could wait for collectives that nobody will answer.
+        # A normal exit could wait for collectives that no other rank will join.
         end_process(status)
     return status
 
@@ -145,5 +145,5 @@ def _describe(error: Exception, command: str) -> str:
             )
         return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
     if isinstance(error, OSError | RewardError) and go_on:
-        return f"{error}\nWhat was written before is intact; when the cause is mended: {go_on}"
+        return f"{error}\nWhat was written before is intact; once the cause is fixed: {go_on}"
     return str(error)

@@ -77,7 +77,8 @@ class ModelConfig:
     """Which text-to-video model is trained."""
 
     family: str = "toy"
-    """Short name of a model family, or `package.module:function` that returns `Components`."""
+    """Short name of a model family, or `package.module:Class` of a `ModelFamily` or of a function that returns
+    `Components`."""
     path: str | None = None
     """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
     variant: str | None = None

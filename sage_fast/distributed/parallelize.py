@@ -29,8 +29,7 @@ from sage_fast.config.schema import EvaluationConfig, ModelConfig, RolloutConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.fused import choose_forward
-from sage_fast.models.hunyuan15.modulation import adaln_layers
+from sage_fast.models.transformer import adaln_layers, choose_forward
 from sage_fast.policy.lora import always_read_glyphs
 from sage_fast.records import PromptEmbeds
 
@@ -160,7 +159,7 @@ def _left_whole(
     for adapter in whole:
         adapter.data = adapter.data.to(device)
     if model.adaln in ("table", "offload"):
-        layers = [layer for block in transformer.transformer_blocks for layer in adaln_layers(block)]
+        layers = adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
         whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}

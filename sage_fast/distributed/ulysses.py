@@ -35,7 +35,7 @@ Shapes: B batch, N video tokens, n those of a share, L text tokens, H heads, D w
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,13 +43,11 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sage_fast.config.distributed import check_heads
-from sage_fast.models.hunyuan15.block import Checkpointing, JointAttention
-
-if TYPE_CHECKING:
-    from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.transformer import Checkpointing, FusedForward
 
 
-def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup) -> None:
+def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) -> None:
     """Let the ranks of a group share the video tokens of every forward of this transformer from now on.
 
     All of them then call it with the same latents, timesteps and prompts, and get the same velocities. A group of one
@@ -110,7 +108,7 @@ def all_to_all_bytes(
 
     Args:
         batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize: bytes of an element.
-        checkpointing: of the blocks, see `policy/block.py`.
+        checkpointing: of the blocks.
         last: whether it is the last layer.
     """
     share = share_of(num_video, degree)

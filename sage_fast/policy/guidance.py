@@ -16,8 +16,8 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.velocity import velocity as model_velocity
-from sage_fast.models.hunyuan15.velocity import velocity_dtype
+from sage_fast.models.transformer import velocity as model_velocity
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sage_fast.config.schema import LoraConfig
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
+from sage_fast.models.transformer import dead_modules, is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 

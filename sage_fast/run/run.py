@@ -45,7 +45,8 @@ from sage_fast.distributed.launch import effective_resume, rank_device, restart_
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
-from sage_fast.models.family import load_components
+from sage_fast.models import video_files
+from sage_fast.models.family import describe_model, load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -57,7 +58,6 @@ from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.progress import RunProgress, peak_memory_gib
 from sage_fast.run.prompts import read_prompts
 from sage_fast.run.provenance import write_environment
-from sage_fast.tools.generation import video_file_name
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -152,10 +152,8 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
 
 def _check_described_heads(config: RunConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    from sage_fast.planning.estimate import describe  # here, because few runs need it
-
     try:
-        description = describe(config)
+        description = describe_model(config.model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])
@@ -435,8 +433,8 @@ class Run:
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
         for row, video in videos.items():
-            file = self.directory / "samples" / name / video_file_name(row, evaluation.prompts[row])
-            media.write_video(file, video, config.video.fps)
+            file = self.directory / "samples" / name / video_files.video_file_name(row, evaluation.prompts[row])
+            video_files.write_video(file, video, config.video.fps)
         if videos:
             rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
             media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")

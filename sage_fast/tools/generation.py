@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +17,9 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
+from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, load_components
-from sage_fast.models.hunyuan15.fused import Acceleration, choose_forward
+from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
@@ -36,12 +36,6 @@ RECORD = "generation.json"
 SHEET_ROWS = 16
 
 
-def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
-    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos."""
-    words = re.sub("[^a-z0-9]+", "-", prompt.lower())[:60].strip("-") or "prompt"
-    return f"{index:02d}-{words}{f'-{member}' if count > 1 else ''}.mp4"
-
-
 @dataclass(kw_only=True)
 class Generator:
     """A model that is ready to sample: the base model until `use_weights` or `use_adapter` is called.
@@ -55,7 +49,7 @@ class Generator:
     samples: list[Sample]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
-    acceleration: Acceleration | None
+    acceleration: FusedForward | None
 
     def use_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
@@ -165,7 +159,7 @@ def generate(
     plan: dict[str, Sample] = {}
     for position, sample in enumerate(generator.samples):
         for member in range(num_videos):
-            name = video_file_name(position, sample.prompt.text, member, num_videos)
+            name = video_files.video_file_name(position, sample.prompt.text, member, num_videos)
             plan[name] = replace(sample, member=member)
     settings = _settings(generator, table, weights, sampler)
     records = {name: settings | {"prompt": asdict(s.prompt), "member": s.member} for name, s in plan.items()}
@@ -186,13 +180,13 @@ def generate(
             initial = initial_latents(keys, generator.latent_shape, generator.device)
             trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
             for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
-                media.write_video(output / name, video.cpu(), config.video.fps)
+                video_files.write_video(output / name, video.cpu(), config.video.fps)
                 bar.update()
                 if bar.disable:
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, media.read_video(p)) for s, p in shown])
+    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, video_files.read_video(p)) for s, p in shown])
     return paths, len(kept)
 
 

@@ -14,7 +14,8 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from sage_fast.models.family import Decoding
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning import search
 from sage_fast.planning.communication import LATENCY, NETWORK_HOP, NVLINK_HOP, Exchange
 from sage_fast.planning.devices import DEVICES
@@ -43,7 +44,7 @@ def small(*overrides: str, gpus: int) -> Plan:
     words += ["--rollout.num_steps=2", "--rollout.batch_size=4", "--evaluation.num_steps=2"]
     config = load_config("configs/hv15_480p_lora_1gpu.yaml", [*words, *overrides])
     shape = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": LAYERS, "text_embed_dim": 64}
-    description = ModelDescription(
+    description = published_model(
         transformer=shape | {"text_embed_2_dim": 32},
         text_tokens=TEXT,
         decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),

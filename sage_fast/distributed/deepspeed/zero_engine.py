@@ -36,7 +36,7 @@ from sage_fast.distributed.deepspeed.gathering import BlockGathering
 from sage_fast.distributed.deepspeed.zero_config import ZeroConfig, read_config
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.transformer import FusedForward
 from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
 
@@ -96,7 +96,7 @@ class DeepSpeedEngine:
             settings.deepspeed_config, optimizer_config, mode=mode, dtype=transformer.dtype, warn=world.is_main
         )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
-        acceleration: Acceleration | None = transformer.__dict__.get("_acceleration")
+        acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
         _check_forward(acceleration, config)
         self.config, self.optimizer_config, self.world = config, optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
@@ -365,7 +365,7 @@ class ZeroSnapshot:
         self._engine.load_whole(self.values, lambda name: source.read(group, name))
 
 
-def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> None:
+def _check_forward(acceleration: FusedForward | None, config: ZeroConfig) -> None:
     """ConfigError for options of the fused forward that cannot be had."""
     if acceleration is None:
         return
@@ -376,7 +376,7 @@ def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> Non
             + ("shards the AdaLN weights" if config.stage == 3 else "keeps all weights on the GPU")
             + ". Set model.adaln to auto."
         )
-    if config.stage == 3 and acceleration._refine is not None:
+    if config.stage == 3 and acceleration.compiled:
         raise ConfigError(
             "model.compile is true, but DeepSpeed ZeRO-3 gathers weights in ways that torch.compile does not follow. "
             "Set model.compile to false, or zero_optimization.stage to 2."

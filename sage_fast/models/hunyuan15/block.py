@@ -28,13 +28,14 @@ Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are token
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sage_fast.models.attention.attention import attention, attention_backward
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
     Gradients,
@@ -48,33 +49,13 @@ from sage_fast.models.hunyuan15.projection import (
     weight_backward,
 )
 from sage_fast.models.hunyuan15.transformer_kernels import TransformerKernels
+from sage_fast.models.transformer import Checkpointing
 
-Checkpointing = Literal["none", "selective", "full"]
 EPS = 1e-6
 
 _FEW_TOKENS = 1024
 """Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2 once, the formula above three
 times."""
-
-
-class JointAttention(Protocol):
-    """Attention over the joint sequence. Under sequence parallelism it is where tokens and heads are exchanged."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's tokens from q, k, v (B, N + L, H, D), video tokens first.
-
-        Where q holds the video tokens alone, so does out. lse is opaque: whatever `backward` wants to see again.
-        """
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v.
-
-        Under sequence parallelism the gradients of the text are partial: summed over the ranks they are whole.
-        """
-        ...
 
 
 @dataclass(frozen=True)

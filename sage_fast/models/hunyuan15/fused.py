@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -31,10 +31,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.attention.joint import JointAttention, SequenceLayout
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
-    Checkpointing,
-    JointAttention,
     LocalAttention,
     Rotary,
     StreamInput,
@@ -44,6 +43,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.hunyuan15.transformer_kernels import Choice, TransformerKernels, select_transformer_kernels
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -52,26 +52,6 @@ AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
 _WEAK_CACHES = ("_glyphs", "_masks", "_images")
-
-
-class SequenceLayout(Protocol):
-    """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
-
-    The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
-    exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
-    """
-
-    def split(self, tokens: Tensor, dim: int) -> Tensor:
-        """This rank's share of all video tokens, which lie along `dim`; differentiable."""
-        ...
-
-    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
-        """All `num_video` video tokens from the ranks' shares; differentiable."""
-        ...
-
-    def attention(self, local: JointAttention, num_video: int) -> JointAttention:
-        """What the blocks of a video of so many tokens attend with; `local` is attention on one device."""
-        ...
 
 
 class Acceleration:
@@ -95,7 +75,7 @@ class Acceleration:
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
-        self.adaln = adaln
+        self.adaln, self.compiled = adaln, compile
         self.table: ModulationTable | None = None
         self.rotary: Rotary
         """Tables of the forward that runs, for the video tokens that are computed here."""

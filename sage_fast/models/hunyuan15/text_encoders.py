@@ -96,7 +96,7 @@ class HunyuanPromptEncoder:
         self._warn_of_short_prompts(unique)
         found = self._read(unique)
         if len(found) < len(unique):
-            # Another rank may be at work on the same prompts: wait for it and look again.
+            # Another rank may be encoding the same prompts: wait for it, then look again.
             with exclusive(self.cache):
                 found |= self._read([t for t in unique if t not in found])
                 self._encode([t for t in unique if t not in found], known=len(found))
@@ -140,7 +140,7 @@ class HunyuanPromptEncoder:
                 continue
             try:
                 with safe_open(path, framework="pt") as file:
-                    # Copied out of the mapped file, whose pages would die with it under a run that goes on for days.
+                    # Copied, because the run may outlive the mapped file.
                     tensors = {name: file.get_tensor(name).clone() for name in ("text", "glyph")}
                     metadata = file.metadata() or {}
                 if metadata.get("prompt") != text or metadata.get("checksum") != _checksum(tensors):
@@ -160,7 +160,7 @@ class HunyuanPromptEncoder:
     # ------------------------------------------------------------------------------------------ encoders
 
     def _encode(self, texts: Sequence[str], *, known: int) -> None:
-        """Load the encoders, write the conditioning of the texts into the cache, and let the encoders go."""
+        """Load the encoders, write the conditioning of the texts into the cache, and free the encoders."""
         if not texts:
             return
         logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(texts), self.device, known, self.cache)
@@ -252,7 +252,7 @@ class HunyuanPromptEncoder:
 def _load(model_class: Any, folder: Path) -> Any:
     """A transformers model in the data type of its files, ready for inference. ValueError when weights are missing."""
     verbosity = transformers_logging.get_verbosity()
-    # What is missing is said below; that the whole Qwen2.5-VL has a head which its language model lacks is known.
+    # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
     transformers_logging.set_verbosity_error()
     try:
         model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)

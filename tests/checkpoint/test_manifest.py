@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import pathlib
 import stat
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,6 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
         return wrapped
 
     monkeypatch.setattr(io, "open", refusing(io.open))
-    monkeypatch.setattr(pathlib.io, "open", refusing(io.open))
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 
 

@@ -22,7 +22,6 @@ from sage_fast.checkpoint import (
     CheckpointData,
     CheckpointWriter,
     find_checkpoint,
-    folder,
     list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
@@ -30,6 +29,7 @@ from sage_fast.checkpoint import (
     verify_checkpoint,
     writer,
 )
+from sage_fast.checkpoint import folder as folder_module
 from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.config.schema import DataConfig, RunConfig, TrainingConfig
@@ -200,10 +200,10 @@ def refused(root: str, what: str) -> list[str]:
     answers = []
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1 and what == "file":
-            patch.setattr(folder, "_sha256", _stale)
+            patch.setattr(folder_module, "_sha256", _stale)
         if world.rank == 1 and what == "folder":
-            patch.setattr(folder, "_sha256", _missing)
-            patch.setattr(folder.os.path, "isdir", lambda path: False)
+            patch.setattr(folder_module, "_sha256", _missing)
+            patch.setattr(os.path, "isdir", lambda path: False)
         if world.rank == 1 and what == "state":
             patch.setattr(reader, "_read_state", _unreadable)
         for resume in ("auto", f"{root}/update-000040"):

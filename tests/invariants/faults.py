@@ -124,7 +124,7 @@ def _run_in_child(request: dict[str, Any], library: ctypes.CDLL) -> None:
         status = main(request["arguments"])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001  as Python ends a process
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -148,16 +148,15 @@ def _take_shortcuts() -> None:
 
     from sage_fast.config import load
     from sage_fast.config.files import replacing
-    from sage_fast.config.schema import RunConfig
     from sage_fast.run import media
 
-    known: dict[str, RunConfig] = {}
     read = load.load_config
+    known: dict[str, Any] = {}
 
-    def read_once(files: Any, overrides: Sequence[str] = ()) -> RunConfig:
-        key = repr((files, list(overrides)))
+    def read_once(*arguments: Any, **options: Any) -> Any:
+        key = repr((arguments, options))
         if key not in known:
-            known[key] = read(files, overrides)
+            known[key] = read(*arguments, **options)
         return known[key]
 
     def plot(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -165,8 +164,8 @@ def _take_shortcuts() -> None:
             partial.write_text(f"{len(rows)} rows")
 
     torch.set_num_threads(1)
-    load.load_config = read_once
-    media.plot_reward = plot
+    for module, replacement in ((load, {"load_config": read_once}), (media, {"plot_reward": plot})):
+        vars(module).update(replacement)
 
 
 if __name__ == "__main__":

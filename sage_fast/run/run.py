@@ -261,8 +261,10 @@ class Run:
                     if not pending:
                         try:
                             if evaluates:
-                                record |= self._evaluate()
-                                writer.pin_best(trainer.update, record.get("eval/reward_mean", 0.0))
+                                scores = self._evaluate()
+                                # Before the row has them: an evaluation that is in the metrics is not repeated.
+                                writer.pin_best(trainer.update, scores.get("eval/reward_mean", 0.0))
+                                record |= scores
                         finally:
                             metrics.log(record)
                         progress.finished(record)

@@ -32,28 +32,35 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_every_flipped_bit_of_a_manifest_is_damage(tiny: Path) -> None:
     path = tiny / "manifest.json"
-    whole = path.read_bytes()
-    for position in range(8 * len(whole)):
-        altered = bytearray(whole)
-        altered[position // 8] ^= 1 << position % 8
-        path.write_bytes(altered)
-        with pytest.raises(DamagedCheckpointError, match="manifest.json"):
-            verify_checkpoint(tiny)
-    path.write_bytes(whole)
+    unnoticed = []
+    with path.open("r+b", buffering=0) as file:
+        for position, byte in enumerate(path.read_bytes()):
+            for bit in range(8):
+                overwrite(file, position, byte ^ 1 << bit)
+                try:
+                    verify_checkpoint(tiny)
+                except DamagedCheckpointError as error:
+                    assert "manifest.json" in str(error)
+                else:
+                    unnoticed.append((position, bit))
+            overwrite(file, position, byte)
+    assert unnoticed == []
     verify_checkpoint(tiny)
+
+
+def overwrite(file: io.FileIO, position: int, byte: int) -> None:
+    file.seek(position)
+    file.write(bytes([byte]))
 
 
 def test_every_altered_byte_of_every_file_is_damage(tiny: Path) -> None:
     for path in (p for p in tiny.rglob("*") if p.is_file() and p.name != "manifest.json"):
         with path.open("r+b", buffering=0) as file:
             for position, byte in enumerate(path.read_bytes()):
-                for value in (byte ^ 1 << position % 8, byte):
-                    file.seek(position)
-                    file.write(bytes([value]))
-                    if value == byte:
-                        continue
-                    with pytest.raises(DamagedCheckpointError, match=path.name):
-                        verify_checkpoint(tiny)
+                overwrite(file, position, byte ^ 1 << position % 8)
+                with pytest.raises(DamagedCheckpointError, match=path.name):
+                    verify_checkpoint(tiny)
+                overwrite(file, position, byte)
     verify_checkpoint(tiny)
 
 

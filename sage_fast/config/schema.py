@@ -478,7 +478,10 @@ class CheckpointConfig:
     every: int = 10
     """Updates between checkpoints; the last update is always saved."""
     keep_last: int = 3
-    """Checkpoints that are kept."""
+    """The newest checkpoints that are kept. The best one by evaluation is kept besides."""
+    keep_every: int | None = None
+    """Also keep for good the first checkpoint at or after every multiple of this many updates: a slow divergence
+    outlasts the newest ones. null keeps none."""
     asynchronous: bool = True
     """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
     is reported at the next checkpoint or at the end."""
@@ -486,6 +489,9 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
         _require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        _require(
+            self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1"
+        )
 
 
 @dataclass(kw_only=True)

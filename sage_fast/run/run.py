@@ -240,7 +240,7 @@ class Run:
                     progress.finished(record)
                 if checkpoint is not None:
                     trainer.load(checkpoint, checkpoint.state["trainer"])
-                    self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
+                    self._evaluate_pending(checkpoint.state.get("pending"), writer, metrics, progress)
                 del checkpoint
                 seconds_saving, unsaved, pending = 0.0, False, False
                 while trainer.update < total and not world.any(stop.requested):
@@ -262,7 +262,11 @@ class Run:
                     pending = evaluates and stopping
                     if not pending:
                         try:
-                            record |= self._evaluate() if evaluates else {}
+                            if evaluates:
+                                scores = self._evaluate()
+                                # Before the row has them: an evaluation that is in the metrics is not repeated.
+                                writer.pin_best(trainer.update, scores.get("eval/reward_mean", 0.0))
+                                record |= scores
                         finally:
                             metrics.log(record)
                         progress.finished(record)
@@ -378,11 +382,19 @@ class Run:
     def _open_writer(self) -> CheckpointWriter:
         section = self.config.checkpoint
         return CheckpointWriter(
-            self.checkpoints, keep_last=section.keep_last, asynchronous=section.asynchronous, world=self.world
+            self.checkpoints,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every,
+            asynchronous=section.asynchronous,
+            world=self.world,
         )
 
     def _evaluate_pending(
-        self, record: dict[str, float] | None, metrics: MetricsLogger | NoMetrics, progress: RunProgress
+        self,
+        record: dict[str, float] | None,
+        writer: CheckpointWriter,
+        metrics: MetricsLogger | NoMetrics,
+        progress: RunProgress,
     ) -> None:
         """Make up for the evaluation that was due at a checkpoint, unless it was made after it was saved."""
         if record is None:
@@ -392,6 +404,7 @@ class Run:
         if not self.world.broadcast(made):
             metrics.truncate_after(self.trainer.update - 1)
             record = record | self._evaluate()
+            writer.pin_best(self.trainer.update, record.get("eval/reward_mean", 0.0))
             metrics.log(record)
             progress.finished(record)
 

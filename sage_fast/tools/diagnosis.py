@@ -395,12 +395,18 @@ def _disk(config: RunConfig) -> Iterator[Check]:
     if description is None:
         return
     free = shutil.disk_usage(_existing(Path(config.output_dir))).free
+    section = config.checkpoint
     # One more than is kept: the new one is written before the oldest goes.
-    needed = checkpoint_bytes(config, description) * (config.checkpoint.keep_last + 1)
+    count = section.keep_last + 1 + (config.evaluation.every > 0)
+    fix = "--checkpoint.keep_last=1, or --output_dir on a larger disk"
+    if section.keep_every is not None:
+        count += config.training.num_updates // section.keep_every
+        fix = "a larger --checkpoint.keep_every, or --output_dir on a larger disk"
+    needed = checkpoint_bytes(config, description) * count
     yield Check(
         section="disk",
         name="checkpoints",
         status="ok" if needed < 0.9 * free else "missing",
-        detail=f"about {needed / 1e9:.1f} GB for {config.checkpoint.keep_last + 1} of them, {free / 1e9:.0f} GB free",
-        fix="" if needed < 0.9 * free else "--checkpoint.keep_last=1, or --output_dir on a larger disk",
+        detail=f"about {needed / 1e9:.1f} GB for {count} of them, {free / 1e9:.0f} GB free",
+        fix="" if needed < 0.9 * free else fix,
     )

@@ -3,18 +3,20 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.family import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
-from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
+from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores, submit_scores
 from sage_fast.rollout import micro_batches, sample_trajectory
 from sage_fast.sde import TransitionTable
@@ -24,7 +26,8 @@ from sage_fast.sde import TransitionTable
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, the weighted overall.
+    prompts: P texts. scores: name -> P floats. reward: P floats, the weighted overall. left_out: numbers, among all
+    P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
     """
@@ -32,14 +35,71 @@ class Evaluation:
     prompts: list[str]
     scores: dict[str, list[float]]
     reward: list[float]
+    left_out: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `left_out` only where it says something."""
+        tree = asdict(self)
+        if not self.left_out:
+            del tree["left_out"]
+        return tree
+
+    @classmethod
+    def from_dict(cls, tree: object) -> "Evaluation":
+        """The inverse of `to_dict`. ValueError for anything else."""
+        try:
+            evaluation = cls(**tree)  # type: ignore[arg-type]
+            counts = {len(evaluation.prompts), len(evaluation.reward), *map(len, evaluation.scores.values())}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not the scores of an evaluation ({error})") from error
+        if len(counts) != 1:
+            raise ValueError("not the scores of an evaluation (lists of different lengths)")
+        return evaluation
 
     def save(self, path: Path) -> None:
+        """Write it as JSON."""
         with replacing(path) as partial:
-            partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+            partial.write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Evaluation":
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        """Read what `save` wrote. ValueError names a file that holds something else, or a part of it."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path} is no complete evaluation: {error}") from error
+
+    def numbers(self) -> list[int]:
+        """For each scored prompt, its number among all."""
+        missing = set(self.left_out)
+        return [i for i in range(len(self.prompts) + len(missing)) if i not in missing]
+
+    def only(self, numbers: Collection[int]) -> "Evaluation":
+        """The scores of some prompts, by their numbers among all."""
+        rows = [row for row, number in enumerate(self.numbers()) if number in numbers]
+        if len(rows) == len(self.prompts):
+            return self
+        every = len(self.prompts) + len(self.left_out)
+        return Evaluation(
+            prompts=[self.prompts[row] for row in rows],
+            scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
+            reward=[self.reward[row] for row in rows],
+            left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
+        )
+
+
+def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, Evaluation]:
+    """The same two evaluations, of the prompts that were scored in both, so that they pair.
+
+    ValueError where they are not of the same prompts, or fewer than 2 are left.
+    """
+    shared = set(before.numbers()) & set(after.numbers())
+    before, after = before.only(shared), after.only(shared)
+    if before.prompts != after.prompts:
+        raise ValueError("The two evaluations are not of the same prompts, so they cannot be paired.")
+    if len(shared) < 2:
+        raise ValueError(f"{len(shared)} prompt(s) were scored in both evaluations; a comparison needs at least 2.")
+    return before, after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +184,8 @@ class ScoreComparison:
 
 
 ENOUGH_PROMPTS = 10
-"""From how many prompts on a bootstrap interval is taken at its word. With fewer the resampled means are too few: two
-prompts that both improve would always leave out zero."""
+"""Fewest prompts whose bootstrap interval is trusted. With fewer there are too few distinct resampled means: two
+prompts that both improve would always exclude zero."""
 
 OVERALL = "Overall"
 """Name of the weighted sum of the scores in tables; the reward that was trained on."""
@@ -214,6 +274,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     on_batch: Callable[[int, int, str], None] | None = None,
     on_video: Callable[[int, Tensor], None] | None = None,
+    on_failure: OnFailure = "stop",
     world: World = ALONE,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
     """Generate and score one video per sample. Collective: batches go round the data-parallel ranks.
@@ -222,10 +283,14 @@ def evaluate(
         on_batch: called as on_batch(batches done, all batches, the videos) before each batch of this rank.
         on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, so that videos can
             go to files instead of memory; on the rank that has it.
+        on_failure: of a reward: `stop`, or leave the prompt out (`drop_group`).
         world: the ranks.
 
     Returns:
         The scores, and on rank 0 the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
+
+    Raises:
+        RewardError: a reward failed and was to stop, or no prompt could be scored. On all ranks.
     """
     pending: list[tuple[list[int], PendingScores]] = []
     videos: dict[int, Tensor] = {}
@@ -252,25 +317,29 @@ def evaluate(
             decoded = decoder.decode(trajectory.final[rows])
             numbers = [first + row for row in rows]
             scored = [trajectory.samples[row] for row in rows]
-            pending.append((numbers, submit_scores(reward, decoded, scored, "stop", world)))
+            pending.append((numbers, submit_scores(reward, decoded, scored, on_failure, world)))
             for place, video in zip(numbers, decoded, strict=True):
                 if place in keep_videos:
                     videos[place] = video.cpu()
                 if on_video is not None:
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, _, _ = gather_scores(pending, len(samples), world)
+    scores, failed, _ = gather_scores(pending, len(samples), world)
+    if bool(failed.all()):
+        raise RewardError(f"The reward failed on all {len(samples)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
+    scores = {name: column[~failed] for name, column in scores.items()}
     return Evaluation(
-        prompts=[s.prompt.text for s in samples],
+        prompts=[s.prompt.text for s, lost in zip(samples, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=reward.overall(scores).tolist(),
+        left_out=failed.nonzero().flatten().tolist(),
     ), dict(sorted(videos.items()))
 
 
 def format_comparison(before: Evaluation, after: Evaluation) -> str:
-    """The paired test of the overall reward and of every score, as a small table."""
+    """The paired test of the overall reward and of every score, as a small table. See `scored_in_both`."""
     rows = [("reward", before.reward, after.reward)]
     rows += [(name, before.scores[name], after.scores[name]) for name in sorted(before.scores)]
     lines = [f"{'score':<18}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from sage_fast.objective import (
 )
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, base_digest, train_all, trainable_parameters
+from sage_fast.policy.trained import load_adapter
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import gather_scores, submit_scores
@@ -115,6 +117,8 @@ class Trainer:
                 target_modules=lora.target_modules,
                 seed=config.seed,
             )
+            if config.model.adapter is not None:
+                load_adapter(transformer, Path(config.model.adapter))
         else:
             train_all(transformer)
         self.engine = self._make_engine(transformer)
@@ -342,6 +346,7 @@ class Trainer:
                 device=self.device,
                 world=self.world,
                 on_batch=partial(self.progress, "evaluation"),
+                on_failure=config.reward.on_failure,
             )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ is trained: it may differ only where the user names it (`--allow-changes`), and 
 """
 
 from dataclasses import field, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 

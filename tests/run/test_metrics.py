@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sage_fast.config.errors import RunDirectoryError
 from sage_fast.run.metrics import FILE_NAME, MetricsLogger, read_metrics
 
 
@@ -80,7 +81,7 @@ def test_a_line_cut_short_is_dropped_on_read_with_a_warning(tmp_path, caplog):
 def test_a_bad_line_before_the_last_is_an_error(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_text('{"update": 1}\nnot json\n{"update": 2}\n', "utf-8")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(path)
 
 

@@ -408,14 +408,14 @@ def test_what_ends_an_evaluation_loses_no_update(
     broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
     with monkeypatch.context() as context:
         if end == "error":
-            evaluate = broken._evaluate
+            evaluate = broken.evaluation.run
 
             def fail() -> dict[str, float]:
                 if broken.trainer.update == 2:
                     raise OSError(28, "No space left on device")
                 return evaluate()
 
-            context.setattr(broken, "_evaluate", fail)
+            context.setattr(broken.evaluation, "run", fail)
             with pytest.raises(OSError, match="No space left"):
                 broken.train()
         else:

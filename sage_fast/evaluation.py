@@ -184,8 +184,8 @@ class ScoreComparison:
 
 
 ENOUGH_PROMPTS = 10
-"""Fewest prompts whose bootstrap interval is trusted. With fewer there are too few distinct resampled means: two
-prompts that both improve would always exclude zero."""
+"""From how many prompts on a bootstrap interval is taken at its word. With fewer the resampled means are too few: two
+prompts that both improve would always leave out zero."""
 
 OVERALL = "Overall"
 """Name of the weighted sum of the scores in tables; the reward that was trained on."""
@@ -339,7 +339,7 @@ def evaluate(
 
 
 def format_comparison(before: Evaluation, after: Evaluation) -> str:
-    """The paired test of the overall reward and of every score, as a small table. See `scored_in_both`."""
+    """The paired test of the overall reward and of every score, as a small table."""
     rows = [("reward", before.reward, after.reward)]
     rows += [(name, before.scores[name], after.scores[name]) for name in sorted(before.scores)]
     lines = [f"{'score':<18}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]

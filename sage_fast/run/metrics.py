@@ -80,6 +80,7 @@ class MetricsLogger:
         Raises:
             ValueError: ``update`` is missing, or a value is not a scalar or not finite (something broke
                 upstream, and a curve with holes would hide it). Nothing is written.
+            OSError: it cannot be written.
         """
         values = {key: _scalar(key, value) for key, value in record.items()}
         update = values.pop("update", None)

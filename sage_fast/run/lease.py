@@ -111,15 +111,20 @@ class Lease:
         """Raise on rank 0 unless the lease is still its own."""
         if not self._world.is_main:
             return
-        holder = _read(self.path)
-        if holder == self._own:
-            return
-        if not self.path.exists():
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError as error:
             raise RunDirectoryError(
                 f"output_dir {str(self.directory)!r} was deleted or moved while the run was writing to it ({self.path} "
                 "is gone), so the run has stopped. Put the directory back and go on by --resume auto, or start a new "
                 "run."
-            )
+            ) from error
+        except OSError as error:  # it may pass; what has to be written says whether it does
+            logger.warning("%s cannot be read for now: %s", self.path, error)
+            return
+        holder = _parse(text)
+        if holder == self._own:
+            return
         raise RunDirectoryError(
             f"output_dir {str(self.directory)!r} was taken over by another run ({holder or 'unknown'}), because this "
             f"process had shown no sign of life for {STALE_SECONDS:.0f} s. This run has stopped; the other goes on."
@@ -223,8 +228,15 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
 def _read(path: Path) -> Holder | None:
     """Who holds a lease; None where the file is not there or was cut short."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return _parse(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
+def _parse(text: str) -> Holder | None:
+    try:
+        return Holder(**json.loads(text))
+    except (ValueError, TypeError):
         return None
 
 

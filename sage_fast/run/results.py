@@ -20,8 +20,8 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test, scored_in_both
+from sage_fast.models.video_files import video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.tools.generation import video_file_name
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RunEvaluation:
         trainer, update = self.trainer, self.trainer.update
         start = time.perf_counter()
         try:
-            evaluation, videos = trainer.evaluate(keep_videos=self._sample_rows)
+            evaluation, videos = trainer.evaluate(return_videos=self._sample_rows)
         except RewardError as error:
             raise RewardError(
                 f"{error} That was in the evaluation at update {update}: --reward.on_failure=drop_group leaves such a "
@@ -183,7 +183,7 @@ class RunEvaluation:
             return
         name, fps = f"update-{self.trainer.update:06d}", self.trainer.config.video.fps
         for row, video in videos.items():
-            media.write_video(self.directory / "samples" / name / video_file_name(row, self._prompt(row)), video, fps)
+            write_video(self.directory / "samples" / name / video_file_name(row, self._prompt(row)), video, fps)
         rows = [(self._prompt(row), video) for row, video in videos.items()]
         media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {self.trainer.update}")
         self._keep_frames(videos)

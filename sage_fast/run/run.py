@@ -33,10 +33,11 @@ from sage_fast.distributed.launch import effective_resume, rank_device
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import load_components
+from sage_fast.models.family import describe_model, load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
+from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
@@ -101,6 +102,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
@@ -126,10 +128,8 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
 
 def _check_described_heads(config: RunConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    from sage_fast.planning.estimate import describe  # here, because few runs need it
-
     try:
-        description = describe(config)
+        description = describe_model(config.model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])
@@ -145,7 +145,8 @@ def train(config: RunConfig, allow_changes: Collection[str] = ()) -> RunResult:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
-    world = start_world(config, rank_device(config.model.device))
+    device = rank_device(config.model.device)
+    world = start_world(section, config.training.mode, device, to_dict(config))
     # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
     if world.any(effective_resume(config.resume) != config.resume):
         config = replace(config, resume="auto")
@@ -180,7 +181,7 @@ class Run:
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
         check_world(
             world,
-            config,
+            self.directory,
             self.trainer.device,
             noise=noise_digests(self.trainer.next_noise()),
             inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},

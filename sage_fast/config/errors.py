@@ -12,6 +12,10 @@ class ConfigError(SageError, ValueError):
     """A configuration that cannot run; the message names the key, the value and the fix."""
 
 
+class RunDirectoryError(SageError, RuntimeError):
+    """A run directory that another run writes, that is gone, or that holds a file which cannot be used."""
+
+
 class TrainingError(SageError, RuntimeError):
     """The run cannot go on; the message says at which update, why, and what to do."""
 

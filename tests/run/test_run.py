@@ -158,7 +158,8 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
             wait_until(lambda lines=lines: count_lines(log) > lines + 1, process)
             time.sleep(moments.uniform(0, 0.3))
         else:
-            wait_until(lambda: any(saved.glob(".update-*.partial")), process)
+            # The newest checkpoint is damaged below, and there must be another to fall back to.
+            wait_until(lambda: len(list_checkpoints(saved)) > 1 and any(saved.glob(".update-*.partial")), process)
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
@@ -416,14 +417,14 @@ def test_what_ends_an_evaluation_loses_no_update(
     broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
     with monkeypatch.context() as context:
         if end == "error":
-            evaluate = broken._evaluate
+            evaluate = broken.evaluation.run
 
             def fail() -> dict[str, float]:
                 if broken.trainer.update == 2:
                     raise OSError(28, "No space left on device")
                 return evaluate()
 
-            context.setattr(broken, "_evaluate", fail)
+            context.setattr(broken.evaluation, "run", fail)
             with pytest.raises(OSError, match="No space left"):
                 broken.train()
         else:

@@ -273,7 +273,7 @@ class Run:
             if evaluates:
                 scores = self.evaluation.run()
                 # Before the row has them: an evaluation that is in the metrics is not made again.
-                self.writer.pin_best(self.trainer.update, scores.get("eval/reward_mean", 0.0))  # rank 0 has the scores
+                self.writer.pin_best(self.trainer.update, scores.get("eval/paired_gain", 0.0))  # rank 0 has the scores
                 record = record | scores
         finally:
             self.metrics.log(record)

@@ -1,16 +1,17 @@
 """The tables of docs/scaling.md, from the planner. Nothing is timed and no GPU is needed.
 
-    python -m benchmarks.scaling            write them into the page
+    python -m benchmarks scaling            write them into the page
 
 The page holds each between `<!-- plan NAME: begin -->` and `<!-- plan NAME: end -->`; a test compares the two.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from benchmarks.report import markdown, renewed
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.models.hunyuan15.description import ModelDescription
@@ -44,11 +45,6 @@ def recipe(mode: str, size: str, gpus: int, *overrides: str, text_tokens: int | 
     config = load_config(ROOT / f"configs/hv15_{size}_{mode}_8gpu.yaml", [*spread, *overrides])
     description = None if text_tokens is None else ModelDescription(text_tokens=text_tokens)
     return make_plan(config, DEVICE, gpus=gpus, sizes={}, description=description)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _number(value: float) -> str:
@@ -91,7 +87,7 @@ def phases(mode: str) -> str:
         rows.append([size, "bound on weak scaling", "", "", *bounds, ""])
     header = ["size", "phase", "PFLOP", "computing s"]
     header += [f"{gpus} GPUs: sent GB; s" for gpus in GPUS] + ["waiting s"]
-    return _table(header, rows)
+    return markdown(header, rows)
 
 
 def _exchange(plan: Plan, phase: str) -> str:
@@ -132,7 +128,7 @@ def sequence() -> str:
                 ]
             )
     header = ["size", "sp", "peak GB", "in the update", "s per video", "all-to-all GB", "and s"]
-    return _table([*header, "computing divides", "videos per GPU-hour", "bound"], rows)
+    return markdown([*header, "computing divides", "videos per GPU-hour", "bound"], rows)
 
 
 def strong() -> str:
@@ -144,7 +140,7 @@ def strong() -> str:
             plan = recipe("lora", size, 64 * sp, f"--distributed.sp={sp}", "--rollout.batch_size=1")
             times = first / plan.seconds_per_rollout
             rows.append([size, str(plan.gpus), str(sp), _number(plan.seconds_per_rollout), f"{times:.1f}x"])
-    return _table(["size", "GPUs", "sp", "s per update of 64 videos", "faster"], rows)
+    return markdown(["size", "GPUs", "sp", "s per update of 64 videos", "faster"], rows)
 
 
 def replicas() -> str:
@@ -157,7 +153,8 @@ def replicas() -> str:
         backward = [e for e in found if e.phase == "update" and e.purpose in ("weights", "gradients")]
         small = recipe("full", "352x624", 512, f"--distributed.dp_shard={shard}")
         state = sum(
-            plan.memory.phases["update"][name] for name in ("transformer", "optimizer state", "anchor", "gradients")
+            getattr(plan.memory.phases["update"], name)
+            for name in ("transformer", "optimizer_state", "anchor", "gradients")
         )
         rows.append(
             [
@@ -174,7 +171,7 @@ def replicas() -> str:
         )
     header = ["replicas x shards", "state GB", "gather of a block, ms", "forward of it at 480p, ms", "at 352x624, ms"]
     header += ["update: exchange s", "waiting s, all", "bound, 480p", "bound, 352x624"]
-    return _table(header, rows)
+    return markdown(header, rows)
 
 
 def presets() -> str:
@@ -197,7 +194,7 @@ def presets() -> str:
             ]
         )
     header = ["preset", "replicas x shards x sp", "videos per update", "peak GB", "min per update"]
-    return _table([*header, "videos per GPU-hour", "videos per hour", "bound", "checkpoint GB per GPU"], rows)
+    return markdown([*header, "videos per GPU-hour", "videos per hour", "bound", "checkpoint GB per GPU"], rows)
 
 
 def preset_gpus(path: Path) -> int:
@@ -236,7 +233,7 @@ def beyond() -> str:
                 ]
             )
     header = ["recipe", "a prompt of 400 tokens on one rank", "collectives on the multiprocessors"]
-    return _table([*header, "evaluation, 8 GPUs", "evaluation, 512 GPUs", "checkpoint's copy to the CPU"], rows)
+    return markdown([*header, "evaluation, 8 GPUs", "evaluation, 512 GPUs", "checkpoint's copy to the CPU"], rows)
 
 
 def failures() -> str:
@@ -260,7 +257,7 @@ def failures() -> str:
             ]
         )
     header = ["GPUs", "between failures", "lost, a checkpoint every 10 updates", "lost, one every update"]
-    return _table([*header, "chance of a failure in 10 updates"], rows)
+    return markdown([*header, "chance of a failure in 10 updates"], rows)
 
 
 def wires() -> str:
@@ -285,7 +282,7 @@ def wires() -> str:
         row("gradient of the adapters, float32", 4.0 * lora.weights.trained, "per update, from every trainer"),
         row("a full checkpoint, Muon", full.checkpoint * full.gpus, "per checkpoint, from all"),
     ]
-    return _table(["what", "size", "how often", "at 46 GB/s", "at 1 Gbit/s"], rows)
+    return markdown(["what", "size", "how often", "at 46 GB/s", "at 1 Gbit/s"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -300,25 +297,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "wires": wires,
 }
 
-_BLOCK = re.compile(r"(<!-- plan (?P<name>[\w-]+): begin -->\n)(?P<body>.*?)(<!-- plan (?P=name): end -->)", re.S)
+
+def page() -> str:
+    """The page with its tables made anew."""
+    return renewed(PAGE.read_text("utf-8"), "plan", lambda name: TABLES[name]())
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(name, body) of the page's tables."""
-    return ((match["name"], match["body"]) for match in _BLOCK.finditer(text))
-
-
-def renewed(text: str) -> str:
-    """A page with its tables made anew."""
-    return _BLOCK.sub(lambda match: match[1] + TABLES[match["name"]]() + match[4], text)
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write the page."""
-    text = renewed(PAGE.read_text(encoding="utf-8"))
+    text = page()
     with replacing(PAGE) as path:
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        path.write_text(text, "utf-8")
+    return 0

@@ -286,7 +286,7 @@ class Counter:
         keep, phase = self.gathered.keep, passes.phase
         if not self._stays(phase):
             return passes.forwards
-        behind = anchor_share(self.config)
+        behind = anchor_share(self.config.training, self.config.objective.kl_mode)
         if keep == "rollout":
             # The single pass measures the anchor within the rollout.
             measured = behind if self.config.training.update == "two_phase" else 0.0

@@ -9,9 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
-from sage_fast.config.distributed import check_heads
+from sage_fast.config.distributed import DistributedSettings, check_heads
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig, check_batch
+from sage_fast.config.schema import RolloutConfig, RunConfig, check_batch
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""
@@ -85,9 +85,8 @@ class Layout:
         yield from (range(first, first + size) for first in range(0, self.gpus, size))
 
 
-def least_gpus(config: RunConfig) -> int:
+def least_gpus(section: DistributedSettings, rollout: RolloutConfig) -> int:
     """The fewest GPUs that the degrees of a configuration fit, and on which a rollout has complete groups."""
-    section, rollout = config.distributed, config.rollout
     known = (section.dp_replicate or 1) * (section.dp_shard or 1) * section.sp
     if section.dp_replicate is not None and section.dp_shard is not None:
         return known

@@ -122,7 +122,7 @@ def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[s
         on_gpu=on_gpu,
         gpus=plan.gpus,
         memory_gb=plan.memory_limit / 1e9,
-        runtime=plan.memory.phases["rollout"]["runtime"],
+        runtime=plan.memory.phases["rollout"].runtime,
         description=plan.description,
         sizes=sizes,
     )

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import yaml
 
@@ -80,37 +80,25 @@ def read_budgets(path: Path = BUDGETS) -> list[Budget]:
         ValueError: an entry lacks a field, has one too many, an unknown rule or group, or a limit that is no number.
     """
     found: list[Budget] = []
-    fields = {"name", "unit", "limit", "guards", "source"}
+    required = {"name", "unit", "limit", "guards", "source"}
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(f"{path.name}: {what}")
+
     for entry in yaml.safe_load(path.read_text("utf-8"))["budgets"]:
-        if not fields <= entry.keys() <= fields | {"rule"}:
-            raise ValueError(
-                f"{path.name}: entry {entry.get('name')!r} has the fields {sorted(entry)}; it needs {sorted(fields)}, "
-                "and may have rule."
-            )
-        rule = entry.get("rule", "at most")
-        if rule not in get_args(Rule):
-            raise ValueError(f"{path.name}: {entry['name']} has the rule {rule!r}; rules are {list(get_args(Rule))}.")
+        name = entry.get("name")
+        if not required <= entry.keys() <= required | {"rule"}:
+            refuse(f"{name!r} has the fields {sorted(entry)}; it needs {sorted(required)}, and may have rule.")
+        if entry.get("rule", "at most") not in get_args(Rule):
+            refuse(f"{name} has the rule {entry['rule']!r}; rules are {list(get_args(Rule))}.")
+        if name.split(".")[0] not in MEASUREMENTS:
+            refuse(f"nothing measures {name}; a name begins with {list(MEASUREMENTS)}.")
         for case, limit in _cases(entry["limit"]):
             if isinstance(limit, bool) or not isinstance(limit, int | float):
-                raise ValueError(f"{path.name}: the limit of {entry['name']}{case} is {limit!r}; it must be a number.")
-            found.append(
-                Budget(
-                    name=f"{entry['name']}{case}",
-                    unit=entry["unit"],
-                    rule=rule,
-                    limit=limit,
-                    guards=entry["guards"],
-                    source=entry["source"],
-                )
-            )
-            if found[-1].group not in MEASUREMENTS:
-                raise ValueError(
-                    f"{path.name}: nothing measures {found[-1].name}; a name begins with {list(MEASUREMENTS)}."
-                )
-    names = [budget.name for budget in found]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"{path.name}: {repeated} stand there more than once.")
+                refuse(f"the limit of {name}{case} is {limit!r}; it must be a number.")
+            if f"{name}{case}" in [budget.name for budget in found]:
+                refuse(f"{name}{case} stands there more than once.")
+            found.append(Budget(**{"rule": "at most", **entry, "name": f"{name}{case}", "limit": limit}))
     return found
 
 

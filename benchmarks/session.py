@@ -2,8 +2,8 @@
 
 A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a record:
 
-    status     "done", or why there is nothing: "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...",
-               "absent: ..." (this machine lacks a library)
+    status     "done"; "done in part: ...", which is measured again when the run goes on; or why there is nothing:
+               "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...", "absent: ..." (no library)
     needs      cells of parity checks that must have passed; what stands behind a missing or red one does not count
     errors, bounds, passed   of a parity check
     rows       of a timing: step, shape, contender, seconds (quantiles); where known flop or bytes of a call with
@@ -19,7 +19,6 @@ import importlib
 import json
 import logging
 import math
-import re
 import signal
 import sys
 import threading
@@ -48,8 +47,7 @@ ASSUMED_MFU = 0.35
 class Cell:
     """One measurement or parity check.
 
-    work: returns what the record holds besides `status`; may set `status` itself ("absent: ..."), and `partial`, a
-    reason why the cell is to be measured once more when the run goes on. needs: parity cells, by their full names.
+    work: returns what the record holds besides `status`, which it may set itself. needs: parity cells, by full name.
     seconds: a guess; a cell that does not fit into the time is skipped.
 
     Example: `Cell(suite="block", name="forward B ours", work=..., needs=("block parity ours",))`
@@ -152,8 +150,7 @@ class Session:
     def measure(self, cell: Cell) -> None:
         """Measure a cell, unless it is done, and save the result."""
         known = self.cells.get(cell.key, {})
-        repeated = "partial" in known and not known.get("repeated")
-        if known.get("status") == "done" and not repeated:
+        if known.get("status") == "done":
             return
         red = [name for name in cell.needs if not results.passed(self.result, name)]
         record: Record
@@ -166,8 +163,6 @@ class Session:
         else:
             print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
             record = self._work(cell.work)
-        if repeated:
-            record["repeated"] = True
         self.cells[cell.key] = {"suite": cell.suite, "needs": list(cell.needs)} | record
         self.save()
 
@@ -176,7 +171,7 @@ class Session:
         with harness.telemetry() as telemetry:
             try:
                 with time_limit(seconds):
-                    record = {"status": "done"} | work()
+                    record: Record = {"status": "done"} | work()
                     harness.wait(self.device)
             except CellTimeout:
                 record = {"status": f"stopped after {seconds:.0f} s"}
@@ -214,6 +209,24 @@ class Session:
         """Write the result so far."""
         if self.path is not None:
             harness.write_result(self.path, self.result)
+
+
+def peer_parity(
+    session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
+) -> Iterator[Cell]:
+    """Parity of P2 against float64, and of P1 and ours beside P2, whose errors are their yardstick.
+
+    Args:
+        check: of a contender, given P2's errors, or None for P2 itself.
+    """
+    p2 = f"{suite} parity P2"
+    yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
+    for contender in ("P1", "ours"):
+
+        def work(contender: str = contender) -> Record:
+            return check(contender, session.cells[p2]["errors"])
+
+        yield Cell(suite=suite, name=f"parity {contender}", work=work, needs=(p2,))
 
 
 def failure(error: Exception) -> str:
@@ -334,9 +347,5 @@ def execute(
 def main(name: str, argv: Sequence[str] | None = None) -> int:
     """The command of one suite, `benchmarks/suites/<name>.py`."""
     module = importlib.import_module(f"benchmarks.suites.{name}")
-    return execute(
-        module.SUITES,
-        parser_of(name, module.__doc__).parse_args(argv),
-        suffix=f"-{re.sub('_', '-', name)}",
-        on_cpu=getattr(module, "ON_CPU", False),
-    )
+    options = parser_of(name, module.__doc__).parse_args(argv)
+    return execute(module.SUITES, options, suffix=f"-{name}", on_cpu=getattr(module, "ON_CPU", False))

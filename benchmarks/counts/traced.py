@@ -24,6 +24,8 @@ from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.schema import LoraConfig
 from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.planning import trace
+from sage_fast.planning.trace import PRODUCTS
 from sage_fast.planning.work import unused_work
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
@@ -31,11 +33,6 @@ from sage_kernels.tracer import Traffic, count
 
 Trained = Literal["nothing", "lora", "everything"]
 """Which weights need gradients; the gradient of the block's inputs is wanted in any case."""
-
-PRODUCTS = frozenset(
-    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
-)
-"""Operators that are not elementwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +113,11 @@ RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_t
 
 def meta_transformer(num_layers: int, trained: Trained) -> HunyuanVideo15Transformer3DModel:
     """The true configuration with fewer layers, bfloat16, on the meta device."""
-    with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel(**HUNYUAN_VIDEO_15 | {"num_layers": num_layers})
-    for parameter in transformer.parameters():
-        parameter.data = parameter.data.bfloat16()
-    if trained != "everything":
-        transformer.requires_grad_(False)
+    transformer = trace.meta_transformer(HUNYUAN_VIDEO_15, torch.bfloat16, num_layers)
+    transformer.requires_grad_(trained == "everything")
     if trained == "lora":
         add_lora(transformer, rank=32, alpha=None, target_modules=LoraConfig().target_modules, seed=0)
-    return transformer.eval()
+    return transformer
 
 
 def block_cost(
@@ -214,15 +207,6 @@ def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) ->
         largest=max(found.largest for found in record.calls),
         syncs=tuple(record.syncs),
     )
-
-
-def forward_flops(shape: Shape, num_layers: int, checkpointing: Checkpointing = "selective") -> int:
-    """FLOPs that torch counts in one forward of the accelerated transformer, one sample without glyph tokens."""
-    transformer = accelerated(num_layers, "nothing", checkpointing)
-    call: Any = transformer
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call(**_inputs(shape, transformer))
-    return int(counter.get_total_flops())
 
 
 def accelerated(

@@ -19,26 +19,12 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import harness, peers
+from benchmarks import harness, peers, workload
 from benchmarks.errors import against_p2, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, timing
-from benchmarks.workload import (
-    HUNYUAN_VIDEO_15,
-    PARITY,
-    SHAPES,
-    SMOKE,
-    TINY,
-    Inputs,
-    Shape,
-    Work,
-    attention_backend,
-    forward_work,
-    oracle_of,
-    random_inputs,
-    random_transformer,
-)
+from benchmarks.session import Cell, Session, Suite, peer_parity, timing
+from benchmarks.workload import Inputs, Shape, Work
 
 SUITE = "block"
 CONTENDERS = ("ours", "P1", "P2", "P2c")
@@ -50,7 +36,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def block_work(config: Mapping[str, Any], shape: Shape) -> Work:
     """Operations of one block's forward: those of two blocks less those of one."""
-    two, one = (forward_work({**config, "num_layers": n}, shape) for n in (2, 1))
+    two, one = (workload.forward_work({**config, "num_layers": n}, shape) for n in (2, 1))
     return Work(linear=two.linear - one.linear, attention=two.attention - one.attention)
 
 
@@ -94,10 +80,10 @@ class Parity:
     """Two layers of full width at a small odd size, and what float64 makes of their first block."""
 
     def __init__(self, config: Mapping[str, Any], device: torch.device, backend: str, *, smoke: bool) -> None:
-        self.shape, self.backend = SMOKE[1] if smoke else PARITY, backend
-        self.transformer = random_transformer({**config, "num_layers": 2}, device, torch.bfloat16)
-        self.inputs = random_inputs(self.shape, config, device, torch.bfloat16)
-        wide, inputs = oracle_of(self.transformer, self.inputs)
+        self.shape, self.backend = workload.SMOKE[1] if smoke else workload.PARITY, backend
+        self.transformer = workload.random_transformer({**config, "num_layers": 2}, device, torch.bfloat16)
+        self.inputs = workload.random_inputs(self.shape, config, device, torch.bfloat16)
+        wide, inputs = workload.oracle_of(self.transformer, self.inputs)
         with peers.packed(wide, backend="reference", cast_adapters=False) as velocity:
             self.exact = gradients(*block_call(wide, velocity, inputs))
 
@@ -107,9 +93,9 @@ class Parity:
             found = gradients(*block_call(self.transformer, velocity, self.inputs))
         return {name: relative_error(value, self.exact[name]) for name, value in found.items()}
 
-    def check(self, contender: str) -> Record:
-        """The verdict on a contender."""
-        return against_p2(self.errors(contender), None if contender == "P2" else self.errors("P2").items())
+    def check(self, contender: str, p2: dict[str, float] | None) -> Record:
+        """The verdict on a contender, given P2's errors."""
+        return against_p2(self.errors(contender), p2)
 
 
 def both(run: Callable[..., Any], arguments: tuple[Any, ...], *, keep_input_only: bool) -> None:
@@ -130,14 +116,13 @@ def forward(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 def cells(session: Session) -> Iterator[Cell]:
     """Parity of every contender, then both directions at the larger shape and the smaller one."""
-    config = TINY if session.smoke else HUNYUAN_VIDEO_15
-    backend = attention_backend("auto", config, session.device, torch.bfloat16)
+    config = workload.TINY if session.smoke else workload.HUNYUAN_VIDEO_15
+    backend = workload.attention_backend("auto", config, session.device, torch.bfloat16)
     parity = cache(lambda: Parity(config, session.device, backend, smoke=session.smoke))
-    for contender in ("P2", "P1", "ours"):
-        yield Cell(suite=SUITE, name=f"parity {contender}", work=lambda who=contender: parity().check(who))  # type: ignore[misc]
+    yield from peer_parity(session, SUITE, lambda contender, p2: parity().check(contender, p2))
     parity.cache_clear()
-    model = cache(lambda: random_transformer({**config, "num_layers": 2}, session.device, torch.bfloat16))
-    for shape in SMOKE[:1] if session.smoke else reversed(SHAPES):
+    model = cache(lambda: workload.random_transformer({**config, "num_layers": 2}, session.device, torch.bfloat16))
+    for shape in workload.SMOKE[:1] if session.smoke else reversed(workload.SHAPES):
         for contender in CONTENDERS:
             for direction in WORK:
 
@@ -158,7 +143,7 @@ def time_block(
     direction: str,
 ) -> Record:
     """The row of one contender, shape and direction."""
-    inputs = random_inputs(shape, config, session.device, torch.bfloat16)
+    inputs = workload.random_inputs(shape, config, session.device, torch.bfloat16)
     with switched_on(contender, transformer, shape, backend) as velocity:
         block, arguments = block_call(transformer, velocity, inputs)
         if contender == "P2c":

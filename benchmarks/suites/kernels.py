@@ -27,6 +27,7 @@ from sage_kernels.registry import Case, Inputs, OpSpec, specs
 
 SUITE = "kernels"
 CONTENDERS = ("ours", "eager", "compiled")
+DIRECTIONS = ("forward", "backward")
 DTYPE = torch.bfloat16
 
 
@@ -114,7 +115,7 @@ def cells(session: Session) -> Iterator[Cell]:
     inputs = InputSets(session.device)
     for spec in chosen:
         for case in cases_of(spec, smoke=session.smoke):
-            for direction in ("forward", "backward") if spec.differentiable else ("forward",):
+            for direction in DIRECTIONS if spec.differentiable else DIRECTIONS[:1]:
                 for contender in CONTENDERS:
                     yield Cell(
                         suite=SUITE,
@@ -139,20 +140,16 @@ SUITES = (Suite(name=SUITE, cells=cells, limit=195.0),)
 def pytest_generate_tests(metafunc: Any) -> None:
     """The cases of `test_speed`."""
     smoke = not torch.cuda.is_available()
-    names = ("spec", "case", "direction", "contender")
-    found = [
-        (spec, case, direction, contender)
-        for spec in specs().values()
-        for case in cases_of(spec, smoke=smoke)
-        for direction in ("forward", "backward")
-        for contender in CONTENDERS
-    ]
-    metafunc.parametrize(names, found, ids=[f"{s.name}-{c.id}-{d}-{who}" for s, c, d, who in found])
+    every = specs()
+    found = [(op, case) for op, spec in every.items() for case in cases_of(spec, smoke=smoke)]
+    metafunc.parametrize(("op", "case"), found, ids=[f"{op}-{case.id}" for op, case in found])
+    metafunc.parametrize("direction", DIRECTIONS)
+    metafunc.parametrize("contender", CONTENDERS)
 
 
-def test_speed(benchmark: Any, spec: OpSpec, case: Case, direction: str, contender: str) -> None:
+def test_speed(benchmark: Any, op: str, case: Case, direction: str, contender: str) -> None:
     """A timing by pytest-benchmark, behind the same parity check."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec, device = specs()[op], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert not parity.failures(parity.compare(spec, case, DTYPE, device))
     call, nbytes = calls_of(spec, case, direction, contender, InputSets(device), smoke=device.type == "cpu")
     with torch.set_grad_enabled(direction == "backward"):

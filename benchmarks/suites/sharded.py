@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,27 +36,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks import harness
+from benchmarks import harness, workload
 from benchmarks.errors import pooled_error, relative_error, verdict
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites.transformer import FULL_DEPTH
-from benchmarks.workload import (
-    GUIDANCE_SCALE,
-    HUNYUAN_VIDEO_15,
-    PARITY,
-    SMOKE,
-    STEP_WORK,
-    TINY,
-    B,
-    Inputs,
-    Shape,
-    adapt,
-    forward_work,
-    random_inputs,
-    random_transformer,
-)
+from benchmarks.workload import Inputs, Shape
 from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.schema import DataConfig, LoraConfig, ModelConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
@@ -124,7 +110,11 @@ def shard(transformer: HunyuanVideo15Transformer3DModel, mode: Mode, world: Worl
 
 
 def take_gradient(
-    transformer: HunyuanVideo15Transformer3DModel, inputs: Inputs, pull: Pull, *, guidance_scale: float = GUIDANCE_SCALE
+    transformer: HunyuanVideo15Transformer3DModel,
+    inputs: Inputs,
+    pull: Pull,
+    *,
+    guidance_scale: float = workload.GUIDANCE_SCALE,
 ) -> Tensor:
     """Add the gradient of a step's log-probability up to a factor, as an update does; returns the velocity."""
     policy = GuidedPolicy(transformer, inputs.unconditional, guidance_scale)
@@ -161,12 +151,13 @@ def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, dev
     `bitwise` says whether velocity and gradient are equal bit for bit.
     """
     lora = mode == "lora"
-    transformer = random_transformer({**config, "num_layers": 2}, device, torch.bfloat16 if lora else torch.float32)
-    adapt(transformer) if lora else train_all(transformer)
+    dtype = torch.bfloat16 if lora else torch.float32
+    transformer = workload.random_transformer({**config, "num_layers": 2}, device, dtype)
+    workload.adapt(transformer) if lora else train_all(transformer)
     plain = copy.deepcopy(transformer)
     cast_weights(plain, torch.bfloat16)
     choose_forward(plain, run_config(mode).model)
-    inputs = random_inputs(shape, config, device, torch.bfloat16)
+    inputs = workload.random_inputs(shape, config, device, torch.bfloat16)
     # One branch: the unwrapped weights are bfloat16 here, and so is a sum of two branches in their `.grad`.
     whole_engine = unwrapped_engine(plain, mode)
     expected = take_gradient(plain, inputs, whole_engine.pull, guidance_scale=1.0)
@@ -174,10 +165,7 @@ def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, dev
     engine = shard(transformer, mode, world, device)
     velocity = take_gradient(transformer, inputs, engine.pull, guidance_scale=1.0)
     given = {name: gradient.to(device) for name, gradient in whole_gradients(engine.parameters).items()}
-    errors = {
-        "velocity": relative_error(velocity, expected),
-        "gradient": pooled_error(given, expected_gradients),
-    }
+    errors = {"velocity": relative_error(velocity, expected), "gradient": pooled_error(given, expected_gradients)}
     bitwise = torch.equal(velocity, expected) and all(
         name in given and torch.equal(given[name].to(e.dtype), e) for name, e in expected_gradients.items()
     )
@@ -218,12 +206,12 @@ def measure_lora(session: Session, config: Mapping[str, Any], shape: Shape, worl
     Both come from one cell, because the second is compared with the first.
     """
     device = session.device
-    transformer = random_transformer(config, device, torch.bfloat16)
-    adapt(transformer)
-    inputs = random_inputs(shape, config, device, torch.bfloat16)
+    transformer = workload.random_transformer(config, device, torch.bfloat16)
+    workload.adapt(transformer)
+    inputs = workload.random_inputs(shape, config, device, torch.bfloat16)
     acceleration = choose_forward(transformer, run_config("lora").model)
     assert acceleration is not None
-    flop = forward_work(config, shape).times(*STEP_WORK["train_split"]).total
+    flop = workload.forward_work(config, shape).times(*workload.STEP_WORK["train_split"]).total
     note = f"rank {LoraConfig().rank}, {config['num_layers']} layers"
     rows: list[Record] = []
     expected: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -317,52 +305,39 @@ def choose_layers(config: Mapping[str, Any], free: int | None, *, probe_seconds:
     return fit, "nothing" if fit == config["num_layers"] else "CPU memory"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FullSteps:
-    """Seconds of rounds of a full fine-tune, without the one that makes the optimizer's memory unless it is the only
-    one (`warm` is False), and the norms of their gradients.
-    """
-
-    gradient: list[float]
-    optimizer: list[float]
-    norms: list[float]
-
-    @property
-    def warm(self) -> bool:
-        return len(self.norms) > 1
-
-
 def run_full(
     config: Mapping[str, Any], shape: Shape, world: World, device: torch.device, *, rounds: int, ends: float
-) -> FullSteps:
+) -> dict[str, list[float]]:
     """Steps of a full fine-tune whose masters, gradients and momentum are in CPU memory.
 
     Args:
         config: of the transformer, with as many layers as are to be trained.
         ends: of `time.monotonic`, after which no further round begins.
+
+    Returns:
+        Seconds of the gradient and of the optimizer, and norms of the gradient, by round. The first round makes the
+        optimizer's memory.
     """
-    transformer = random_transformer(config, device, torch.float32)
+    transformer = workload.random_transformer(config, device, torch.float32)
     train_all(transformer)
     engine = shard(transformer, "full", world, device)
     harness.release(transformer)
-    inputs = random_inputs(shape, config, device, torch.bfloat16)
+    inputs = workload.random_inputs(shape, config, device, torch.bfloat16)
     harness.forget_peak(device)
-    gradient: list[float] = []
-    optimizer: list[float] = []
-    norms: list[float] = []
-    while len(norms) < rounds + 1:
-        if norms and time.monotonic() + gradient[-1] + optimizer[-1] > ends:
+    found: dict[str, list[float]] = {"gradient": [], "optimizer": [], "norm": []}
+    while len(found["norm"]) < rounds + 1:
+        if found["norm"] and time.monotonic() + found["gradient"][-1] + found["optimizer"][-1] > ends:
             break
         start = time.perf_counter()
         take_gradient(transformer, inputs, engine.pull)
         harness.wait(device)
         between = time.perf_counter()
-        norms.append(engine.clip_gradients())
+        found["norm"].append(engine.clip_gradients())
         engine.step()
         harness.wait(device)
-        gradient.append(between - start)
-        optimizer.append(time.perf_counter() - between)
-    return FullSteps(gradient=gradient[1:] or gradient, optimizer=optimizer[1:] or optimizer, norms=norms)
+        found["gradient"].append(between - start)
+        found["optimizer"].append(time.perf_counter() - between)
+    return found
 
 
 def measure_full(session: Session, config: Mapping[str, Any], shape: Shape, world: World) -> Record:
@@ -380,32 +355,30 @@ def measure_full(session: Session, config: Mapping[str, Any], shape: Shape, worl
     ends = time.monotonic() + left
     found = run_full({**config, "num_layers": chosen}, shape, world, device, rounds=rounds, ends=ends)
     peak = harness.peak_memory_gb(device)
-    if not all(math.isfinite(norm) and norm > 0 for norm in found.norms):
-        return {"status": f"failed: norms of the gradient are {found.norms}"}
+    if not all(math.isfinite(norm) and norm > 0 for norm in found["norm"]):
+        return {"status": f"failed: norms of the gradient are {found['norm']}"}
     host = host_bytes(config, chosen) / 1e9
     note = f"{run_config('full').optimizer.name}, {chosen} of {layers} layers (limited by {limit}), "
-    note += f"{host:.1f} GB of CPU memory" + ("" if found.warm else ", first round")
-    steps = {"gradient": found.gradient, "optimizer": found.optimizer}
+    note += f"{host:.1f} GB of CPU memory" + ("" if len(found["norm"]) > 1 else ", first round")
+    # The first round counts where it is the only one.
+    steps = {name: found[name][1:] or found[name] for name in ("gradient", "optimizer")}
     rows = [
         timing(f"full, offloaded, {name}", shape.name, "ours", Quantiles.of(seconds), peak_memory_gb=peak, note=note)
         for name, seconds in steps.items()
     ]
-    late = {"partial": f"time for {chosen} of {layers} layers"} if limit == "time" else {}
+    late = {"status": f"done in part: time for {chosen} of {layers} layers"} if limit == "time" else {}
     return {"rows": rows} | late
 
 
 def cells(session: Session) -> Iterator[Cell]:
     """Parity and steps of both modes, in one process group."""
-    config, device = (TINY if session.smoke else HUNYUAN_VIDEO_15), session.device
-    shape, small = (SMOKE[1], SMOKE[1]) if session.smoke else (B, PARITY)
-    work = forward_work(config, shape).times(*STEP_WORK["train_split"]).total
+    config, device = (workload.TINY if session.smoke else workload.HUNYUAN_VIDEO_15), session.device
+    shape, small = (workload.SMOKE[1], workload.SMOKE[1]) if session.smoke else (workload.B, workload.PARITY)
+    work = workload.forward_work(config, shape).times(*workload.STEP_WORK["train_split"]).total
     # Built once; each contender is called once to be compared and once to be timed.
     needed = 0.0 if session.smoke else BUILD_SECONDS
     with one_rank(device) as world:
-        steps = {
-            "lora": (measure_lora, needed + session.guess(work)),
-            "full": (measure_full, needed),
-        }
+        steps = {"lora": (measure_lora, needed + session.guess(work)), "full": (measure_full, needed)}
         modes: tuple[Mode, ...] = ("lora", "full")
         for mode in modes:
             parity = f"parity {mode}"

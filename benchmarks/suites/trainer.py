@@ -49,12 +49,7 @@ SMALL_TOY = ["--rollout.num_generations=2", "--rollout.batch_size=4", "--rollout
 SAME_METRICS = ("reward/mean", "grad_norm")
 TOLERANCE = 1e-3
 """Relative difference of a metric of the first iteration; that of the convergence tests."""
-NARROW: dict[str, Any] = {
-    "num_attention_heads": 1,
-    "text_embed_dim": 48,
-    "text_embed_2_dim": 32,
-    "image_embed_dim": 24,
-}
+NARROW: dict[str, Any] = {"num_attention_heads": 1, "text_embed_dim": 48, "text_embed_2_dim": 32, "image_embed_dim": 24}
 """The published transformer with one head, all its 54 blocks."""
 NARROW_PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 """Relative difference of a velocity from P2's: rounding, through 54 blocks."""

@@ -18,28 +18,14 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from benchmarks import harness, peers
+from benchmarks import harness, peers, workload
 from benchmarks.errors import against_p2, pooled_error, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, timing
+from benchmarks.session import Cell, Session, Suite, peer_parity, timing
 from benchmarks.steps import STEPS
 from benchmarks.suites import attention
-from benchmarks.workload import (
-    HUNYUAN_VIDEO_15,
-    PARITY,
-    SHAPES,
-    SMOKE,
-    STEP_WORK,
-    TINY,
-    Inputs,
-    adapt,
-    attention_backend,
-    forward_work,
-    oracle_of,
-    random_inputs,
-    random_transformer,
-)
+from benchmarks.workload import Inputs
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.block import Checkpointing
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
@@ -120,23 +106,25 @@ class Model:
 
     def __post_init__(self) -> None:
         smoke, device = self.session.smoke, self.session.device
-        self.config = TINY if smoke else HUNYUAN_VIDEO_15
-        self.shapes = {shape.name: shape for shape in (SMOKE if smoke else SHAPES)}
-        self.backend = attention_backend(self.session.options.get("attention", "auto"), self.config, device, DTYPE)
+        self.config = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15
+        self.shapes = {shape.name: shape for shape in (workload.SMOKE if smoke else workload.SHAPES)}
+        self.backend = workload.attention_backend(
+            self.session.options.get("attention", "auto"), self.config, device, DTYPE
+        )
 
     def get(self, *, adapters: bool) -> HunyuanVideo15Transformer3DModel:
         """The transformer with LoRA adapters or without."""
         if self.transformer is None:
-            self.transformer = random_transformer(self.config, self.session.device, DTYPE)
+            self.transformer = workload.random_transformer(self.config, self.session.device, DTYPE)
         if adapters and not trainable_parameters(self.transformer):
-            adapt(self.transformer)
+            workload.adapt(self.transformer)
         elif not adapters and trainable_parameters(self.transformer):
             self.transformer.unload_lora()
         return self.transformer
 
     def seconds(self, timed: Timed) -> float:
         """A guess of what a cell takes."""
-        work = forward_work(self.config, self.shapes[timed.shape]).times(*STEP_WORK[timed.step])
+        work = workload.forward_work(self.config, self.shapes[timed.shape]).times(*workload.STEP_WORK[timed.step])
         compiling = COMPILATION_SECONDS[timed.step] if timed.contender == "P2c" and not self.session.smoke else 0.0
         return self.session.guess(work.total) + compiling
 
@@ -177,7 +165,7 @@ class Model:
     def measure(self, timed: Timed) -> Record:
         """The row of a cell."""
         shape, session = self.shapes[timed.shape], self.session
-        inputs = random_inputs(shape, self.config, session.device, DTYPE)
+        inputs = workload.random_inputs(shape, self.config, session.device, DTYPE)
         try:
             expected = self.expect(timed, inputs)
             with self.switch(timed) as velocity:
@@ -193,7 +181,7 @@ class Model:
                 peak = harness.peak_memory_gb(session.device)
         finally:
             harness.release(self.transformer)
-        work = forward_work(self.config, shape).times(*STEP_WORK[timed.step])
+        work = workload.forward_work(self.config, shape).times(*workload.STEP_WORK[timed.step])
         keeps = f"keeps {timed.checkpointing}" if timed.trains else None
         row = timing(timed.step, shape.name, timed.contender, seconds, flop=work.total, peak_memory_gb=peak, note=keeps)
         return {"rows": [row | {"difference_from_p2": difference, "attention": self.backend}]}
@@ -204,11 +192,11 @@ class TwoLayers:
 
     def __init__(self, model: Model) -> None:
         session = model.session
-        self.backend, self.shape = model.backend, SMOKE[1] if session.smoke else PARITY
-        self.transformer = random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
-        adapt(self.transformer)
-        self.inputs = random_inputs(self.shape, model.config, session.device, DTYPE)
-        wide, inputs = oracle_of(self.transformer, self.inputs)
+        self.backend, self.shape = model.backend, workload.SMOKE[1] if session.smoke else workload.PARITY
+        self.transformer = workload.random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
+        workload.adapt(self.transformer)
+        self.inputs = workload.random_inputs(self.shape, model.config, session.device, DTYPE)
+        wide, inputs = workload.oracle_of(self.transformer, self.inputs)
         velocity = diffusers_velocity(wide, inputs.latents, inputs.sigma, [inputs.conditional])
         velocity.backward(inputs.noise)
         self.velocity = velocity.detach()
@@ -219,12 +207,7 @@ class TwoLayers:
         """Relative errors of a contender's velocity and gradient; P1 is timed without gradients."""
         trains = contender != "P1"
         switch = peers.contender(
-            contender,
-            self.transformer,
-            self.shape,
-            self.backend,
-            checkpointing=checkpointing,
-            cast_adapters=False,
+            contender, self.transformer, self.shape, self.backend, checkpointing=checkpointing, cast_adapters=False
         )
         with switch as velocity, torch.set_grad_enabled(trains):
             out = velocity(self.inputs.latents, self.inputs.sigma, self.inputs.conditional)
@@ -235,13 +218,14 @@ class TwoLayers:
         found = {"velocity": relative_error(out.detach(), self.velocity)}
         return found | ({"gradient": pooled_error(gradients, self.gradients)} if trains else {})
 
-    def check(self, contender: str) -> Record:
-        """Ours is compared in both ways of keeping activations that are timed, and the worse one counts."""
+    def check(self, contender: str, p2: dict[str, float] | None) -> Record:
+        """The verdict on a contender. Ours is compared in both ways of keeping activations that are timed, and the
+        worse one counts.
+        """
         errors = self.errors(contender, "none")
         if contender == "ours":
             kept = self.errors(contender, "selective")
             errors = {kind: max(error, kept[kind]) for kind, error in errors.items()}
-        p2 = None if contender == "P2" else [(k, e) for k, e in self.errors("P2", "none").items() if k in errors]
         return against_p2(errors, p2)
 
 
@@ -249,8 +233,7 @@ def cells(session: Session) -> Iterator[Cell]:
     """Parity of every contender, then the measurements at full size."""
     model = Model(session=session)
     layers = cache(lambda: TwoLayers(model))
-    for contender in ("P2", "P1", "ours"):
-        yield Cell(suite=SUITE, name=f"parity {contender}", work=lambda who=contender: layers().check(who))  # type: ignore[misc]
+    yield from peer_parity(session, SUITE, lambda contender, p2: layers().check(contender, p2))
     layers.cache_clear()
     harness.release()
     for timed in ORDER:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import report, scaling
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
@@ -398,6 +398,13 @@ def test_one_gpu_reads_as_before() -> None:
 
 # ------------------------------------------------------------------------------------------ the page
 
+
+def tables() -> dict[str, str]:
+    """The tables of the page by name."""
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    return dict(re.findall(r"<!-- plan ([\w-]+): begin -->\n(.*?)<!-- plan", text, flags=re.S))
+
+
 SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
 
 
@@ -405,16 +412,15 @@ SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in scaling.TABLES]
 )
 def test_the_page_shows_what_the_planner_counts(name: str) -> None:
-    """Without weights on this machine. `python -m benchmarks.scaling` writes the page."""
-    page = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
-    make: Callable[[], str] = scaling.TABLES[name]
-    assert page[name] == make()
+    """Without weights on this machine. `python -m benchmarks scaling` writes the page."""
+    assert tables()[name] == scaling.TABLES[name]()
 
 
 def test_the_page_has_every_table_once() -> None:
     text = scaling.PAGE.read_text(encoding="utf-8")
-    assert sorted(name for name, _ in scaling.blocks(text)) == sorted(scaling.TABLES)
+    assert sorted(tables()) == sorted(scaling.TABLES)
     assert text.count("<!-- plan ") == 2 * len(scaling.TABLES)
+    assert report.renewed(text, "plan", lambda name: tables()[name]) == text
 
 
 def test_what_the_page_says_in_words() -> None:
@@ -425,8 +431,8 @@ def test_what_the_page_says_in_words() -> None:
     assert f"{full.weights.block / 1e6:.0f} M" in text and "A = 56.4 M" in text
     moved = sum(e.bytes for e in full.exchanges if e.phase != "evaluation") / 1e12
     assert f"{moved:.1f} TB per update and GPU" in text
-    tables = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-full"])]
+    found = tables()
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-full"])]
     assert len(bounds) == 6 and min(bounds) == 99.8 and "99.8 % and more" in text
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-lora"])]
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-lora"])]
     assert len(bounds) == 6 and min(bounds) > 99.9 and "at 99.9 % and more" in text

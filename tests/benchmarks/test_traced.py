@@ -11,7 +11,15 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from benchmarks.budgets import BlockCost, Record, block_cost, forward_flops, meta_transformer, needed_flops
+from benchmarks.counts.traced import (
+    BlockCost,
+    Record,
+    accelerated,
+    block_cost,
+    forward_cost,
+    meta_transformer,
+    needed_flops,
+)
 from benchmarks.workload import A, B
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -21,11 +29,11 @@ TOKENS = A.video_tokens + A.text_tokens
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_flops_are_the_packed_closed_form(checkpointing: Any) -> None:
-    assert forward_flops(A, 54, checkpointing) == needed_flops(A, 54)
+    assert forward_cost(A, accelerated(54, "nothing", checkpointing)).flops == needed_flops(A, 54)
 
 
 def test_flops_at_the_other_shape() -> None:
-    assert forward_flops(B, 2) == needed_flops(B, 2)
+    assert forward_cost(B, accelerated(2, "nothing")).flops == needed_flops(B, 2)
 
 
 def test_the_model_is_the_true_one() -> None:
@@ -131,7 +139,7 @@ def test_a_host_sync_is_seen() -> None:
 
 def test_a_padded_token_is_seen() -> None:
     padded = type(A)(name="A+1", latent=A.latent, text_tokens=A.text_tokens + 1, padding=A.padding)
-    assert forward_flops(padded, 2) > needed_flops(A, 2)
+    assert forward_cost(padded, accelerated(2, "nothing")).flops > needed_flops(A, 2)
 
 
 def test_a_mask_is_seen() -> None:

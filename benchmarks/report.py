@@ -149,16 +149,11 @@ def suite_block(found: Results, *, suites: Sequence[str], gpu: bool = True) -> s
 
 def devices_block(found: Results) -> str:
     """What was run where."""
-    rows = [
-        (
-            device.name,
-            "GPU" if device.is_gpu else "CPU",
-            (environment["commit"] or "none")[:9],
-            f"`{device.folder}/{file}`",
-        )
-        for device in found.devices
-        for file, environment in sorted(device.environments.items())
-    ]
+    rows = []
+    for device in found.devices:
+        kind = "GPU" if device.is_gpu else "CPU"
+        for file, made_with in sorted(device.environments.items()):
+            rows.append((device.name, kind, (made_with["commit"] or "none")[:9], f"`{device.folder}/{file}`"))
     return markdown(("device", "kind", "commit", "file"), rows) if rows else "No result is committed yet.\n"
 
 
@@ -178,18 +173,13 @@ def levers_block(found: Results, *, exact: bool) -> str:
     """Levers that leave the gradient what it is, or those that change the mathematics."""
     if "levers" not in found.predicted:
         return "Not predicted yet: `python -m benchmarks levers`.\n"
-    rows = [
-        (
-            row["name"],
-            f"`{row['option']}`",
-            f"{row['factor']:.2f}x",
-            f"{row['without']['seconds']:.0f} → {row['with']['seconds']:.0f}",
-            f"{row['without']['peak_gb']:.0f} → {row['with']['peak_gb']:.0f}",
-            row["note"],
-        )
-        for row in found.predicted["levers"]["levers"]
-        if row["exact"] == exact
-    ]
+    rows = []
+    for row in found.predicted["levers"]["levers"]:
+        before, after = row["without"], row["with"]
+        seconds = f"{before['seconds']:.0f} → {after['seconds']:.0f}"
+        memory = f"{before['peak_gb']:.0f} → {after['peak_gb']:.0f}"
+        if row["exact"] == exact:
+            rows.append((row["name"], f"`{row['option']}`", f"{row['factor']:.2f}x", seconds, memory, row["note"]))
     return markdown(("lever", "option", "factor", "seconds per video", "peak GB", ""), rows)
 
 

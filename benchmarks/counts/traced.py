@@ -83,16 +83,16 @@ class Record(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """Cost of one block in the middle of the transformer, one sample.
+    """Cost of one block in the middle of the transformer, one sample, by the names of its budgets.
 
-    Example: with LoRA and selective checkpointing `forward` is 13.25 and `kept` 2.02.
+    Example: with LoRA and selective checkpointing `forward_bytes` is 13.26 and `kept` 2.02.
     """
 
-    forward: float
+    forward_bytes: float
     """Elementwise bytes of the forward, in S."""
-    backward: float
+    backward_bytes: float
     """Elementwise bytes of the backward without what is recomputed, in S."""
-    recomputed: float
+    recomputed_bytes: float
     """Elementwise bytes of forward ops that the backward runs again, in S."""
     forward_flops: int
     """As torch counts them."""
@@ -102,7 +102,7 @@ class BlockCost:
     """Operators of the forward."""
     kept: float
     """Activations kept from the forward for the backward, in S. Weights do not count."""
-    largest: int
+    largest_tensor: int
     """Elements of the largest tensor that either pass makes."""
     syncs: tuple[str, ...]
     """Operators of either pass that wait for the GPU."""
@@ -170,14 +170,14 @@ def block_cost(
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
     again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
     return BlockCost(
-        forward=forward.elementwise() / unit,
-        backward=(backward.elementwise() - again) / unit,
-        recomputed=again / unit,
+        forward_bytes=forward.elementwise() / unit,
+        backward_bytes=(backward.elementwise() - again) / unit,
+        recomputed_bytes=again / unit,
         forward_flops=int(forward_flops.get_total_flops()),
         backward_flops=int(backward_flops.get_total_flops()),
         launches=len(forward.calls),
         kept=sum(kept.values()) / unit,
-        largest=max(call.largest for call in (*forward.calls, *backward.calls)),
+        largest_tensor=max(call.largest for call in (*forward.calls, *backward.calls)),
         syncs=(*forward.syncs, *backward.syncs),
     )
 

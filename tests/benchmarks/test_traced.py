@@ -47,20 +47,20 @@ def test_the_model_is_the_true_one() -> None:
 def test_block_budgets(trained: Any, checkpointing: Any, kept: float) -> None:
     cost = block_cost(A, trained, checkpointing)
     # Keeping the GELU's input, which nobody does at 80 GB, means writing it: 8 S that the product's epilogue saves.
-    assert cost.forward <= (21.3 if checkpointing == "none" else 13.3)
-    assert cost.backward <= (42 if trained == "everything" else 30)
-    assert cost.recomputed <= (15 if trained == "everything" else 11)
+    assert cost.forward_bytes <= (21.3 if checkpointing == "none" else 13.3)
+    assert cost.backward_bytes <= (42 if trained == "everything" else 30)
+    assert cost.recomputed_bytes <= (15 if trained == "everything" else 11)
     # LoRA adds 12 casts, 2 concatenations and 12 thin products.
     assert cost.launches <= (44 if trained == "lora" else 20)
     assert cost.kept <= kept
     # The feed-forward's hidden layer; at B that is less than a quarter of N^2.
-    assert cost.largest == A.video_tokens * 4 * 2048
+    assert cost.largest_tensor == A.video_tokens * 4 * 2048
     assert cost.syncs == ()
 
 
 def test_nothing_of_the_size_of_a_mask() -> None:
     tokens = B.video_tokens + B.text_tokens
-    assert block_cost(B, "lora", "selective").largest < tokens**2 / 4
+    assert block_cost(B, "lora", "selective").largest_tensor < tokens**2 / 4
 
 
 def regress(monkeypatch: pytest.MonkeyPatch, name: str, wrap: Callable[[Any], Any]) -> BlockCost:
@@ -74,7 +74,7 @@ def test_an_extra_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda self, *args: [y + 0 for y in method(self, *args)]
 
     cost = regress(monkeypatch, "normed_inputs", copied)
-    assert cost.forward > 13.3
+    assert cost.forward_bytes > 13.3
     assert cost.launches > 43
 
 
@@ -153,4 +153,4 @@ def test_a_mask_is_seen() -> None:
 
         block.forward = masked
 
-    assert block_cost(A, "lora", "selective", prepare=mask).largest == TOKENS**2
+    assert block_cost(A, "lora", "selective", prepare=mask).largest_tensor == TOKENS**2

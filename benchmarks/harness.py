@@ -153,7 +153,7 @@ def wait(device: torch.device) -> None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Start the peak of allocated memory anew."""
+    """Reset the peak of allocated memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

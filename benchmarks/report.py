@@ -229,7 +229,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 
 
 def renewed(text: str, kind: str, make: Callable[[str], str]) -> str:
-    """A document with the blocks of a kind (`benchmark`, `plan`) made anew.
+    """A document with the blocks of a kind (`benchmark`, `plan`) rebuilt.
 
     Raises:
         ValueError: a block that does not end.
@@ -244,7 +244,7 @@ def document(text: str, found: Results) -> str:
     """A document as the results have it.
 
     Raises:
-        ValueError: a block that nobody knows, or one that does not end.
+        ValueError: an unknown block, or one that does not end.
     """
 
     def make(name: str) -> str:

@@ -44,7 +44,7 @@ Row = dict[str, str]
 
 @cache
 def recipe(mode: str, size: str, gpus: int, *overrides: str, text_tokens: int | None = None) -> Plan:
-    """The preset for 8 GPUs on so many, with whatever is overridden; HSDP by nodes for all weights."""
+    """The 8-GPU preset on `gpus` GPUs, with overrides; full training shards its weights by node (HSDP)."""
     spread = ["--distributed.dp_replicate=null"]
     config = load_config(ROOT / f"configs/hv15_{size}_{mode}_8gpu.yaml", [*spread, *overrides])
     description = None if text_tokens is None else ModelDescription(text_tokens=text_tokens)
@@ -273,7 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def page() -> str:
-    """The page with its tables made anew."""
+    """The page with its tables rebuilt."""
     return renewed(PAGE.read_text("utf-8"), "plan", lambda name: TABLES[name]())
 
 

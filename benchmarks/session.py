@@ -83,7 +83,7 @@ class CellTimeout(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `CellTimeout` in here after so many seconds; in other threads than the main one nothing is limited."""
+    """Raise `CellTimeout` in this context after `seconds`; outside the main thread there is no limit."""
     if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,7 +194,7 @@ class Session:
         return results.ceiling(self.result, name)
 
     def guess(self, flop: float) -> float:
-        """Seconds that a cell of so many operations takes: one call to compare, one to warm up, two rounds."""
+        """Seconds that a cell of `flop` operations takes: one call to compare, one to warm up, two rounds."""
         peak = self.ceiling("matmul")
         return 0.0 if peak is None or self.smoke else 4 * flop / (ASSUMED_MFU * peak * 1e12)
 

@@ -66,7 +66,7 @@ def peak_resident_gib() -> float | None:
 
 
 def forget_peak() -> bool:
-    """Start the peak of this process anew; False where the system has no such switch."""
+    """Reset the peak of this process; False where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", "utf-8")
     except OSError:

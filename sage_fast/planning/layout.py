@@ -23,8 +23,8 @@ GroupName = Literal["sp", "weights", "replicas", "all"]
 class Group:
     """Ranks that take part in a collective.
 
-    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its ranks on a node that has any;
-    so many network adapters carry what leaves that node.
+    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its ranks on a node that has any,
+    which is the number of network adapters that carry what leaves that node.
 
     Example: the 16 ranks that share weights over two nodes are `Group(ranks=16, nodes=2, local=8)`.
     """
@@ -96,7 +96,7 @@ def least_gpus(section: DistributedSettings, rollout: RolloutConfig) -> int:
 
 
 def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout:
-    """The degrees of a run on so many GPUs.
+    """The degrees of a run on `gpus` GPUs.
 
     Args:
         heads: attention heads of the model.

@@ -104,7 +104,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
 
 
 def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, ...]]:
-    """Sets of so many changes of different keys."""
+    """Sets of `count` changes, each of a different key."""
     keys = list(dict.fromkeys(key for key, _ in changes))
     for chosen in combinations(keys, count):
         yield from product(*([change for change in changes if change[0] == key] for key in chosen))

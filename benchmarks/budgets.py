@@ -15,7 +15,7 @@ import yaml
 import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks.counts import compiled, iteration, processes, traced
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
-from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.models.transformer import Checkpointing
 from sage_kernels.registry import specs
 
 BUDGETS = Path(__file__).with_name("budgets.yaml")

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.report import markdown, renewed
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.hunyuan15.description import published_model
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import Plan, make_plan
 
@@ -47,7 +47,7 @@ def recipe(mode: str, size: str, gpus: int, *overrides: str, text_tokens: int | 
     """The 8-GPU preset on `gpus` GPUs, with overrides; full training shards its weights by node (HSDP)."""
     spread = ["--distributed.dp_replicate=null"]
     config = load_config(ROOT / f"configs/hv15_{size}_{mode}_8gpu.yaml", [*spread, *overrides])
-    description = None if text_tokens is None else ModelDescription(text_tokens=text_tokens)
+    description = None if text_tokens is None else published_model(text_tokens=text_tokens)
     return make_plan(config, DEVICE, gpus=gpus, sizes={}, description=description)
 
 

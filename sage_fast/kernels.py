@@ -8,7 +8,7 @@ Shapes: B batch, C channels, F frames, H, W.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -190,3 +190,10 @@ def select_kernels(choice: Choice, device: torch.device) -> StepKernels:
             "model.kernels to auto, or TRITON_INTERPRET=1 in the environment to run them slowly in the interpreter."
         )
     return FusedKernels()
+
+
+def bytes_moved(function: Callable[[], object]) -> int:
+    """Bytes that PyTorch operators read and write in a call, on any device; an op of sage_kernels is one operator."""
+    from sage_kernels.tracer import count
+
+    return count(function).total

@@ -50,9 +50,9 @@ from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.guidance import GuidedPolicy, Pull
+from sage_fast.planning.devices import host_memory
+from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import cast_weights, train_all, trainable_parameters
-from sage_fast.tools.machine import host_memory
 
 SUITE = "sharded"
 Mode = Literal["lora", "full"]
@@ -100,11 +100,11 @@ def shard(transformer: HunyuanVideo15Transformer3DModel, mode: Mode, world: Worl
     """Wrap a transformer for one rank; returns the engine that trains it."""
     config = run_config(mode)
     if mode == "full":
-        gathering = parallelize(transformer, config, world, device)
+        gathering = parallelize(transformer, config.distributed, config.model, config.training, world, device)
     else:
         # `parallelize` leaves frozen weights of a single rank whole, so its steps are taken one by one.
         choose_forward(transformer, replace(config.model, adaln="weights"))
-        shard_weights(transformer, config, world, device)
+        shard_weights(transformer, config.distributed, config.model, world, device, mode=mode)
         gathering = Gathering(transformer, "never")
     return TorchEngine(trainable_parameters(transformer), config.optimizer, world, gathering)
 
@@ -112,7 +112,7 @@ def shard(transformer: HunyuanVideo15Transformer3DModel, mode: Mode, world: Worl
 def take_gradient(
     transformer: HunyuanVideo15Transformer3DModel,
     inputs: Inputs,
-    pull: Pull,
+    vjp: VJP,
     *,
     guidance_scale: float = workload.GUIDANCE_SCALE,
 ) -> Tensor:
@@ -120,7 +120,7 @@ def take_gradient(
     policy = GuidedPolicy(transformer, inputs.unconditional, guidance_scale)
     cotangent = inputs.noise / inputs.noise.numel()
     return policy.velocity_and_gradient(
-        inputs.latents, inputs.sigma, [inputs.conditional], [cotangent], split=True, pull=pull
+        inputs.latents, inputs.sigma, [inputs.conditional], [cotangent], split=True, vjp=vjp
     )
 
 
@@ -160,10 +160,10 @@ def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, dev
     inputs = workload.random_inputs(shape, config, device, torch.bfloat16)
     # One branch: the unwrapped weights are bfloat16 here, and so is a sum of two branches in their `.grad`.
     whole_engine = unwrapped_engine(plain, mode)
-    expected = take_gradient(plain, inputs, whole_engine.pull, guidance_scale=1.0)
+    expected = take_gradient(plain, inputs, whole_engine.vjp, guidance_scale=1.0)
     expected_gradients = whole_gradients(whole_engine.parameters)
     engine = shard(transformer, mode, world, device)
-    velocity = take_gradient(transformer, inputs, engine.pull, guidance_scale=1.0)
+    velocity = take_gradient(transformer, inputs, engine.vjp, guidance_scale=1.0)
     given = {name: gradient.to(device) for name, gradient in whole_gradients(engine.parameters).items()}
     errors = {"velocity": relative_error(velocity, expected), "gradient": pooled_error(given, expected_gradients)}
     bitwise = torch.equal(velocity, expected) and all(
@@ -223,7 +223,7 @@ def measure_lora(session: Session, config: Mapping[str, Any], shape: Shape, worl
             engine = shard(transformer, "lora", world, device)
             harness.release(transformer)
         harness.forget_peak(device)
-        velocity = take_gradient(transformer, inputs, engine.pull)
+        velocity = take_gradient(transformer, inputs, engine.vjp)
         gradients = {name: g.float().cpu() for name, g in whole_gradients(engine.parameters).items()}
         engine.zero_grad()
         if expected is None:
@@ -234,7 +234,7 @@ def measure_lora(session: Session, config: Mapping[str, Any], shape: Shape, worl
                 return {"status": f"failed: FSDP2 differs from the unwrapped weights by {errors}"}
 
         def call(engine: TorchEngine = engine) -> None:
-            take_gradient(transformer, inputs, engine.pull)
+            take_gradient(transformer, inputs, engine.vjp)
             engine.zero_grad()
 
         seconds = session.time(call, rounds=ROUNDS, warmup=0)
@@ -329,7 +329,7 @@ def run_full(
         if found["norm"] and time.monotonic() + found["gradient"][-1] + found["optimizer"][-1] > ends:
             break
         start = time.perf_counter()
-        take_gradient(transformer, inputs, engine.pull)
+        take_gradient(transformer, inputs, engine.vjp)
         harness.wait(device)
         between = time.perf_counter()
         found["norm"].append(engine.clip_gradients())

@@ -111,10 +111,3 @@ def select_transformer_kernels(choice: Choice, device: torch.device, dtype: torc
             "TRITON_INTERPRET=1 in the environment to run them slowly in the interpreter."
         )
     return _fused()
-
-
-def bytes_moved(function: Callable[[], object]) -> int:
-    """Bytes that PyTorch operators read and write in a call, on any device; an op of sage_kernels is one operator."""
-    from sage_kernels.tracer import count
-
-    return count(function).total

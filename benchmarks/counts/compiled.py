@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "kernels_aot.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kernels_aot.md"
 
 
 @dataclass(frozen=True, kw_only=True)

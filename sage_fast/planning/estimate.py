@@ -28,7 +28,7 @@ from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
 from sage_fast.rewards.base import reward_costs
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 
 HOST_LINK = 50e9
 """Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""

@@ -44,7 +44,7 @@ from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.progress import RunProgress, peak_memory_gib
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside

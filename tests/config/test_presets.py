@@ -19,7 +19,7 @@ from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import Memory
 from sage_fast.planning.text import summary
 from sage_fast.rollout import rollout_table
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.run import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -158,7 +158,7 @@ def test_a_missing_yaml_file(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("gone.csv", None, ["data.prompts", "gone.csv", "no such prompt file"]),
         ("empty.txt", "", ["data.prompts", "no prompts"]),
-        ("columns.csv", "caption\na red circle moving left\n", ["columns.csv:1", "prompt", "caption"]),
+        ("columns.csv", "words\na red circle moving left\n", ["columns.csv:1", "prompt", "words"]),
         ("twice.csv", "prompt,index\na red circle moving up,1\na red circle moving up,1\n", ["twice.csv:3", "index 1"]),
         ("bad.jsonl", '{"prompt": "a red circle moving up"}\n{"prompt"\n', ["bad.jsonl:2"]),
         ("latin.txt", "caf\xe9\n".encode("latin-1"), ["latin.txt", "UTF-8"]),

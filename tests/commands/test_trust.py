@@ -82,4 +82,6 @@ def test_a_checkpoint_is_exported_by_no_code_of_its_own(
     for chosen in ("lora", "full"):
         with pytest.raises(ConfigError, match="--trust-config"):
             export(finished_run, tmp_path / "out", format=chosen)  # type: ignore[arg-type]
-    assert export(finished_run, tmp_path / "out", format="lora", trust_config=True).format == "lora"
+    # With trust it is imported, and found missing.
+    with pytest.raises(ConfigError, match="importing 'downloaded_code' failed"):
+        export(finished_run, tmp_path / "out", format="lora", trust_config=True)

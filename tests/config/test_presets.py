@@ -18,6 +18,7 @@ from sage_fast.planning.estimate import make_memory_plan, make_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import Memory
 from sage_fast.planning.text import summary
+from sage_fast.records import word_count
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.run import load_prompts
@@ -252,4 +253,4 @@ def test_the_prompt_files_are_csv_that_others_read_too() -> None:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         assert [r["prompt"] for r in rows] == [p.text for p in read_prompts(path)]
-        assert all(len(r["prompt"].split()) >= 6 for r in rows)
+        assert all(60 <= word_count(r["prompt"]) <= 150 for r in rows)

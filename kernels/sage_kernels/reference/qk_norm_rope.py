@@ -6,7 +6,7 @@ Shapes: B batch, N video tokens, L text tokens, H heads, D head dim.
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.adaln import compute_dtype
+from sage_kernels.reference.precision import compute_dtype
 
 
 def qk_norm_rope(

@@ -11,17 +11,19 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels import common
-from sage_kernels.adaln import MODULATION_BENCH_CASES, MODULATION_TEST_CASES
-from sage_kernels.common import Launch, LaunchTable, narrow
-from sage_kernels.reference import gated_residual as reference
-from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+from sage_kernels import common, reference
+from sage_kernels.common import narrow
+from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.ops.adaln import MODULATION_SHAPES, MODULATION_TEST_CASES, MODULATION_WIDE_SHAPE
+from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
 
 FORWARD_LAUNCH = LaunchTable(
     {
@@ -72,10 +74,10 @@ def gated_residual_forward_kernel(
 @triton.jit
 def gated_residual_backward_kernel(
     grad_ptr,  # (B, N, D), dense rows
-    y_ptr,  # (B, N, D), dense rows; None without SUMS
+    y_ptr,  # (B, N, D), dense rows; None for no sums
     gate_ptr,  # (B, D), dense rows
     dy_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, D) float32: dgate of every program; None without SUMS
+    sums_ptr,  # (B, P, D) float32: dgate of every program; None for no sums
     num_tokens,
     tokens_per_program,
     grad_stride_b,
@@ -85,9 +87,8 @@ def gated_residual_backward_kernel(
     gate_stride_b,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sum over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sum over them where wanted."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -98,12 +99,12 @@ def gated_residual_backward_kernel(
     for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
         i_n = i_first + i
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        if SUMS:
+        if sums_ptr is not None:
             y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
             dgate += grad * y
         dy = narrow(grad * gate, dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, dy, mask=m_d)
-    if SUMS:
+    if sums_ptr is not None:
         tl.store(sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d)
 
 
@@ -112,100 +113,72 @@ def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     x, y, gate = (common.dense_rows(tensor) for tensor in (x, y, gate))
     batch, tokens, width = x.shape
     out = common.empty_like(x)
-    launch = FORWARD_LAUNCH.find(width, x.device)
-    if out.numel():
-        with common.on_device_of(x):
-            gated_residual_forward_kernel[common.cdiv(tokens, launch.rows), batch](
-                x,
-                y,
-                gate,
-                out,
-                tokens,
-                x.stride(0),
-                x.stride(1),
-                y.stride(0),
-                y.stride(1),
-                gate.stride(0),
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                ROWS=launch.rows,
-                num_warps=launch.num_warps,
-            )
+    settings = FORWARD_LAUNCH.find(width, x.device)
+    launch(
+        gated_residual_forward_kernel,
+        (cdiv(tokens, settings.rows), batch),
+        *(x, y, gate, out, tokens, *x.stride()[:2], *y.stride()[:2], gate.stride(0)),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        ROWS=settings.rows,
+        num_warps=settings.num_warps,
+    )
     return out
 
 
 def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Run the backward kernel. grad, y (B, N, D); gate (B, D).
-
-    Returns the gradients of y and gate; without y the latter is empty.
-    """
+    """Run the backward kernel; arguments and results as `gated_residual_backward`."""
     grad, gate = common.dense_rows(grad), common.dense_rows(gate)
     batch, tokens, width = grad.shape
     dy = common.empty_like(grad, y_dtype)
-    launch = BACKWARD_LAUNCH.find(width, grad.device)
-    split = common.split_tokens(tokens, batch, launch, grad.device)
+    settings = BACKWARD_LAUNCH.find(width, grad.device)
+    split = split_tokens(tokens, batch, settings, grad.device)
     sums = None
     if y is not None:
         y = common.dense_rows(y)
         sums = common.empty((batch, split.programs, width), dtype=torch.float32, device=grad.device)
-    if dy.numel():
-        with common.on_device_of(grad):
-            gated_residual_backward_kernel[split.programs, batch](
-                grad,
-                y,
-                gate,
-                dy,
-                sums,
-                tokens,
-                split.tokens,
-                grad.stride(0),
-                grad.stride(1),
-                0 if y is None else y.stride(0),
-                0 if y is None else y.stride(1),
-                gate.stride(0),
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                SUMS=y is not None,
-                num_warps=launch.num_warps,
-            )
-    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype)
+    launch(
+        gated_residual_backward_kernel,
+        (split.programs, batch),
+        *(grad, y, gate, dy, sums, tokens, split.tokens),
+        *(*grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2]), gate.stride(0)),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        num_warps=settings.num_warps,
+    )
+    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype, copy=True)
 
 
-@torch.library.custom_op("sage_kernels::gated_residual", mutates_args=())
-def _gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    return (launch_forward if common.runs_triton(x) else reference.gated_residual)(x, y, gate)
-
-
-@torch.library.custom_op("sage_kernels::gated_residual_backward", mutates_args=())
-def _gated_residual_backward(
-    grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    run = launch_backward if common.runs_triton(grad) else reference.gated_residual_backward
-    return run(grad, y, gate, y_dtype)
-
-
-@_gated_residual.register_fake
-def _(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_gated_residual_backward.register_fake
-def _(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(grad.shape, dtype=y_dtype), gate.new_empty(gate.shape if y is not None else (0,))
-
-
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     _, y, gate = inputs
     ctx.y_dtype = y.dtype
     ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, gate)
 
 
-def _backward(ctx, grad: Tensor):
-    dy, dgate = _gated_residual_backward(grad, *ctx.saved_tensors, ctx.y_dtype)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, gate = ctx.saved_tensors
+    dy, dgate = gated_residual_backward(grad, y, gate, ctx.y_dtype)
     return grad, dy, dgate if ctx.needs_input_grad[2] else None
 
 
-_gated_residual.register_autograd(_backward, setup_context=_setup_context)
+gated_residual_backward = operator(
+    "gated_residual_backward",
+    "(Tensor grad, Tensor? y, Tensor gate, ScalarType y_dtype) -> (Tensor, Tensor)",
+    launcher=launch_backward,
+    reference=reference.gated_residual_backward,
+    shapes=lambda grad, y, gate, y_dtype: (
+        grad.new_empty(grad.shape, dtype=y_dtype),
+        gate.new_empty(gate.shape if y is not None else (0,)),
+    ),
+)
+_gated_residual = operator(
+    "gated_residual",
+    "(Tensor x, Tensor y, Tensor gate) -> Tensor",
+    launcher=launch_forward,
+    reference=reference.gated_residual,
+    shapes=lambda x, y, gate: x.new_empty(x.shape),
+    gradient=Gradient(_save, _backward),
+)
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
@@ -246,45 +219,6 @@ def _make_inputs(
     }
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    built = []
-    for dtype in ("bf16", "fp32"):
-        strides = ("y_stride_b", "y_stride_n", "gate_stride_b")
-        built.append(
-            Kernel(
-                name=f"gated_residual_forward[{dtype}]",
-                function=gated_residual_forward_kernel,
-                signature={name: f"*{dtype}" for name in ("x_ptr", "y_ptr", "gate_ptr", "out_ptr")}
-                | {name: "i32" for name in ("num_tokens", "x_stride_b", "x_stride_n", *strides)},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
-                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
-                streaming=("x_ptr", "y_ptr", "out_ptr"),
-                unaligned=("num_tokens",),
-            )
-        )
-        built.append(
-            Kernel(
-                name=f"gated_residual_backward[{dtype}]",
-                function=gated_residual_backward_kernel,
-                signature={name: f"*{dtype}" for name in ("grad_ptr", "y_ptr", "gate_ptr", "dy_ptr")}
-                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
-                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", *strides)},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
-                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
-                streaming=("grad_ptr", "y_ptr", "dy_ptr", "sums_ptr"),
-                unaligned=("num_tokens", "tokens_per_program"),
-            )
-        )
-        built.append(
-            built[-1].variant(f"gated_residual_backward_frozen[{dtype}]", y_ptr=None, sums_ptr=None, SUMS=False)
-        )
-    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
-        # A width that is no power of two: part of the block is masked off.
-        name = kernel.name.replace("bf16", "bf16, width 3072")
-        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
-    return tuple(built)
-
-
 SPEC = OpSpec(
     name="gated_residual",
     formula="x + gate * y",
@@ -295,11 +229,11 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "y", "gate"),
     test_cases=MODULATION_TEST_CASES,
-    bench_cases=MODULATION_BENCH_CASES,
-    bytes_forward=lambda i: 2 * nbytes(i["x"]) + nbytes(i["y"], i["gate"]),
-    bytes_backward=lambda i: nbytes(i["x"]) + 2 * nbytes(i["y"], i["gate"]),
-    bytes_formula=("3 S + m", "3 S + 2 m"),
-    k_bf16=1.1,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kernels=_kernels,
+    bench_cases=(
+        *(Case(id=id, shape=shape, frozen=("gate",)) for id, shape in MODULATION_SHAPES.items()),
+        Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"]),
+    ),
+    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["gate"])},
+    bytes_formula=("3 S + m", "2 S + m"),
 )

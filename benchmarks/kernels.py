@@ -1,12 +1,13 @@
 """Times every op of sage_kernels against eager PyTorch and torch.compile, with pytest-benchmark underneath.
 
-    python -m benchmarks kernels             on a GPU: shapes A and B in bfloat16, forward and backward
+    python -m benchmarks kernels             on a GPU: every variant that training runs, in its type
     python -m benchmarks kernels --smoke     anywhere: tiny shapes, all of the code, no meaning in the numbers
     python -m benchmarks kernels --op adaln  some ops only
 
 Parity comes first: an op that is further from the float64 oracle than its bound is not timed, has no ratio in the
-table, and makes the exit status 1. Bytes are those of the op's formula, so GB/s of the fused op is what the table in
-kernels/README.md promises; the same bytes over the time of eager code would flatter nobody and are not shown.
+table, and makes the exit status 1. Bytes are those that the operator reads and writes once each, so GB/s of the fused
+op is what the table in kernels/README.md promises; the same bytes over the time of eager code would flatter nobody and
+are not shown. A variant that returns more than eager code does (an activation beside a gradient) is timed with it.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks import harness, timed
 from sage_kernels import parity
 from sage_kernels.registry import Case, Inputs, OpSpec, specs
+from sage_kernels.tracer import backward_call, count_op
 
 DIRECTIONS = ("forward", "backward")
 IMPLEMENTATIONS = ("fused", "eager", "compiled")
@@ -39,7 +41,6 @@ class Plan:
     ops: list[str]
     device: torch.device
     smoke: bool
-    dtype: torch.dtype = torch.bfloat16
     rounds: int = 20
     specs: dict[str, OpSpec] = field(default_factory=specs)
     failures: dict[str, list[str]] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Plan:
         sets = self._inputs[1]
         while len(sets) < count:
             generator = torch.Generator().manual_seed(len(sets))
-            sets.append(spec.make_inputs(case, self.dtype, self.device, generator))
+            sets.append(spec.make_inputs(case, spec.bench_dtype, self.device, generator))
         return sets[:count]
 
     def cases(self, spec: OpSpec) -> tuple[Case, ...]:
@@ -107,7 +108,7 @@ class Plan:
                 for name in self.ops
                 if name not in self.failures
                 for case in self.cases(self.specs[name])
-                for direction in DIRECTIONS
+                for direction in (DIRECTIONS if self.specs[name].differentiable else DIRECTIONS[:1])
                 for implementation in IMPLEMENTATIONS
             ]
             metafunc.parametrize(("op", "case", "direction", "implementation"), rows)
@@ -117,8 +118,8 @@ def calls_of(
     spec: OpSpec, case: Case, direction: str, implementation: str, plan: Plan
 ) -> tuple[list[Callable[[], object]], int]:
     """(one call per set of inputs, bytes that the fused op moves in a call)."""
-    bytes_of = spec.bytes_forward if direction == "forward" else spec.bytes_backward
-    nbytes = bytes_of(plan.inputs(spec, case, 1)[0])
+    forward, backward = count_op(spec, case, spec.bench_dtype)
+    nbytes = (forward if direction == "forward" else backward).total
     function = spec.op if implementation == "fused" else spec.eager or spec.reference
     if implementation == "compiled":
         torch._dynamo.reset()
@@ -132,7 +133,11 @@ def calls_of(
         if direction == "forward":
             calls.append(partial(function, **inputs))
             continue
-        outputs, leaves = parity.run_forward(spec, function, inputs)
+        if implementation == "fused":
+            # The operator itself, with what the model gives it beyond autograd's arguments.
+            calls.append(backward_call(spec, case, inputs))
+            continue
+        outputs, leaves = parity.run_forward(spec.for_case(case), function, inputs)
         if spec.differentiable_outputs is not None:
             outputs = [outputs[i] for i in spec.differentiable_outputs]
         cotangents = [torch.randn_like(output) for output in outputs]
@@ -144,7 +149,10 @@ def test_speed(benchmark: Any, plan: Plan, op: str, case: Case, direction: str, 
     """Collected by pytest through `main`; the figures stand in pytest-benchmark's JSON."""
     calls, nbytes = calls_of(plan.specs[op], case, direction, implementation, plan)
     turn = itertools.cycle(calls)
-    benchmark.extra_info.update(op=op, case=case.id, direction=direction, implementation=implementation, bytes=nbytes)
+    dtype = str(plan.specs[op].bench_dtype).removeprefix("torch.")
+    benchmark.extra_info.update(
+        op=op, case=case.id, direction=direction, implementation=implementation, dtype=dtype, bytes=nbytes
+    )
     with torch.set_grad_enabled(direction == "backward"):
         benchmark.pedantic(
             lambda: next(turn)(),
@@ -187,7 +195,7 @@ def rows_of(raw: list[dict[str, Any]], copy_gb_per_s: float, plan: Plan) -> list
         row = rows.setdefault(
             key,
             dict(zip(("op", "case", "direction"), key, strict=True))
-            | {"dtype": str(plan.dtype).removeprefix("torch."), "bytes": info["bytes"], "seconds": {}},
+            | {"dtype": info["dtype"], "bytes": info["bytes"], "seconds": {}},
         )
         row["seconds"][info["implementation"]] = asdict(harness.Quantiles.of(record["stats"]["data"]))
     for row in rows.values():

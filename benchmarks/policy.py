@@ -44,7 +44,7 @@ from benchmarks.workload import (
     random_transformer,
 )
 from sage_fast.config.schema import LoraConfig
-from sage_fast.kernels import StepKernels, select_kernels
+from sage_fast.kernels import Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.hunyuan15.block import Checkpointing
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
@@ -252,7 +252,7 @@ class PolicyRun:
     def _compilation(self, cell: Cell) -> float:
         return COMPILATION_SECONDS[cell.step] if cell.contender == "P2c" and not self.smoke else 0.0
 
-    def step_kernels(self) -> StepKernels:
+    def step_kernels(self) -> Kernels:
         """The sampler's step as a run computes it."""
         return select_kernels("auto", self.device)
 

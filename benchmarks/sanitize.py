@@ -27,7 +27,8 @@ def main() -> int:
             outputs, leaves = parity.run_forward(spec, spec.op, inputs)
             if spec.differentiable_outputs is not None:
                 outputs = [outputs[index] for index in spec.differentiable_outputs]
-            torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
+            if leaves:
+                torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
             count += 1
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -17,9 +17,9 @@ from torch import Tensor
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
-from sage_fast.kernels import StepKernels
-from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveSettings, PolicyTerms
+from sage_fast.kernels import Kernels, StepColumns
+from sage_fast.noise import NoiseKey, noise_ids
+from sage_fast.objective import ObjectiveSettings, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import describe_batch
@@ -112,7 +112,7 @@ class StepLoss:
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
 
-    kernels: StepKernels
+    kernels: Kernels
     settings: ObjectiveSettings
     step: TrajectoryStep
     keys: Sequence[NoiseKey]
@@ -127,14 +127,9 @@ class StepLoss:
             velocity,
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
-            self.keys,
-            step.steps,
-            gain=step.gain,
-            std=step.std,
-            scale=step.scale,
-            advantage=self.advantage.to(velocity.device),
-            kl_weight=self.kl_weight,
-            settings=self.settings,
+            noise_ids(self.keys, step.steps, velocity.device),
+            StepColumns(step.gain, step.std, step.scale, self.advantage.to(velocity.device)),
+            loss_settings(self.settings, self.kl_weight),
         )
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
@@ -158,7 +153,7 @@ class TwoPhaseGradient:
         self,
         policy: GuidedPolicy,
         engine: Engine,
-        kernels: StepKernels,
+        kernels: Kernels,
         settings: ObjectiveSettings,
         *,
         split: bool,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RolloutConfig, SDEWindowConfig
-from sage_fast.kernels import REFERENCE, StepKernels
-from sage_fast.noise import NoiseKey, initial_noise
+from sage_fast.kernels import REFERENCE, Kernels
+from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
@@ -65,7 +65,7 @@ def sample_trajectory(
     update: int,
     initial_noise_group: int = 1,
     device: torch.device | str = "cpu",
-    kernels: StepKernels = REFERENCE,
+    kernels: Kernels = REFERENCE,
     velocity: StepVelocity | None = None,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
@@ -92,9 +92,8 @@ def sample_trajectory(
         v = velocity(step, x, sigma) if velocity else policy.velocity(x, sigma, embeds)
         latents.append(x)
         velocities.append(v)
-        x = kernels.transition(
-            x, v, keys, step, a=float(table.a[step]), b=float(table.b[step]), std=float(table.std[step])
-        )
+        a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
+        x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
 
 

@@ -1,9 +1,9 @@
-"""Makes an operator of PyTorch: the Triton launcher, its plain PyTorch twin, its shapes and its gradient under one name.
+"""Makes an operator of PyTorch: Triton launcher, plain PyTorch twin, result shapes and gradient under one name.
 
-A launcher and a reference take the same arguments; the schema is the one place where they are written out. Autograd,
-`torch.compile`, FSDP2 and selective checkpointing see `torch.ops.sage_kernels.<name>`, a backward pass as well, which is
-an operator of its own. On CUDA tensors an operator runs its launcher, on CPU tensors the reference, or the launcher if
-Triton interprets (`common.runs_triton`).
+A launcher and a reference take the same arguments; the schema is what PyTorch knows of them. Autograd, `torch.compile`,
+FSDP2 and selective checkpointing see one operator, `torch.ops.sage_kernels.<name>`, and another for its backward pass.
+On CUDA tensors an operator runs its launcher, on CPU tensors the reference, or the launcher if Triton interprets
+(`common.runs_triton`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_kernels import common
@@ -40,9 +39,9 @@ def operator(
     name: str,
     schema: str,
     *,
-    launcher: Callable[..., R],
+    launcher: Callable[..., Any],
     reference: Callable[P, R],
-    shapes: Callable[..., R],
+    shapes: Callable[..., Any],
     gradient: Gradient | None = None,
 ) -> Callable[P, R]:
     """Register `torch.ops.sage_kernels.<name>` and return it with the signature of its reference.
@@ -56,8 +55,10 @@ def operator(
         gradient: None for an operator without one, as backward operators are.
     """
 
-    def run(*arguments: Any) -> R:
-        return (launcher if common.runs_triton(arguments[0]) else reference)(*arguments)
+    plain: Callable[..., Any] = reference
+
+    def run(*arguments: Any) -> Any:
+        return (launcher if common.runs_triton(arguments[0]) else plain)(*arguments)
 
     made = torch.library.custom_op(f"sage_kernels::{name}", run, mutates_args=(), schema=" ".join(schema.split()))
     made.register_fake(shapes)
@@ -80,8 +81,3 @@ def recording_on_meta() -> Iterator[list[Kernel]]:
     """Note the kernels that operators would launch for tensors on the meta device; nothing is computed."""
     with recording() as kernels, _Launchers():
         yield kernels
-
-
-def none_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Empty tensors in place of results that were not asked for, in the dtypes of `tensors`."""
-    return tuple(tensor.new_empty(0) for tensor in tensors)

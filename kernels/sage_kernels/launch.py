@@ -87,7 +87,7 @@ def recording() -> Iterator[list[Kernel]]:
 def launch(
     function: Any,
     grid: tuple[int, ...],
-    *arguments: Tensor | float | None,
+    *arguments: Any,
     num_warps: int,
     fp_fusion: bool = True,
     **constexprs: Any,
@@ -97,7 +97,8 @@ def launch(
     Args:
         function: the `@triton.jit` function.
         grid: programs along each axis.
-        arguments: its run-time arguments in order. None is an absent pointer or number, known at compile time.
+        arguments: its run-time arguments in order: tensors, numbers, or None for an absent one, which is known at
+            compile time.
         num_warps, fp_fusion: see `Kernel`.
         constexprs: its compile-time arguments.
     """
@@ -116,7 +117,7 @@ def launch(
 
 def _kernel_of(
     function: Any,
-    arguments: Sequence[Tensor | float | None],
+    arguments: Sequence[Any],
     constexprs: Mapping[str, Any],
     num_warps: int,
     fp_fusion: bool,

@@ -48,9 +48,9 @@ def table() -> str:
         case = spec.bench_cases[1]
         fused, eager = (count(spec, case, spec.bench_dtype) for count in (count_op, count_eager))
         megabytes = [f"{a.total / 1e6:.1f}, {b.total / 1e6:.1f}" for a, b in zip(fused, eager, strict=True)]
-        formula = spec.formula.replace("|", "\\|")
+        formula, traffic = spec.formula.replace("|", "\\|"), ", ".join(filter(None, spec.bytes_formula))
         lines.append(
-            f"| [{spec.name}](sage_kernels/ops/{spec.name}.py) | {formula} | {', '.join(filter(None, spec.bytes_formula))} "
+            f"| [{spec.name}](sage_kernels/ops/{spec.name}.py) | {formula} | {traffic} "
             f"| {megabytes[0]} | {megabytes[1]} | [plain PyTorch](sage_kernels/reference/{spec.name}.py) "
             f"| {spec.atol_fp32:.0e}, {spec.k_bf16:g} | {measured.get(spec.name, 'not measured')} |"
         )

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from sage_fast.kernels import bytes_moved
 from sage_fast.models.hunyuan15.fused import accelerate
-from sage_fast.models.hunyuan15.transformer_kernels import bytes_moved
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds

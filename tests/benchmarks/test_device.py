@@ -14,7 +14,7 @@ import torch
 from benchmarks import blocks, device, harness, kernels, policy, timed
 from benchmarks.device import DeviceRun, read_sanitizer
 
-RAN = "62 forward and backward passes of 8 ops ran"
+RAN = "62 forward and backward passes of 7 ops ran"
 
 
 def run_of(path: Path | None, budget: float = 100.0, smoke: bool = True) -> DeviceRun:
@@ -327,8 +327,8 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(policy, "CELLS", policy.CELLS[:2])
     monkeypatch.setattr(blocks, "CONTENDERS", ("ours", "P2"))
     path = tmp_path / "run.json"
-    assert device.main(["--smoke", "--op", "gelu_tanh", "--op", "grpo_objective", "--output", str(path)]) == 0
-    assert "forward and backward passes of 8 ops ran" in capsys.readouterr().out
+    assert device.main(["--smoke", "--op", "gelu_tanh", "--op", "sde_step", "--output", str(path)]) == 0
+    assert "forward and backward passes of 7 ops ran" in capsys.readouterr().out
     result = json.loads(path.read_text("utf-8"))
     assert all(stage["status"] == "done" for stage in result["stages"].values())
     assert result["parity"]["gelu_tanh"]["bfloat16"]["max_error"] > 0

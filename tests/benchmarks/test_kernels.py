@@ -39,7 +39,8 @@ def wrong_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def record(implementation: str, median: float, op: str = "adaln") -> dict[str, Any]:
-    info = {"op": op, "case": "B", "direction": "forward", "implementation": implementation, "bytes": 3_000_000}
+    info = {"op": op, "case": "B", "direction": "forward", "implementation": implementation}
+    info |= {"dtype": "bfloat16", "bytes": 3_000_000}
     return {"extra_info": info, "stats": {"data": [median] * 20}}
 
 
@@ -102,7 +103,7 @@ from dataclasses import replace
 from benchmarks import kernels
 
 right = kernels.specs()["sde_step"]
-wrong = replace(right, op=lambda **inputs: tuple(1.01 * out for out in right.op(**inputs)))
+wrong = replace(right, op=lambda **inputs: [1.01 * out for out in right.op(**inputs)])
 plan_of = kernels.plan_of
 
 def with_the_wrong_op(options):

@@ -159,7 +159,8 @@ CHECKS = {"moments": moments, "lags": lags, "kolmogorov-smirnov": kolmogorov_smi
 @pytest.fixture(scope="module")
 def ten_million(device: torch.device) -> Tensor:
     """10^7 consecutive numbers of one key and step, float64."""
-    return draw(torch.tensor([[*KEYS[0], STEPS[1]]]), DRAWS, device, block=None if device.type == "cuda" else 2**18)[0].double()
+    noise_ids = torch.tensor([[*KEYS[0], STEPS[1]]])
+    return draw(noise_ids, DRAWS, device, block=None if device.type == "cuda" else 2**18)[0].double()
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())

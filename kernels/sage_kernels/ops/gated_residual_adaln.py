@@ -242,8 +242,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    dx, dy, *modulation = gated_residual_adaln_backward(grad_residual, grad, *saved, *ctx.dtypes, ctx.eps)
+    arguments: tuple[Any, ...] = (grad_residual, grad, *ctx.saved_tensors, *ctx.dtypes, ctx.eps)
+    dx, dy, *modulation = gated_residual_adaln_backward(*arguments)
     wanted = ctx.needs_input_grad[2:5]
     return dx, dy, *(gradient if wants else None for gradient, wants in zip(modulation, wanted, strict=True)), None
 

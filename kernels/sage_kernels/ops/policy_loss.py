@@ -204,6 +204,10 @@ def policy_loss_backward_kernel(
     tl.store(p_grad + o_row, narrow(b_grad, p_grad.dtype.element_ty), mask=m)
 
 
+def _contiguous(*tensors: Tensor | None) -> Any:
+    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
 def launch_forward(
     v: Tensor,
     v_old: Tensor,
@@ -226,21 +230,21 @@ def launch_forward(
         common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((4, tiles), (), (5,), (3,))
     )
     clipped = common.empty((rows,), dtype=torch.bool, device=v.device)
-    v, v_old, anchor, noise_ids, gain, advantage, std_column, scale_column = (
-        None if t is None else t.contiguous() for t in (v, v_old, v_anchor, noise_ids, gain, advantage, std, scale)
+    v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = _contiguous(
+        v, v_old, v_anchor, noise_ids, gain, advantage, std, scale
     )
-    settings = {"num_warps": NUM_WARPS, "fp_fusion": False}
+    settings: dict[str, Any] = {"num_warps": NUM_WARPS, "fp_fusion": False}
     launch(
         policy_loss_partial_kernel,
         (rows * tiles,),
-        *(v, v_old, anchor, noise_ids, gain, partial, numel, tiles),
+        *(v, v_old, v_anchor, noise_ids, gain, partial, numel, tiles),
         BLOCK=BLOCK,
         **settings,
     )
     launch(
         policy_loss_finish_kernel,
         (rows,),
-        *(partial, gain, std_column, scale_column, advantage, loss, parts, clipped, coefficients),
+        *(partial, gain, std, scale, advantage, loss, parts, clipped, coefficients),
         *(1 - clip_range, 1 + clip_range, position_weight, velocity_weight, numel, tiles),
         RATIO_NORM=ratio_norm,
         EXACT=exact,
@@ -258,13 +262,11 @@ def launch_backward(
     numel = v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     grad = common.empty_like(v)
-    v, v_old, anchor, noise_ids = (
-        None if t is None else t.contiguous() for t in (v, v_old, v_anchor, noise_ids)
-    )
+    v, v_old, v_anchor, noise_ids = _contiguous(v, v_old, v_anchor, noise_ids)
     launch(
         policy_loss_backward_kernel,
         (grad.shape[0] * tiles,),
-        *(grad_loss, v, v_old, anchor, noise_ids, coefficients, grad, grad_loss.stride(0), numel, tiles),
+        *(grad_loss, v, v_old, v_anchor, noise_ids, coefficients, grad, grad_loss.stride(0), numel, tiles),
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
         fp_fusion=False,
@@ -354,12 +356,16 @@ def policy_loss(
         raise ValueError(f"{name}: position_weight is {settings.position_weight}, but v_anchor is None; pass it")
     common.check_latents(name, {"v": v, "v_old": v_old, "v_anchor": v_anchor}, noise_ids)
     if noise_ids is None or not v.numel():
-        raise ValueError(f"{name}: v has shape {tuple(v.shape)}, noise_ids are {noise_ids}; there is nothing to average")
+        raise ValueError(
+            f"{name}: v has shape {tuple(v.shape)}, noise_ids are {noise_ids}; there is nothing to average"
+        )
     common.check_tensors(name, {"v": v, **columns._asdict()})
     for label, column in columns._asdict().items():
         common.check_shape(name, label, column, v.shape[:1], "(B,)")
     if not 0 < settings.clip_range < 1:
-        raise ValueError(f"{name}: clip_range is {settings.clip_range!r}; it must be between 0 and 1, for instance 1e-4")
+        raise ValueError(
+            f"{name}: clip_range is {settings.clip_range!r}; it must be between 0 and 1, for instance 1e-4"
+        )
     for label in ("position_weight", "velocity_weight"):
         weight = getattr(settings, label)
         if weight is not None and not 0 <= weight < float("inf"):
@@ -400,7 +406,7 @@ def _make_inputs(
     """Inputs of a case whose ratios lie on both sides of the clip; `anchor` and the settings stand in its shape."""
     rows = case.shape["batch"]
     stored = torch.float32 if case.mixed else dtype
-    column = {"dtype": torch.float32, "device": device, "generator": generator, "strided": case.strided}
+    column: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": generator, "strided": case.strided}
     switches = {name: bool(case.shape[name]) for name in LossSettings._fields[3:] if name in case.shape}
     kl = case.shape.get("kl", 1)
     return {

@@ -263,7 +263,7 @@ def _strides(tensors: Iterable[Tensor]) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
-def _blocks(q: Tensor) -> dict[str, int]:
+def _blocks(q: Tensor) -> dict[str, Any]:
     heads, head_dim = q.shape[2:]
     blocks = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}
     return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
@@ -328,7 +328,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    return *qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps), None, None, None
+    arguments: tuple[Any, ...] = (grad_q, grad_k, *ctx.saved_tensors, ctx.eps)
+    return *qk_norm_rope_backward(*arguments), None, None, None
 
 
 _ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,

@@ -157,14 +157,13 @@ def sde_step(x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float,
     return _sde_step(x, v, noise_ids, a, b, std, False)[0]
 
 
-def sde_step_log_prob(
-    x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float
-) -> tuple[Tensor, Tensor]:
+def sde_step_log_prob(x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float) -> tuple[Tensor, Tensor]:
     """`sde_step`, and the mean log-density per element (B,) float32 of the step that it drew; std is above 0."""
     _check(x, v, noise_ids, a, b, std)
     if noise_ids is None or not std > 0:
         raise ValueError(
-            f"sde_step: a log-probability needs noise; std is {std!r}, noise_ids are {'not ' * (noise_ids is None)}given"
+            f"sde_step: a log-probability needs noise; std is {std!r}, noise_ids are "
+            f"{'missing' if noise_ids is None else 'given'}"
         )
     return _sde_step(x, v, noise_ids, a, b, std, True)
 

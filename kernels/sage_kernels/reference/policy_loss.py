@@ -218,7 +218,7 @@ def policy_loss_forward(
 def policy_loss_backward(
     grad_loss: Tensor, v: Tensor, v_old: Tensor, v_anchor: Tensor | None, noise_ids: Tensor, coefficients: Tensor
 ) -> Tensor:
-    """Gradient of v, in its dtype, from that of the loss (B,); coefficients (B, 3) as `policy_loss_forward` has them."""
+    """Gradient of v, in its dtype, from that of the loss (B,); coefficients (B, 3) are `policy_loss_forward`'s."""
     dtype = compute_dtype(v.dtype, v_old.dtype)
     wide = v.to(dtype)
     of_noise, of_old, of_anchor = (

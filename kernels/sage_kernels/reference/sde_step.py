@@ -25,9 +25,7 @@ def sde_step(x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float,
     return transition(x, v, noise, a=a, b=b, std=std)
 
 
-def sde_step_log_prob(
-    x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float
-) -> tuple[Tensor, Tensor]:
+def sde_step_log_prob(x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float) -> tuple[Tensor, Tensor]:
     """Next state (B, ...) and the mean log-density per element (B,) of the noise that led there."""
     noise = draw_noise(noise_ids, x).to(compute_dtype(x.dtype))
     x_next = transition(x, v, noise, a=a, b=b, std=std)

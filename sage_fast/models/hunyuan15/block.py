@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sage_fast.kernels import Kernels
 from sage_fast.models.attention.attention import attention, attention_backward
 from sage_fast.models.hunyuan15.offload import Kept, keep
 from sage_fast.models.hunyuan15.projection import (
@@ -45,7 +46,6 @@ from sage_fast.models.hunyuan15.projection import (
     projection,
     weight_backward,
 )
-from sage_fast.models.hunyuan15.transformer_kernels import TransformerKernels
 
 Checkpointing = Literal["none", "selective", "full"]
 EPS = 1e-6
@@ -97,7 +97,7 @@ class LocalAttention:
 class BlockSettings:
     """How blocks are computed; the same for all of them."""
 
-    kernels: TransformerKernels
+    kernels: Kernels
     attention: JointAttention
     checkpointing: Checkpointing
     offload: bool = False
@@ -341,15 +341,15 @@ class _Block:
         video, text = self.qkv
         return video, text, torch.cat([video[..., -width:], text[..., -width:]], dim=1)
 
-    def raw_heads(self, video: Tensor, text: Tensor) -> list[Tensor]:
+    def raw_heads(self, video: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
         q, k, _ = video.unflatten(2, (3, -1, self.head_dim)).unbind(2)
         text_heads = text.unflatten(2, (len(self.streams.text.qkv), -1, self.head_dim))
-        return [q, k, text_heads[:, :, 0], text_heads[:, :, -2]]
+        return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
-    def norm_weights(self) -> list[Tensor]:
+    def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         video, text = self.streams
-        return [video.q_norm, video.k_norm, text.q_norm, text.k_norm]
+        return video.q_norm, video.k_norm, text.q_norm, text.k_norm
 
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""

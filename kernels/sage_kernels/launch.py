@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TRITON_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TRITON_TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 ALIGNMENT = 16
 """Triton compiles one version for pointers (bytes) and integers that are multiples of it, another for the rest."""
 STREAM_ELEMENTS = 2**18
@@ -182,6 +177,11 @@ class LaunchTable:
         if (None, None) not in rows:
             raise ValueError("a launch table needs the default row (None, None)")
         self._rows = sorted(rows.items(), key=lambda row: (row[0][0] or sys.maxsize, row[0][1] is None))
+
+    @classmethod
+    def by_width(cls, up_to_2048: Launch, up_to_4096: Launch, beyond: Launch) -> "LaunchTable":
+        """A table of three widths for every device."""
+        return cls({(2048, None): up_to_2048, (4096, None): up_to_4096, (None, None): beyond})
 
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""

@@ -4,24 +4,17 @@ Every file of `ops/` ends with `SPEC = OpSpec(...)`; this module holds the recor
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-OPS = (
-    "adaln",
-    "gated_residual",
-    "gated_residual_adaln",
-    "qk_norm_rope",
-    "gelu_tanh",
-    "sde_step",
-    "policy_loss",
-)
+OPS = ("adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh", "sde_step", "policy_loss")
 """Modules of sage_kernels.ops that define a SPEC, in the order of the README's table."""
 
+Device = torch.device | str
 Inputs = dict[str, Any]
 """Keyword arguments of an op: tensors, numbers and None."""
 
@@ -53,9 +46,7 @@ class Case:
 class MakeInputs(Protocol):
     """Builds the keyword arguments of an op, the same for its reference."""
 
-    def __call__(
-        self, case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-    ) -> Inputs:
+    def __call__(self, case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
         """`generator` is a CPU generator; None, or device "meta", asks for tensors without meaningful values."""
         ...
 
@@ -111,6 +102,11 @@ class OpSpec:
         """The op with no gradient for what the case freezes."""
         return replace(self, differentiable=tuple(name for name in self.differentiable if name not in case.frozen))
 
+    def with_gradient(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs that have a gradient."""
+        indices = range(len(outputs)) if self.differentiable_outputs is None else self.differentiable_outputs
+        return [outputs[index] for index in indices if index < len(outputs)]
+
     def bytes_by_formula(self, inputs: Inputs) -> tuple[int, int]:
         """Forward and backward bytes of case A or B by `bytes_formula`."""
         letters = self.letters(inputs)
@@ -131,8 +127,8 @@ def nbytes(*tensors: Tensor | None) -> int:
 def random_tensor(
     *shape: int,
     dtype: torch.dtype,
-    device: torch.device | str,
-    generator: torch.Generator | None,
+    device: Device,
+    generator: Generator | None,
     strided: bool = False,
 ) -> Tensor:
     """A standard normal tensor; `strided` makes it a view of a wider one, as a chunk of a fused projection is.
@@ -154,15 +150,13 @@ def latent_shape(batch: int, *sizes: int, **options: int) -> dict[str, int]:
     return dict(zip(LATENT_SIZES, (batch, *sizes), strict=True)) | options
 
 
-def random_latents(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Tensor:
+def random_latents(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Tensor:
     """A (B, C, F, H, W) tensor of the case's sizes."""
     sizes = [case.shape[name] for name in LATENT_SIZES]
     return random_tensor(*sizes, dtype=dtype, device=device, generator=generator, strided=case.strided)
 
 
-def noise_ids_of(rows: int, device: torch.device | str) -> Tensor:
+def noise_ids_of(rows: int, device: Device) -> Tensor:
     """(B, 3) int64, two different key words and another step a row."""
     words = torch.arange(1, 2 * rows + 1, dtype=torch.int64).view(rows, 2).mul(0x3C6EF372) & 0xFFFFFFFF
     return torch.cat([words, torch.arange(rows).unsqueeze(1)], dim=1).to(device)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sage_kernels.parity import run_forward
 from sage_kernels.registry import Case, Inputs, OpSpec
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -123,13 +124,10 @@ def backward_call(spec: OpSpec, case: Case, inputs: Inputs) -> Callable[[], obje
     Raises:
         ValueError: nothing is differentiable.
     """
-    spec = spec.for_case(case)
-    leaves = {name: inputs[name].detach().requires_grad_() for name in spec.differentiable if inputs[name] is not None}
+    outputs, leaves = run_forward(spec.for_case(case), spec.op, inputs)
     if not leaves:
         raise ValueError(f"{spec.name} has no backward pass in case {case.id}")
-    outputs = _tensors(spec.op(**inputs | leaves))
-    if spec.differentiable_outputs is not None:
-        outputs = [outputs[index] for index in spec.differentiable_outputs]
+    outputs = spec.with_gradient(outputs)
     with _LastBackward() as mode:
         torch.autograd.grad(outputs, list(leaves.values()), [torch.randn_like(output) for output in outputs])
     assert mode.call is not None
@@ -149,13 +147,11 @@ def count_op(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Tra
 def count_eager(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
     """The same for the op as eager PyTorch writes it; cotangents are there before the backward pass is counted."""
     inputs = spec.make_inputs(case, dtype, "meta", None)
-    wanted = spec.for_case(case).differentiable
-    leaves = {name: inputs[name].detach().requires_grad_() for name in wanted if inputs[name] is not None}
-    outputs: list[Tensor] = []
-    forward = count(lambda: outputs.extend(_tensors((spec.eager or spec.reference)(**inputs | leaves))))
+    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    function = spec.eager or spec.reference
+    forward = count(lambda: found.append(run_forward(spec.for_case(case), function, inputs)))
+    outputs, leaves = spec.with_gradient(found[0][0]), list(found[0][1].values())
     if not leaves:
         return forward, Traffic()
-    if spec.differentiable_outputs is not None:
-        outputs = [outputs[index] for index in spec.differentiable_outputs]
     cotangents = [torch.empty_like(output) for output in outputs]
-    return forward, count(lambda: torch.autograd.grad(outputs, list(leaves.values()), cotangents))
+    return forward, count(lambda: torch.autograd.grad(outputs, leaves, cotangents))

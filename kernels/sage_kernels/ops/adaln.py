@@ -22,27 +22,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
-from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=4, rows=4),
-        (4096, None): Launch(num_warps=8, rows=4),
-        (None, None): Launch(num_warps=16, rows=4),
-    }
+FORWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=4, rows=4), Launch(num_warps=8, rows=4), Launch(num_warps=16, rows=4)
 )
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=4),
-        (4096, None): Launch(num_warps=16, programs_per_sm=2),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
+BACKWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=8, programs_per_sm=4),
+    Launch(num_warps=16, programs_per_sm=2),
+    Launch(num_warps=32, programs_per_sm=1),
 )
 
 
@@ -160,15 +154,7 @@ def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     return out
 
 
-def launch_backward(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift_dtype: torch.dtype,
-    eps: float,
-    modulation: bool,
-    grad_residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(grad, x, scale, shift_dtype, eps, modulation, grad_residual=None) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernel; arguments and results as `adaln_backward`."""
     grad, x, scale = (common.dense_rows(tensor) for tensor in (grad, x, scale))
     batch, tokens, width = x.shape
@@ -194,9 +180,7 @@ def launch_backward(
     return dx, dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
 
 
-def _backward_shapes(
-    grad: Tensor, x: Tensor, scale: Tensor, shift_dtype: torch.dtype, eps: float, modulation: bool, *rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(grad, x, scale, shift_dtype, eps, modulation, *rest) -> tuple[Tensor, Tensor, Tensor]:
     shape = scale.shape if modulation else (0,)
     return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
@@ -275,9 +259,7 @@ MODULATION_WIDE_SHAPE = {"batch": 1, "tokens": 32760, "width": 3072}
 """A width that is no power of two: part of the block is masked off."""
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)

@@ -16,28 +16,19 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
-from sage_kernels.ops.adaln import MODULATION_SHAPES, MODULATION_TEST_CASES, MODULATION_WIDE_SHAPE
-from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.ops.adaln import FORWARD_LAUNCH, MODULATION_SHAPES, MODULATION_TEST_CASES, MODULATION_WIDE_SHAPE
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=4, rows=4),
-        (4096, None): Launch(num_warps=8, rows=4),
-        (None, None): Launch(num_warps=16, rows=4),
-    }
-)
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=4),
-        (4096, None): Launch(num_warps=16, programs_per_sm=2),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
+BACKWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=8, programs_per_sm=4),
+    Launch(num_warps=16, programs_per_sm=2),
+    Launch(num_warps=32, programs_per_sm=1),
 )
 
 
@@ -207,9 +198,7 @@ def check_gated_residual(op: str, x: Tensor, y: Tensor, gate: Tensor) -> None:
     common.check_shape(op, "gate", gate, (x.shape[0], x.shape[2]), "(B, D)")
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
     return {

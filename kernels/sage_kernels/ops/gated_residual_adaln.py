@@ -23,13 +23,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.ops.adaln import (
+    FORWARD_LAUNCH,
     MODULATION_SHAPES,
     MODULATION_TEST_CASES,
     MODULATION_WIDE_SHAPE,
@@ -37,21 +38,12 @@ from sage_kernels.ops.adaln import (
     normalize_row_backward,
 )
 from sage_kernels.ops.gated_residual import check_gated_residual
-from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=4, rows=4),
-        (4096, None): Launch(num_warps=8, rows=4),
-        (None, None): Launch(num_warps=16, rows=4),
-    }
-)
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=2),
-        (4096, None): Launch(num_warps=16, programs_per_sm=1),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
+BACKWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=8, programs_per_sm=2),
+    Launch(num_warps=16, programs_per_sm=1),
+    Launch(num_warps=32, programs_per_sm=1),
 )
 
 
@@ -157,9 +149,7 @@ def gated_residual_adaln_backward_kernel(
         tl.store(p_sums + 2 * WIDTH, dshift, mask=m_d)
 
 
-def launch_forward(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def launch_forward(x, y, gate, scale, shift, eps) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. x, y (B, N, D); gate, scale, shift (B, D)."""
     x, y, gate, scale, shift = (common.dense_rows(tensor) for tensor in (x, y, gate, scale, shift))
     batch, tokens, width = x.shape
@@ -178,17 +168,7 @@ def launch_forward(
     return residual, out
 
 
-def launch_backward(
-    grad_residual: Tensor,
-    grad: Tensor,
-    residual: Tensor,
-    y: Tensor | None,
-    gate: Tensor,
-    scale: Tensor,
-    y_dtype: torch.dtype,
-    shift_dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
     """Run the backward kernel; arguments and results as `gated_residual_adaln_backward`."""
     grad_residual, grad, gate, scale = (common.dense_rows(tensor) for tensor in (grad_residual, grad, gate, scale))
     residual = residual.contiguous()
@@ -213,23 +193,10 @@ def launch_backward(
     if sums is None:
         return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     dtypes = gate.dtype, scale.dtype, shift_dtype
-    dgate, dscale, dshift = (
-        part.to(dtype, copy=True) for part, dtype in zip(sums.sum(1).unbind(1), dtypes, strict=True)
-    )
-    return dx, dy, dgate, dscale, dshift
+    return dx, dy, *(part.to(dtype, copy=True) for part, dtype in zip(sums.sum(1).unbind(1), dtypes, strict=True))
 
 
-def _backward_shapes(
-    grad_residual: Tensor,
-    grad: Tensor,
-    residual: Tensor,
-    y: Tensor | None,
-    gate: Tensor,
-    scale: Tensor,
-    y_dtype: torch.dtype,
-    shift_dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_shapes(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
     shape = gate.shape if y is not None else (0,)
     dx, dy = residual.new_empty(residual.shape), residual.new_empty(residual.shape, dtype=y_dtype)
     return dx, dy, gate.new_empty(shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
@@ -293,9 +260,7 @@ def gated_residual_adaln(
     return _gated_residual_adaln(x, y, gate, scale, shift, eps)
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -27,7 +27,7 @@ from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import cdiv, launch
-from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 ROOT_TWO_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
 CUBIC = tl.constexpr(0.044715)
@@ -164,9 +164,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return gelu_tanh(F.linear(x, weight, bias))
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     x = random_tensor(*case.shape.values(), dtype=dtype, device=device, generator=generator, strided=case.strided)
     return {"x": x if generator is None else x * 3}
 

@@ -21,35 +21,27 @@ drawn again from its key each time, so neither x nor x' is read. Kernels are bui
 Shapes: B batch, N elements of a sample, T tiles of a sample.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
-from sage_kernels import common, reference
+from sage_kernels import common, reference, registry
 from sage_kernels.common import narrow, sum_in_order
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import cdiv, launch
 from sage_kernels.philox import row_noise
 from sage_kernels.reference.policy_loss import LossSettings, PolicyTerms, StepColumns
-from sage_kernels.registry import (
-    Case,
-    Inputs,
-    OpSpec,
-    latent_shape,
-    nbytes,
-    noise_ids_of,
-    random_latents,
-    random_tensor,
-)
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, latent_shape, nbytes, noise_ids_of, random_latents
 
 BLOCK = 1024
 """Elements of a program. It is the same on every device, because the order of the sum follows from it."""
 SUM_BLOCK = 1024
 """Partial sums that the second stage reads at once."""
-NUM_WARPS = 4
+_start = partial(launch, num_warps=4, fp_fusion=False)
 
 
 @triton.jit
@@ -208,22 +200,9 @@ def _contiguous(*tensors: Tensor | None) -> Any:
     return (None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def launch_forward(
-    v: Tensor,
-    v_old: Tensor,
-    v_anchor: Tensor | None,
-    noise_ids: Tensor,
-    gain: Tensor,
-    advantage: Tensor,
-    std: Tensor | None,
-    scale: Tensor | None,
-    clip_range: float,
-    position_weight: float | None,
-    velocity_weight: float | None,
-    ratio_norm: bool,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     """Run the first two stages: loss (B,), parts (B, 5), clipped (B,) bool, coefficients of the gradient (B, 3)."""
+    clip_range, position_weight, velocity_weight, ratio_norm, exact = settings
     rows, numel = v.shape[0], v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     partial, loss, parts, coefficients = (
@@ -233,15 +212,13 @@ def launch_forward(
     v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = _contiguous(
         v, v_old, v_anchor, noise_ids, gain, advantage, std, scale
     )
-    settings: dict[str, Any] = {"num_warps": NUM_WARPS, "fp_fusion": False}
-    launch(
+    _start(
         policy_loss_partial_kernel,
         (rows * tiles,),
         *(v, v_old, v_anchor, noise_ids, gain, partial, numel, tiles),
         BLOCK=BLOCK,
-        **settings,
     )
-    launch(
+    _start(
         policy_loss_finish_kernel,
         (rows,),
         *(partial, gain, std, scale, advantage, loss, parts, clipped, coefficients),
@@ -250,50 +227,30 @@ def launch_forward(
         EXACT=exact,
         CHUNKS=cdiv(tiles, SUM_BLOCK),
         BLOCK=SUM_BLOCK,
-        **settings,
     )
     return loss, parts, clipped, coefficients
 
 
-def launch_backward(
-    grad_loss: Tensor, v: Tensor, v_old: Tensor, v_anchor: Tensor | None, noise_ids: Tensor, coefficients: Tensor
-) -> Tensor:
+def launch_backward(grad_loss, v, v_old, v_anchor, noise_ids, coefficients) -> Tensor:
     """Run the third stage: the gradient of v."""
     numel = v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     grad = common.empty_like(v)
     v, v_old, v_anchor, noise_ids = _contiguous(v, v_old, v_anchor, noise_ids)
-    launch(
+    _start(
         policy_loss_backward_kernel,
         (grad.shape[0] * tiles,),
         *(grad_loss, v, v_old, v_anchor, noise_ids, coefficients, grad, grad_loss.stride(0), numel, tiles),
         BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        fp_fusion=False,
     )
     return grad
 
 
-def _reference_forward(
-    v: Tensor,
-    v_old: Tensor,
-    v_anchor: Tensor | None,
-    noise_ids: Tensor,
-    gain: Tensor,
-    advantage: Tensor,
-    std: Tensor | None,
-    scale: Tensor | None,
-    clip_range: float,
-    position_weight: float | None,
-    velocity_weight: float | None,
-    ratio_norm: bool,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _reference_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     columns = StepColumns(gain, gain if std is None else std, gain if scale is None else scale, advantage)
-    settings = LossSettings(
-        clip_range, position_weight, velocity_weight, ratio_norm, std is not None, scale is not None, exact
-    )
-    terms, coefficients = reference.policy_loss_forward(v, v_old, v_anchor, noise_ids, columns, settings)
+    switches = {"unnormalized": std is not None, "equalizer": scale is not None, "exact": settings[-1]}
+    chosen = LossSettings(*settings[:-1], **switches)
+    terms, coefficients = reference.policy_loss_forward(v, v_old, v_anchor, noise_ids, columns, chosen)
     return terms.loss, torch.stack(terms[1:6], dim=1), terms.clipped, coefficients
 
 
@@ -400,9 +357,7 @@ def _flat(function: Any) -> Any:
     return call
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     """Inputs of a case whose ratios lie on both sides of the clip; `anchor` and the settings stand in its shape."""
     rows = case.shape["batch"]
     stored = torch.float32 if case.mixed else dtype
@@ -417,25 +372,11 @@ def _make_inputs(
         "gain": torch.linspace(-0.6, -0.2, rows, dtype=torch.float32).to(device),
         "std": torch.linspace(0.4, 0.8, rows, dtype=torch.float32).to(device),
         "scale": torch.linspace(0.5, 2.0, rows, dtype=torch.float32).to(device),
-        "advantage": random_tensor(rows, **column),
+        "advantage": registry.random_tensor(rows, **column),
         "clip_range": 0.125,
         "position_weight": 0.5 if kl else None,
         "velocity_weight": 0.25 if kl else None,
         **switches,
-    }
-
-
-def _letters(inputs: Inputs) -> dict[str, int]:
-    """B holds, per row, the noise ids, two to four columns, and 4 + 5 * 4 + 1 + 3 * 4 bytes of results."""
-    columns = 2 + bool(inputs.get("unnormalized")) + bool(inputs.get("equalizer", True))
-    rows = len(inputs["v"])
-    anchor = inputs["v_anchor"]
-    return {
-        "S": nbytes(inputs["v"]),
-        "S_old": nbytes(inputs["v_old"]),
-        "S_anchor": 0 if anchor is None else nbytes(anchor),
-        "B": rows * (24 + 4 * columns + 37),
-        "C": rows * (4 + 24 + 12),
     }
 
 
@@ -465,7 +406,11 @@ SPEC = OpSpec(
         Case(id="B, RatioNorm", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, exact=1)),
     ),
     bench_dtype=torch.float32,
-    letters=_letters,
+    # Per row: noise ids, three columns and 4 + 5 * 4 + 1 + 3 * 4 bytes of results; loss gradient, ids, coefficients.
+    letters=lambda i: {
+        **{"S": nbytes(i["v"]), "S_old": nbytes(i["v_old"]), "S_anchor": nbytes(i["v_anchor"])},
+        **{"B": len(i["v"]) * (24 + 12 + 37), "C": len(i["v"]) * (4 + 24 + 12)},
+    },
     bytes_formula=("S + S_old + S_anchor + B", "2 S + S_old + S_anchor + C"),
     atol_fp32=5e-6,
     k_bf16=1.1,

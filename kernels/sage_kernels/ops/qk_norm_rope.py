@@ -27,28 +27,25 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
-from sage_kernels.registry import Case, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
+
+TOKENS = ("q", "k", "q_text", "k_text")
+WEIGHTS = tuple(f"{name}_weight" for name in TOKENS)
 
 # Keyed by H * D, the elements of a token.
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, rows=4),
-        (4096, None): Launch(num_warps=16, rows=4),
-        (None, None): Launch(num_warps=32, rows=4),
-    }
+FORWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=8, rows=4), Launch(num_warps=16, rows=4), Launch(num_warps=32, rows=4)
 )
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=2),
-        (4096, None): Launch(num_warps=16, programs_per_sm=1),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
+BACKWARD_LAUNCH = LaunchTable.by_width(
+    Launch(num_warps=8, programs_per_sm=2),
+    Launch(num_warps=16, programs_per_sm=1),
+    Launch(num_warps=32, programs_per_sm=1),
 )
 
 
@@ -290,9 +287,7 @@ def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: 
     return q_out, k_out
 
 
-def launch_backward(
-    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
+def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor, ...]:
     """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
     *weights, cos, sin, eps = rest
     tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)]
@@ -389,12 +384,7 @@ def qk_norm_rope(
         ValueError: shapes that do not fit, odd D, another dtype, tensors on several devices, eps <= 0.
     """
     op = "qk_norm_rope"
-    weights = {
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "q_text_weight": q_text_weight,
-        "k_text_weight": k_text_weight,
-    }
+    weights = dict(zip(WEIGHTS, (q_weight, k_weight, q_text_weight, k_text_weight), strict=True))
     tensors = {"q": q, "k": k, "q_text": q_text, "k_text": k_text, **weights, "cos": cos, "sin": sin}
     common.check_tensors(op, tensors)
     common.check_ndim(op, "q", q, "(B, N, H, D)")
@@ -413,9 +403,7 @@ def qk_norm_rope(
     return _qk_norm_rope(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, video, text, heads, head_dim = (case.shape[name] for name in ("batch", "video", "text", "heads", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
@@ -425,21 +413,11 @@ def _make_inputs(
         flat = draw(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided)
         return flat.unflatten(-1, (heads, head_dim))
 
-    def weight() -> Tensor:
-        return draw(head_dim, dtype=small, strided=case.strided)
-
     angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
     return {
-        "q": projection(video),
-        "k": projection(video),
-        "q_text": projection(text),
-        "k_text": projection(text),
-        "q_weight": weight(),
-        "k_weight": weight(),
-        "q_text_weight": weight(),
-        "k_text_weight": weight(),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        **{name: projection(tokens) for name, tokens in zip(TOKENS, (video, video, text, text), strict=True)},
+        **{name: draw(head_dim, dtype=small, strided=case.strided) for name in WEIGHTS},
+        **{"cos": angles.cos(), "sin": angles.sin()},
     }
 
 
@@ -451,16 +429,7 @@ SPEC = OpSpec(
     reference=reference.qk_norm_rope,
     eager=reference.qk_norm_rope_eager,
     make_inputs=_make_inputs,
-    differentiable=(
-        "q",
-        "k",
-        "q_text",
-        "k_text",
-        "q_weight",
-        "k_weight",
-        "q_text_weight",
-        "k_text_weight",
-    ),
+    differentiable=(*TOKENS, *WEIGHTS),
     test_cases=(
         Case(id="one-pair", shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2}),
         Case(id="no-text", shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8}),

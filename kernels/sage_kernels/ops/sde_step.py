@@ -13,18 +13,19 @@ Shapes: B batch, N elements of a sample, T tiles of a sample.
 """
 
 import math
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import sum_in_order
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import cdiv, launch
 from sage_kernels.philox import row_noise
-from sage_kernels.registry import Case, Inputs, OpSpec, latent_shape, nbytes, noise_ids_of, random_latents
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, latent_shape, nbytes, noise_ids_of, random_latents
 
 BLOCK = 1024
 """Elements of a program; 8 a thread, which is one 16-byte access in bf16 and two in fp32."""
@@ -32,7 +33,7 @@ INTERPRETED_BLOCK = 8192
 """The same in the interpreter, whose cost is per program. The next state does not depend on it."""
 SUM_BLOCK = 1024
 """Partial sums that the second stage reads at once."""
-NUM_WARPS = 4
+_start = partial(launch, num_warps=4, fp_fusion=False)
 
 
 @triton.jit
@@ -83,9 +84,7 @@ def sde_log_prob_kernel(
     tl.store(p_log_prob + i_row, -0.5 * (total / numel) - log_normalizer)
 
 
-def launch_step(
-    x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float, log_prob: bool
-) -> tuple[Tensor, Tensor]:
+def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     """Run the kernel, and the second stage if `log_prob`; else the second result is empty."""
     x, v = x.contiguous(), v.contiguous()
     rows, numel = x.shape[0], x.shape[1:].numel()
@@ -94,31 +93,25 @@ def launch_step(
     x_next = common.empty_like(x)
     partial = common.empty((rows, tiles), dtype=torch.float32, device=x.device) if log_prob else None
     ids = None if noise_ids is None else noise_ids.contiguous()
-    launch(
+    _start(
         sde_step_kernel,
         (rows * tiles,),
         *(x, v, ids, x_next, partial, a, b, std, numel, tiles),
         BLOCK=block,
-        num_warps=NUM_WARPS,
-        fp_fusion=False,
     )
     result = common.empty((rows if log_prob else 0,), dtype=torch.float32, device=x.device)
     if partial is not None:
-        launch(
+        _start(
             sde_log_prob_kernel,
             (rows,),
             *(partial, result, math.log(std) + math.log(2 * math.pi) / 2, numel, tiles),
             CHUNKS=cdiv(tiles, SUM_BLOCK),
             BLOCK=SUM_BLOCK,
-            num_warps=NUM_WARPS,
-            fp_fusion=False,
         )
     return x_next, result
 
 
-def _reference(
-    x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float, log_prob: bool
-) -> tuple[Tensor, Tensor]:
+def _reference(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     if not log_prob or noise_ids is None:
         return reference.sde_step(x, v, noise_ids, a, b, std).contiguous(), x.new_empty(0)
     x_next, result = reference.sde_step_log_prob(x, v, noise_ids, a, b, std)
@@ -187,9 +180,7 @@ def _plain(log_prob: bool = False, **inputs: object) -> Tensor | tuple[Tensor, T
     return (reference.sde_step_log_prob if log_prob else reference.sde_step)(**inputs)  # type: ignore[arg-type]
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     """Inputs of a case; `log_prob: 1` in its shape asks for the log-probability, `noise: 0` for a step without."""
     noisy = case.shape.get("noise", 1)
     inputs: Inputs = {

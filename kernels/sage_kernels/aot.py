@@ -97,15 +97,15 @@ class Build:
         return broken
 
 
-def launched_kernels(spec: OpSpec) -> dict[str, Kernel]:
-    """The kernels that the op's cases launch, each once, by their names in reports."""
+def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
+    """The kernels that the op's cases launch on an architecture, each once, by their names in reports."""
     cases = [(case, dtype) for dtype in spec.dtypes for case in spec.bench_cases]
     cases += [(case, torch.bfloat16) for case in spec.wide_cases]
     found: dict[tuple[object, ...], tuple[str, Kernel]] = {}
     for case, dtype in cases:
         inputs = spec.make_inputs(case, dtype, "meta", None)
         backward = backward_call(spec, case, inputs) if spec.differentiable else None
-        with recording_on_meta() as kernels:
+        with recording_on_meta(divmod(arch, 10)) as kernels:
             spec.op(**inputs)
             if backward:
                 backward()
@@ -242,8 +242,8 @@ def build_all(ops: Sequence[str] = (), architectures: Sequence[int] = ARCHITECTU
         build(op, name, kernel, arch)
         for op, spec in known.items()
         if not ops or op in ops
-        for name, kernel in launched_kernels(spec).items()
         for arch in architectures
+        for name, kernel in launched_kernels(spec, arch).items()
     ]
 
 

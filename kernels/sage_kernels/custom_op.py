@@ -77,7 +77,7 @@ class _Launchers(TorchDispatchMode):
 
 
 @contextmanager
-def recording_on_meta() -> Iterator[list[Kernel]]:
+def recording_on_meta(capability: tuple[int, int]) -> Iterator[list[Kernel]]:
     """Note the kernels that operators would launch for tensors on the meta device; nothing is computed."""
-    with recording() as kernels, _Launchers():
+    with recording(capability) as kernels, _Launchers():
         yield kernels

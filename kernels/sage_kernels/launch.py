@@ -65,18 +65,22 @@ class Kernel:
 
 
 _record: list[Kernel] | None = None
+_capability: tuple[int, int] | None = None
 
 
 @contextmanager
-def recording() -> Iterator[list[Kernel]]:
-    """Note every launch inside the context, in order. Recordings do not nest."""
-    global _record
+def recording(capability: tuple[int, int] | None = None) -> Iterator[list[Kernel]]:
+    """Note every launch inside the context, in order. Recordings do not nest.
+
+    capability: of the device that launches on the meta device are noted for.
+    """
+    global _record, _capability
     assert _record is None, "a recording is under way already"
-    _record = []
+    _record, _capability = [], capability
     try:
         yield _record
     finally:
-        _record = None
+        _record = _capability = None
 
 
 def launch(
@@ -179,13 +183,20 @@ class LaunchTable:
         self._rows = sorted(rows.items(), key=lambda row: (row[0][0] or sys.maxsize, row[0][1] is None))
 
     @classmethod
-    def by_width(cls, up_to_2048: Launch, up_to_4096: Launch, beyond: Launch) -> "LaunchTable":
-        """A table of three widths for every device."""
-        return cls({(2048, None): up_to_2048, (4096, None): up_to_4096, (None, None): beyond})
+    def by_width(
+        cls, num_warps: Sequence[int], *, rows: int = 1, programs_per_sm: Sequence[int] = (4, 4, 4)
+    ) -> "LaunchTable":
+        """A table for widths up to 2048, up to 4096 and beyond, on every device."""
+        columns = zip((2048, 4096, None), num_warps, programs_per_sm, strict=True)
+        return cls({(w, None): Launch(num_warps=n, rows=rows, programs_per_sm=p) for w, n, p in columns})
+
+    def with_row(self, width: int, capability: tuple[int, int], settings: Launch) -> "LaunchTable":
+        """The table with a row for one device."""
+        return LaunchTable(dict(self._rows) | {(width, capability): settings})
 
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
-        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else None
+        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else _capability
         for (largest, named), settings in self._rows:
             if (largest is None or width <= largest) and named in (None, capability):
                 return settings
@@ -218,9 +229,9 @@ def num_programs(settings: Launch, device: torch.device) -> int:
     """Programs that fill the device at `settings.programs_per_sm` each; a small constant in the interpreter."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
-    if device.type == "meta":
-        return settings.programs_per_sm * _RECORDED_SMS
-    return settings.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    is_cuda = device.type == "cuda"
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else _RECORDED_SMS
+    return settings.programs_per_sm * sms
 
 
 def next_power_of_2(number: int) -> int:

@@ -27,17 +27,11 @@ from torch import Generator, Tensor
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
-from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable.by_width(
-    Launch(num_warps=4, rows=4), Launch(num_warps=8, rows=4), Launch(num_warps=16, rows=4)
-)
-BACKWARD_LAUNCH = LaunchTable.by_width(
-    Launch(num_warps=8, programs_per_sm=4),
-    Launch(num_warps=16, programs_per_sm=2),
-    Launch(num_warps=32, programs_per_sm=1),
-)
+FORWARD_LAUNCH = LaunchTable.by_width((4, 8, 16), rows=4)
+BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1))
 
 
 @triton.jit

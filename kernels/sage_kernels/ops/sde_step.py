@@ -14,6 +14,7 @@ Shapes: B batch, N elements of a sample, T tiles of a sample.
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -172,12 +173,8 @@ def _check(x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, s
         raise ValueError(f"sde_step: noise_ids are None but std is {std!r}; pass them (B, 3), or std 0")
 
 
-def _op(log_prob: bool = False, **inputs: object) -> Tensor | tuple[Tensor, Tensor]:
-    return (sde_step_log_prob if log_prob else sde_step)(**inputs)  # type: ignore[arg-type]
-
-
-def _plain(log_prob: bool = False, **inputs: object) -> Tensor | tuple[Tensor, Tensor]:
-    return (reference.sde_step_log_prob if log_prob else reference.sde_step)(**inputs)  # type: ignore[arg-type]
+def _either(plain: Any, with_log_prob: Any) -> Any:
+    return lambda log_prob=False, **inputs: (with_log_prob if log_prob else plain)(**inputs)
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
@@ -198,8 +195,8 @@ SPEC = OpSpec(
     name="sde_step",
     formula="x' = a x + b v + std eps(key, step, element)",
     source="affine Gaussian transition of SAGE-GRPO (arXiv 2603.21872), DanceGRPO, FlowGRPO and CPS",
-    op=_op,
-    reference=_plain,
+    op=_either(sde_step, sde_step_log_prob),
+    reference=_either(reference.sde_step, reference.sde_step_log_prob),
     make_inputs=_make_inputs,
     differentiable=(),
     test_cases=(

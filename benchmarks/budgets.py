@@ -23,7 +23,8 @@ from benchmarks import waits
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.schema import LoraConfig
-from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.models.hunyuan15.block import Rotary
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning.work import unused_work
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
@@ -167,7 +168,7 @@ def block_cost(
         return tensor
 
     forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
-    transformer._acceleration.rotary = table, table
+    transformer._acceleration.rotary = Rotary(table, table)
     with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
         outputs = block(x, text, activation(1, width), *modulation)
     cotangents = [torch.empty_like(output) for output in outputs]

@@ -23,7 +23,7 @@ import yaml
 import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks import baseline, budgets, compiled, iteration, processes
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
-from sage_fast.models.hunyuan15.block import Checkpointing
+from sage_fast.models.transformer import Checkpointing
 from sage_kernels.aot import launched_kernels
 from sage_kernels.registry import specs
 

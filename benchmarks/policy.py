@@ -46,8 +46,8 @@ from benchmarks.workload import (
 from sage_fast.config.schema import LoraConfig
 from sage_fast.kernels import Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
-from sage_fast.models.hunyuan15.block import Checkpointing
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import add_lora, trainable_parameters
 from sage_fast.records import PromptEmbeds
 

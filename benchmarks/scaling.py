@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.hunyuan15.description import published_model
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import Plan, make_plan
 
@@ -42,7 +42,7 @@ def recipe(mode: str, size: str, gpus: int, *overrides: str, text_tokens: int | 
     """The preset for 8 GPUs on so many, with whatever is overridden; HSDP by nodes for all weights."""
     spread = ["--distributed.dp_replicate=null"]
     config = load_config(ROOT / f"configs/hv15_{size}_{mode}_8gpu.yaml", [*spread, *overrides])
-    description = None if text_tokens is None else ModelDescription(text_tokens=text_tokens)
+    description = None if text_tokens is None else published_model(text_tokens=text_tokens)
     return make_plan(config, DEVICE, gpus=gpus, sizes={}, description=description)
 
 

@@ -31,9 +31,9 @@ from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.guidance import GuidedPolicy, Pull
+from sage_fast.planning.devices import host_memory
+from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import cast_weights, train_all, trainable_parameters
-from sage_fast.tools.machine import host_memory
 
 Mode = Literal["lora", "full"]
 
@@ -76,23 +76,23 @@ def shard(transformer: HunyuanVideo15Transformer3DModel, mode: Mode, world: Worl
     """Wrap a transformer for one rank; returns the engine that trains it."""
     config = run_config(mode)
     if mode == "full":
-        gathering = parallelize(transformer, config, world, device)
+        gathering = parallelize(transformer, config.distributed, config.model, config.training, world, device)
     else:
         # `parallelize` leaves frozen weights of a single rank whole, so its steps are taken one by one.
         choose_forward(transformer, replace(config.model, adaln="weights"))
-        shard_weights(transformer, config, world, device)
+        shard_weights(transformer, config.distributed, config.model, world, device, mode=mode)
         gathering = Gathering(transformer, "never")
     return TorchEngine(trainable_parameters(transformer), config.optimizer, world, gathering)
 
 
 def take_gradient(
-    transformer: HunyuanVideo15Transformer3DModel, inputs: Inputs, pull: Pull, *, guidance_scale: float = GUIDANCE_SCALE
+    transformer: HunyuanVideo15Transformer3DModel, inputs: Inputs, vjp: VJP, *, guidance_scale: float = GUIDANCE_SCALE
 ) -> Tensor:
     """Add the gradient of a step's log-probability up to a factor, as an update does; returns the velocity."""
     policy = GuidedPolicy(transformer, inputs.unconditional, guidance_scale)
     cotangent = inputs.noise / inputs.noise.numel()
     return policy.velocity_and_gradient(
-        inputs.latents, inputs.sigma, [inputs.conditional], [cotangent], split=True, pull=pull
+        inputs.latents, inputs.sigma, [inputs.conditional], [cotangent], split=True, vjp=vjp
     )
 
 
@@ -152,7 +152,7 @@ def check(
     velocities, gradients = {}, {}
     for (name, engine), model in zip(engines.items(), (plain, transformer), strict=True):
         # One branch: the unwrapped weights are bfloat16 here, and so is a sum of two branches in their `.grad`.
-        velocities[name] = take_gradient(model, inputs, engine.pull, guidance_scale=1.0)
+        velocities[name] = take_gradient(model, inputs, engine.vjp, guidance_scale=1.0)
         gradients[name] = whole_gradients(engine.parameters)
     expected = gradients["unwrapped"]
     given = {name: gradient.to(device) for name, gradient in gradients["fsdp"].items()}
@@ -219,7 +219,7 @@ def measure_lora(
             release(transformer)
         _forget_peak(device)
         began = time.monotonic()
-        velocity = take_gradient(transformer, inputs, engine.pull)
+        velocity = take_gradient(transformer, inputs, engine.vjp)
         _wait(device)
         once = time.monotonic() - began
         found = velocity, {n: g.float().cpu() for n, g in whole_gradients(engine.parameters).items()}
@@ -235,8 +235,8 @@ def measure_lora(
             if not result["passed"]:
                 return result
 
-        def call(pull: Pull = engine.pull, zero: Callable[[], None] = engine.zero_grad) -> None:
-            take_gradient(transformer, inputs, pull)
+        def call(vjp: VJP = engine.vjp, zero: Callable[[], None] = engine.zero_grad) -> None:
+            take_gradient(transformer, inputs, vjp)
             zero()
 
         # The second contender needs a call more than its rounds.
@@ -326,7 +326,7 @@ def measure_full(
         if norms and time.monotonic() - began + last > budget:
             break
         start = time.perf_counter()
-        take_gradient(transformer, inputs, engine.pull)
+        take_gradient(transformer, inputs, engine.vjp)
         _wait(device)
         between = time.perf_counter()
         norms.append(engine.clip_gradients())

@@ -1,4 +1,4 @@
-"""Which prompts an update sees, and in which order its steps are trained: functions of the seed and a counter."""
+"""Which prompts an update sees and in which order its steps are trained: functions of the seed and a counter."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ def _generator(*parts: int | str) -> torch.Generator:
 class PromptSchedule:
     """An endless sequence of prompts, epoch after epoch, each in its own order.
 
-    Prompt number k is a function of (seed, k), so a resumed run needs no saved state but the counter.
+    Prompt number k is a function of (seed, k), so resuming needs only the counter.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
@@ -42,7 +42,7 @@ class PromptSchedule:
 def make_groups(prompts: Sequence[Prompt], embeds: Sequence[PromptEmbeds], num_generations: int) -> list[Sample]:
     """The samples of one rollout, group after group.
 
-    A prompt that occurs twice gets two groups whose members are numbered on, so that no two samples share noise.
+    A prompt that occurs twice gets two groups with consecutive member numbers, so no two samples share noise.
     """
     seen: Counter[int] = Counter()
     samples = []
@@ -57,10 +57,10 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
     """The steps of one sample that are trained, in the order in which they are visited.
 
     Args:
-        key: the sample; its own permutation is a function of it.
+        key: of the sample, whose permutation is a function of it.
         trainable: step indices that have a policy gradient.
-        fraction: share of them that is trained, at least one.
-        permute: a random order (and so, with fraction < 1, a random choice); otherwise the first ones, in order.
+        fraction: share of them to train; at least one is.
+        permute: in random order (so with fraction < 1 a random choice); otherwise the first ones, in order.
     """
     count = max(1, round(fraction * len(trainable)))
     if not permute:

@@ -1,4 +1,4 @@
-"""Paired evaluation: the same prompts and the same initial noise, by the ODE sampler, before and after training."""
+"""Paired evaluation: the same prompts and initial noise, sampled by the ODE, before and after training."""
 
 import json
 import math
@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.files import replacing
-from sage_fast.distributed.world import ALONE, World
-from sage_fast.models.family import VideoDecoder
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
-from sage_fast.rewards.base import PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores, submit_scores
-from sage_fast.rollout import micro_batches, sample_trajectory
+from sage_fast.rewards.base import describe_batch
+from sage_fast.rewards.gather import gather_scores
+from sage_fast.rollout import (
+    VideoScoring,
+    initial_latents,
+    micro_batches,
+    noise_keys,
+    policy_velocity,
+    sample_trajectory,
+)
 from sage_fast.sde import TransitionTable
 
 
@@ -47,7 +52,7 @@ class PairedTest:
     """Difference of two evaluations of the same prompts and noise.
 
     mean: mean of (after - before). stderr: its standard error, from the sample std of the differences. wins: share of
-    prompts whose score is higher afterwards. count: number of pairs.
+    the prompts that score higher afterwards. count: number of pairs.
 
     Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, count 3.
     """
@@ -61,7 +66,7 @@ class PairedTest:
 
     @property
     def standard_errors(self) -> float:
-        """How many standard errors the mean difference is away from zero."""
+        """Mean difference in units of its standard error."""
         if self.stderr == 0:
             return math.copysign(math.inf, self.mean) if self.mean else 0.0
         return self.mean / self.stderr
@@ -103,8 +108,8 @@ class Estimate:
 class ScoreComparison:
     """One score of the base and the trained model on the same prompts and noise.
 
-    difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of prompts where the trained model
-    scores higher, or exactly the same. count: number of prompts.
+    difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of the prompts on which the trained
+    model scores higher, or exactly the same. count: number of prompts.
 
     Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0, count=24)`
     """
@@ -119,16 +124,16 @@ class ScoreComparison:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval of the difference leaves out zero, of prompts enough to say so."""
+        """Whether the interval of the difference excludes zero, with enough prompts to trust it."""
         return self.count >= ENOUGH_PROMPTS and not self.difference.low <= 0.0 <= self.difference.high
 
 
 ENOUGH_PROMPTS = 10
-"""From how many prompts on a bootstrap interval is taken at its word. With fewer the resampled means are too few: two
-prompts that both improve would always leave out zero."""
+"""Fewest prompts for which a bootstrap interval is trusted. With fewer there are too few distinct resampled means: the
+interval of two prompts that both improve always excludes zero."""
 
 OVERALL = "Overall"
-"""Name of the weighted sum of the scores in tables; the reward that was trained on."""
+"""Name in tables of the weighted sum of the scores, which is the reward that was trained on."""
 
 
 def compare(
@@ -141,20 +146,20 @@ def compare(
 ) -> list[ScoreComparison]:
     """Compare two evaluations score by score, by a bootstrap over prompts.
 
-    Every resample draws as many prompts as there are, with replacement, and takes both models' scores of the drawn
-    prompts: the pairs stay together, and so do the scores. An interval reaches from the 2.5th to the 97.5th percentile
-    of the resampled means (the percentile bootstrap; Efron 1979).
+    Each resample draws as many prompts as there are, with replacement, and takes both models' scores of them, so pairs
+    and scores stay together. An interval runs from the 2.5th to the 97.5th percentile of the resampled means (the
+    percentile bootstrap; Efron 1979).
 
     Args:
         weights: score name -> weight in the overall; these scores come first, in this order.
-        resamples: bootstrap samples.
-        seed: of the resampling; the same numbers give the same intervals.
+        resamples: number of bootstrap samples.
+        seed: of the resampling.
 
     Returns:
         The overall, then one entry per score.
 
     Raises:
-        ValueError: other prompts or scores in the two evaluations, or fewer than 2 prompts.
+        ValueError: the evaluations differ in their prompts or scores, or have fewer than 2 prompts.
     """
     count = len(base.prompts)
     if base.prompts != trained.prompts or set(base.scores) != set(trained.scores):
@@ -200,72 +205,78 @@ def compare(
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSampling:
+    """How an evaluation samples its videos.
+
+    table: an `ode` table. latent_shape: (C, F, H, W). seed: of the noise. batch_size: videos that go through the model
+    at once.
+    """
+
+    policy: GuidedPolicy
+    table: TransitionTable
+    latent_shape: tuple[int, int, int, int]
+    seed: int
+    batch_size: int
+    device: torch.device | str = "cpu"
+
+    def sample(self, batch: Sequence[Sample]) -> Trajectory:
+        """Latents of one batch."""
+        keys = noise_keys(batch, self.seed, update=0)
+        initial = initial_latents(keys, self.latent_shape, self.device)
+        return sample_trajectory(policy_velocity(self.policy, batch), batch, keys, self.table, initial)
+
+
 def evaluate(
-    policy: GuidedPolicy,
-    decoder: VideoDecoder,
-    reward: Scorer,
+    sampling: EvaluationSampling,
+    scoring: VideoScoring,
     samples: Sequence[Sample],
-    table: TransitionTable,
-    latent_shape: tuple[int, int, int, int],
     *,
-    seed: int,
-    batch_size: int,
-    keep_videos: Collection[int] = (),
-    device: torch.device | str = "cpu",
-    on_batch: Callable[[int, int, str], None] | None = None,
+    return_videos: Collection[int] = (),
     on_video: Callable[[int, Tensor], None] | None = None,
-    world: World = ALONE,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
-    """Generate and score one video per sample. Collective: batches go round the data-parallel ranks.
+    """Generate and score one video per sample. Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
-        on_batch: called as on_batch(batches done, all batches, the videos) before each batch of this rank.
-        on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, so that videos can
-            go to files instead of memory; on the rank that has it.
-        world: the ranks.
+        scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank.
+        samples: S of them.
+        return_videos: numbers of the samples whose videos are returned.
+        on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, on the rank that
+            decoded it, so that videos can go to files instead of memory.
 
     Returns:
-        The scores, and on rank 0 the videos of the samples number `keep_videos`, (F, 3, H, W) uint8 each.
+        The scores, and on rank 0 the videos by sample number, (F, 3, H, W) uint8 each.
     """
-    pending: list[tuple[list[int], PendingScores]] = []
+    world = scoring.world
     videos: dict[int, Tensor] = {}
     sampled: list[tuple[int, int, Trajectory]] = []
-    batches = list(micro_batches(samples, batch_size))
+    batches = list(micro_batches(samples, sampling.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
-        # A rank without a batch left samples the first one again and forgets it: ranks that share weights run in step.
+        # A rank that has run out samples the first batch again and drops it: ranks that share weights run in step.
         number = done * world.dp_degree + world.dp_rank
         batch = batches[number if number < len(batches) else 0]
-        if on_batch is not None:
-            on_batch(done, len(rounds), describe_batch(batch))
-        trajectory = sample_trajectory(policy, batch, table, latent_shape, seed=seed, update=0, device=device)
+        scoring.progress("evaluation", done, len(rounds), describe_batch(batch))
+        trajectory = sampling.sample(batch)
         if number < len(batches):
-            sampled.append((number * batch_size, done * batch_size, trajectory))
-        # Ranks that share a video share the decoding and scoring too, once there is something for each.
+            sampled.append((number * sampling.batch_size, done * sampling.batch_size, trajectory))
+        # Ranks that share a video wait until each has one to decode.
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
-        for first, own, trajectory in sampled:
-            # By turns among the videos of these ranks; of all videos they have every dp_degree-th batch.
-            rows = [row for row in range(len(trajectory.samples)) if (own + row) % world.sp == world.sp_rank]
-            if not rows:
-                continue
-            decoded = decoder.decode(trajectory.final[rows])
-            numbers = [first + row for row in rows]
-            scored = [trajectory.samples[row] for row in rows]
-            pending.append((numbers, submit_scores(reward, decoded, scored, "stop", world)))
-            for place, video in zip(numbers, decoded, strict=True):
-                if place in keep_videos:
+        for first, turn, trajectory in sampled:
+            for place, video in scoring.submit(trajectory, first=first, turn=turn):
+                if place in return_videos:
                     videos[place] = video.cpu()
                 if on_video is not None:
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, _, _ = gather_scores(pending, len(samples), world)
+    scores, _, _ = gather_scores(scoring.pending, len(samples), world)
     for others in world.gather_to_main(videos):
         videos |= others
     return Evaluation(
         prompts=[s.prompt.text for s in samples],
         scores={name: column.tolist() for name, column in scores.items()},
-        reward=reward.overall(scores).tolist(),
+        reward=scoring.reward.overall(scores).tolist(),
     ), dict(sorted(videos.items()))
 
 

@@ -1,13 +1,13 @@
-"""The gradient of the objective: what every way of computing it shares, and the two-phase way.
+"""The gradient of the objective: what all ways of computing it share, and the two-phase way.
 
 `training.update` chooses between `TwoPhaseGradient`, which runs the model again after the rollout, and
-`SinglePassGradient` (`single_pass.py`), which takes the gradient while the rollout is made. Both leave the same sum in
-`.grad` and return the same `PolicyTerms`; `PolicyGradient` is all that the trainer knows of them.
+`SinglePassGradient` (`single_pass.py`), which takes the gradient during the rollout. Both leave the same sum in `.grad`
+and return the same `PolicyTerms`; all that the trainer knows of them is `PolicyGradient`.
 
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,84 +17,49 @@ from torch import Tensor
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.distributed.world import World
 from sage_fast.kernels import Kernels, StepColumns
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveSettings, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import PromptEmbeds, Sample, Trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rollout import StepVelocity, TrajectoryStep, gather_latents, gather_step
+from sage_fast.rollout import Progress, StepVelocity, TrajectoryStep, gather_latents, gather_step, policy_velocity
 from sage_fast.sde import TransitionTable
-
-Progress = Callable[[str, int, int, str], None]
-"""Called as progress(phase, done, total, subject) while an iteration runs; the subject names the videos in work."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredRollout:
-    """Everything one rollout hands to its optimizer updates on this rank; N samples, K trained steps per sample.
-
-    trajectories: micro-batches that together hold the N samples, group after group.
-    advantages: (N,) float32. kept: (N,) bool, False for groups dropped because a reward failed.
-    orders: N lists of K step indices, each sample's own order.
-    num_kept: samples of the rollout on all ranks that were not dropped.
-
-    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96. On 2 ranks each has 3 of them
-    and N = 48, while `num_kept` stays 96.
-    """
-
-    trajectories: Sequence[Trajectory]
-    advantages: Tensor
-    kept: Tensor
-    orders: Sequence[Sequence[int]]
-    num_kept: int
-
-    def batches(self) -> Iterator[tuple[slice, Trajectory]]:
-        """Each micro-batch with the rows of its samples in the rollout."""
-        first = 0
-        for trajectory in self.trajectories:
-            yield slice(first, first + len(trajectory.samples)), trajectory
-            first += len(trajectory.samples)
-
-    def kept_rows(self, num_steps: int) -> Tensor:
-        """(N num_steps,) bool: which rows of the terms that `PolicyGradient.accumulate` returns were trained on."""
-        return torch.cat([self.kept[rows].repeat(num_steps) for rows, _ in self.batches()])
 
 
 def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
-    """The K steps of a sample that are trained, in the order in which they are visited. Known before the rollout."""
+    """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
     trainable = table.trainable.nonzero().flatten().tolist()
     return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
 
 
 class PolicyGradient(Protocol):
-    """A way to get the gradient of one rollout's objective."""
+    """A way to compute the gradient of a rollout's objective."""
 
     def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
         """A rollout starts.
 
         Args:
             kl_weight: lambda of its first update.
-            anchor: weights that the position KL is measured from; None where the KL mode has no anchor, or where the
-                anchor is the policy that makes the rollout.
+            anchor: weights that the position KL is measured from; None if the KL mode has no anchor, or if the anchor
+                is the policy that makes the rollout.
         """
         ...
 
-    def sampler(
-        self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable
-    ) -> StepVelocity | None:
-        """What the sampler calls for the velocities of a micro-batch; None for the policy's plain velocity."""
+    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+        """What the sampler calls for the velocities of a micro-batch."""
         ...
 
     def measure_anchor(self, scored: ScoredRollout) -> None:
-        """Make ready what `accumulate` needs of the anchor."""
+        """Prepare what `accumulate` needs of the anchor."""
         ...
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
-        """Add to `.grad` the gradient of the mean loss of the steps at `positions` of every kept sample's order.
+        """Add to `.grad` the gradient of the mean loss over the steps at `positions` of every trained sample's order.
 
-        The loss is a sum over samples and steps divided by their global count, so neither the micro-batch size nor the
-        number of ranks changes it.
+        The loss is a sum over samples and steps divided by their global count, so it depends on neither the micro-batch
+        size nor the number of ranks.
 
         Returns:
             Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples.
@@ -104,10 +69,10 @@ class PolicyGradient(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """Loss of one step of every sample of a micro-batch as a function of the guided velocity.
+    """Loss of one step of every sample of a micro-batch, as a function of the guided velocity.
 
-    step: the step as the rollout made it. keys: B noise keys. velocity_anchor: like the velocity; None where the
-    anchor is the rollout policy. advantage: (B,). kl_weight: lambda.
+    step: the step as the rollout took it. keys: B noise keys. velocity_anchor: like the velocity; None if the anchor is
+    the rollout policy. advantage: (B,). kl_weight: lambda.
 
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
@@ -133,7 +98,7 @@ class StepLoss:
         )
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
-        """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms there."""
+        """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
         with torch.enable_grad():
             leaf = velocity.detach().requires_grad_()
             terms = self.terms(leaf)
@@ -142,10 +107,10 @@ class StepLoss:
 
 
 class TwoPhaseGradient:
-    """First the rollout, then the model again at every trained step, with a graph.
+    """First the rollout, then the model again at every trained step, this time with a graph.
 
     Args:
-        engine: where the gradient is summed.
+        engine: sums the gradient.
         split: differentiate the guidance branches one after the other.
     """
 
@@ -174,11 +139,9 @@ class TwoPhaseGradient:
         self._anchor, self._anchor_velocities = anchor, None
         self._on_policy = True
 
-    def sampler(
-        self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable
-    ) -> StepVelocity | None:
-        """As in `PolicyGradient`."""
-        return None
+    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+        """As in `PolicyGradient`: the policy's own."""
+        return policy_velocity(self.policy, samples)
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
@@ -200,15 +163,15 @@ class TwoPhaseGradient:
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """As in `PolicyGradient`."""
-        count = scored.num_kept * len(positions)
+        count = scored.num_trained * len(positions)
         total = len(scored.trajectories) * len(positions)
         collected: list[PolicyTerms] = []
         for done, (rows, trajectory) in enumerate(scored.batches()):
-            row_weights = scored.kept[rows].double() / count
+            row_weights = scored.trained[rows].double() / count
             for position in positions:
                 number = done * len(positions) + position - positions[0]
                 self.progress("update", number, total, describe_batch(trajectory.samples))
-                self.engine.last_pull(number + 1 == total)
+                self.engine.last_vjp(number + 1 == total)
                 loss = StepLoss(
                     kernels=self.kernels,
                     settings=self.settings,
@@ -218,20 +181,20 @@ class TwoPhaseGradient:
                     advantage=scored.advantages[rows],
                     kl_weight=kl_weight,
                 )
-                collected.append(self._pull_step(loss, row_weights, [s.embeds for s in trajectory.samples]))
+                collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
         # The optimizer moves the weights after this call.
         self._on_policy = False
         return concatenate_terms(collected)
 
-    def _pull_step(self, loss: StepLoss, row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> PolicyTerms:
+    def _differentiate(self, loss: StepLoss, row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> PolicyTerms:
         """Add the gradient of one step to `.grad`; returns its terms."""
         step = loss.step
         if self.split and self._on_policy:
             # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
-            # that was differentiated: should it differ, the ratio says so.
+            # that was differentiated: if it differs after all, the ratio shows it.
             known, _ = loss.cotangent(step.velocity, row_weights)
             velocity = self.policy.velocity_and_gradient(
-                step.latents, step.sigma, embeds, [known], split=True, pull=self.engine.pull
+                step.latents, step.sigma, embeds, [known], split=True, vjp=self.engine.vjp
             )
             with torch.no_grad():
                 return loss.terms(velocity)
@@ -243,7 +206,7 @@ class TwoPhaseGradient:
             return [cotangent]
 
         self.policy.velocity_and_gradient(
-            step.latents, step.sigma, embeds, cotangents, split=self.split, pull=self.engine.pull
+            step.latents, step.sigma, embeds, cotangents, split=self.split, vjp=self.engine.vjp
         )
         return found[0]
 
@@ -251,3 +214,36 @@ class TwoPhaseGradient:
 def concatenate_terms(terms: Sequence[PolicyTerms]) -> PolicyTerms:
     """The terms of several batches as those of one."""
     return PolicyTerms(*(torch.cat(column) for column in zip(*terms, strict=True)))
+
+
+def gather_terms(
+    scored: ScoredRollout, own: PolicyTerms, num_steps: int, world: World
+) -> tuple[PolicyTerms, str | None]:
+    """The terms of all ranks, before the optimizer sees their gradient. Collective.
+
+    Args:
+        own: this rank's, from `PolicyGradient.accumulate` with so many positions.
+
+    Returns:
+        Those that were trained on, (N,) each, in CPU memory and in the order of one process; and a description of a
+        loss that is not finite, with its prompts, or None. Both are the same on every rank.
+    """
+    # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.
+    matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
+    bad = ~matrix[0].isfinite()
+    names = ""
+    if bad.any():
+        rows = [s.prompt for t in scored.trajectories for _ in range(num_steps) for s in t.samples]
+        names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
+    everywhere = world.gather((matrix[:, scored.trained_rows(num_steps)], names))
+    # Ranks that share a video have the same terms.
+    terms = PolicyTerms(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
+    for rank, (_, names) in enumerate(everywhere):
+        if names:
+            return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
+    return terms, None
+
+
+def name_prompts(prompts: Iterable[Prompt]) -> str:
+    """Up to three of the prompts by index and text, for a message."""
+    return ", ".join(sorted({f"{prompt.index} ({prompt.text!r})" for prompt in prompts})[:3])

@@ -1,10 +1,10 @@
 """Optimizers and the learning-rate schedule.
 
 Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, norms and embeddings go to AdamW; with
-`match_rms_adamw` its updates have AdamW's size and one learning rate serves both.
+`match_rms_adamw` Muon's updates have AdamW's size, and one learning rate serves both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class OptimizerSet:
             optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live state as `parameter.state`, such as `proj.weight.exp_avg`; made where no step has made it yet."""
+        """The live state by `parameter.state`, such as `proj.weight.exp_avg`; before the first step it is created."""
         result: dict[str, Tensor] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -97,11 +97,11 @@ class OptimizerSet:
         return result
 
     def schedule(self) -> dict[str, Any]:
-        """Where the learning rate is, fit for JSON."""
+        """The position in the learning-rate schedule, fit for JSON."""
         return {"updates": self.schedulers[0].last_epoch}
 
     def load_schedule(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `schedule` says."""
+        """Continue from the position that `schedule` returned."""
         for scheduler in self.schedulers:
             scheduler.last_epoch = int(state["updates"])
             for group, base, rise in zip(
@@ -112,7 +112,7 @@ class OptimizerSet:
 
 
 def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The state that the first step of an optimizer would make."""
+    """The state that an optimizer's first step would create."""
     if isinstance(optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     return {
@@ -125,8 +125,8 @@ def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 class ShardedMuon(Muon):
     """torch's Muon over matrices that FSDP2 has sharded.
 
-    Momentum stays sharded; every matrix is gathered in bfloat16, in which it is orthogonalised anyway, once per step.
-    DTensor's own products would add partial sums up in bfloat16, and so train differently on every number of ranks.
+    Momentum stays sharded. Once per step every matrix is gathered in bfloat16, in which it is orthogonalised anyway.
+    DTensor's own products would sum partial results in bfloat16, and so train differently on every number of ranks.
     """
 
     @torch.no_grad()
@@ -154,9 +154,19 @@ class ShardedMuon(Muon):
 
 
 def _gathered(matrix: DTensor) -> Tensor:
-    """The whole matrix, on the GPU also where its shards are kept in CPU memory (`distributed.cpu_offload`)."""
+    """The whole matrix, on the GPU even if its shards are in CPU memory (`distributed.cpu_offload`)."""
     shard = matrix.to_local().to(matrix.device_mesh.device_type)
     placed = DTensor.from_local(
         shard, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
     )
     return placed.full_tensor()
+
+
+@torch.no_grad()
+def norm_is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether the joint 2-norm of tensors on one device, of DTensors their local shards, is finite in their dtype.
+
+    It overflows before the tensors do: at 1.8e19 in float32, far beyond any weight that a model can compute with.
+    """
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return bool(nn.utils.get_total_norm(local).isfinite())

@@ -1,18 +1,20 @@
-"""The records that travel between the stages of one GRPO update.
+"""The records that travel between the stages of one GRPO update, and the metrics it ends in.
 
-    Prompt -> PromptEmbeds -> Trajectory -> videos -> rewards -> GroupAdvantages -> PolicyTerms -> Metrics
+    Prompt -> PromptEmbeds -> Trajectory -> videos -> rewards -> GroupAdvantages -> ScoredRollout -> PolicyTerms
+    -> metrics
 
-Shape letters: B samples of a micro-batch, T rollout steps, C F H W latent channels, frames, rows, columns,
-L text tokens, D text width.
+Shapes: B samples of a micro-batch, N samples of a rollout, T rollout steps, K trained steps per sample; C F H W latent
+channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos per prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sage_fast.noise import NoiseKey
+from sage_fast.objective import GroupAdvantages, ObjectiveSettings, PolicyTerms
 from sage_fast.sde import TransitionTable
 
 
@@ -29,6 +31,17 @@ class Prompt:
     text: str
     index: int
     seed: int | None = None
+
+
+SHORT_CAPTION = 40
+"""Words of the median prompt below which a file is called short; HunyuanVideo-1.5 is used with 80 to 200."""
+
+
+def word_count(prompt: str) -> int:
+    """Words of a prompt; of Chinese, which is written without spaces, every three characters count as two words."""
+    characters = sum("\u4e00" <= character <= "\u9fff" for character in prompt)
+    words = sum(any(c.isalnum() and not "\u4e00" <= c <= "\u9fff" for c in word) for word in prompt.split())
+    return words + round(characters * 2 / 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +75,14 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a rollout of one micro-batch leaves behind for the policy update.
+    """What the rollout of one micro-batch leaves for the policy update.
 
     The noise itself is not stored: it is a function of `keys` and the step. So (latents, velocities, keys) determine
     the transition exactly, and no rounded log-probability is ever subtracted from another.
 
-    latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} the policy was evaluated at.
-    velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old used by the sampler.
-    final: (B, C, F, H, W) float32, x_T, what is decoded to video.
+    latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the policy was evaluated at.
+    velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old that the sampler used.
+    final: (B, C, F, H, W) float32, x_T, which is decoded to video.
 
     Example: 16 toy samples at 8 steps hold 8 latents and 8 velocities of shape (16, 96, 4, 4, 4).
     """
@@ -80,3 +93,89 @@ class Trajectory:
     latents: Sequence[Tensor]
     velocities: Sequence[Tensor]
     final: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """Everything one rollout hands to its optimizer updates on this rank.
+
+    trajectories: micro-batches that together hold the N samples, group after group.
+    advantages: (N,) float32. trained: (N,) bool, False for groups dropped because a reward failed.
+    orders: N lists of K step indices, each sample's own order.
+    num_trained: samples of the rollout on all ranks that were not dropped.
+
+    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96. On 2 ranks each has 3 of them
+    and N = 48, while `num_trained` stays 96.
+    """
+
+    trajectories: Sequence[Trajectory]
+    advantages: Tensor
+    trained: Tensor
+    orders: Sequence[Sequence[int]]
+    num_trained: int
+
+    def batches(self) -> Iterator[tuple[slice, Trajectory]]:
+        """Each micro-batch with the rows of its samples in the rollout."""
+        first = 0
+        for trajectory in self.trajectories:
+            yield slice(first, first + len(trajectory.samples)), trajectory
+            first += len(trajectory.samples)
+
+    def trained_rows(self, num_steps: int) -> Tensor:
+        """(N num_steps,) bool: which rows of the terms that `PolicyGradient.accumulate` returns were trained on."""
+        return torch.cat([self.trained[rows].repeat(num_steps) for rows, _ in self.batches()])
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def reward_metrics(
+    scores: Mapping[str, Tensor],
+    overall: Tensor,
+    advantages: GroupAdvantages,
+    dropped: Tensor,
+    table: TransitionTable,
+) -> dict[str, float]:
+    """Statistics of a rollout's rewards, by the names that metrics.jsonl and dashboards use.
+
+    Args:
+        scores: name -> (P, G) of the groups that are trained on. overall: (P, G), their weighted sum.
+        advantages: of these groups.
+        dropped: bool, one per group of the rollout.
+        table: the rollout's sampler.
+    """
+    gains = table.gain[table.trainable].abs()
+    metrics = {
+        "reward/mean": float(overall.mean()),
+        "reward/std": float(overall.std(correction=0)),
+        "reward/dropped_groups": int(dropped.sum()),
+        "advantage/group_std": float(overall.std(dim=1, correction=0).mean()),
+        "advantage/abs_mean": float(advantages.advantages.abs().mean()),
+        "advantage/zero_spread_groups": int(advantages.zero_spread.sum()),
+        "gain/abs_min": float(gains.min()),
+        "gain/abs_max": float(gains.max()),
+    }
+    for name, values in scores.items():
+        metrics[f"reward/{name}_mean"] = float(values.mean())
+        metrics[f"reward/{name}_std"] = float(values.std(correction=0))
+    return metrics
+
+
+def update_metrics(terms: PolicyTerms) -> dict[str, float]:
+    """Statistics of an update's objective; `terms` are the (N K,) rows that were trained on."""
+    return {
+        "loss": float(terms.loss.mean()),
+        "ratio/mean": float(terms.ratio.mean()),
+        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
+        "log_ratio/mean": float(terms.log_ratio.mean()),
+        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
+        "ratio/clip_fraction": float(terms.clipped.float().mean()),
+        "kl/position": float(terms.kl_position.mean()),
+        "kl/velocity": float(terms.kl_velocity.mean()),
+    }
+
+
+def weighted_kl(terms: PolicyTerms, settings: ObjectiveSettings) -> float:
+    """Mean of the weighted KL terms, which the controller of the KL weight watches; `terms` as in `update_metrics`."""
+    kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
+    return float(kl.mean())

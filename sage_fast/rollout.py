@@ -1,24 +1,36 @@
-"""Sampling: from initial noise to final latents, keeping what the policy update needs.
+"""Sampling: from initial noise to final latents, with what the policy update needs, and on to videos and their scores.
 
-The noise of a sample is a function of (seed, update, prompt, member, step) and of nothing else, so the same videos
-come out of one process or many, in any micro-batch, fresh or resumed.
+The noise of a sample is a function of (seed, update, prompt, member, step) and of nothing else, so one process or many,
+in any micro-batch, fresh or resumed, sample the same videos.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import RolloutConfig, SDEWindowConfig
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RolloutConfig, SDEWindowConfig, TrainingConfig
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.kernels import REFERENCE, Kernels
+from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
+from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
+from sage_fast.rewards.gather import submit_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
+
+logger = logging.getLogger(__name__)
 
 StepVelocity = Callable[[int, Tensor, Tensor], Tensor]
 """Called as velocity(step, latents, sigma) with the state (B, C, F, H, W) and noise levels (B,) of a sampler's step."""
+
+Progress = Callable[[str, int, int, str], None]
+"""Called as progress(phase, done, total, subject) during an iteration; the subject names the videos being worked on."""
 
 
 def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
@@ -54,47 +66,93 @@ def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseK
     ]
 
 
+def initial_latents(
+    keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
+) -> Tensor:
+    """Pure noise (B, C, F, H, W) float32 to start from; each `group` consecutive members of a prompt share it."""
+    starts = [replace(key, sample_index=key.sample_index // group * group) for key in keys]
+    return initial_noise(starts, shape, device=device)
+
+
+def policy_velocity(policy: GuidedPolicy, samples: Sequence[Sample]) -> StepVelocity:
+    """The policy's velocity of some samples, as a sampler asks for it."""
+    embeds = [sample.embeds for sample in samples]
+    return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
+
+
 @torch.no_grad()
 def sample_trajectory(
-    policy: GuidedPolicy,
+    velocity: StepVelocity,
     samples: Sequence[Sample],
+    keys: Sequence[NoiseKey],
     table: TransitionTable,
-    latent_shape: tuple[int, int, int, int],
-    *,
-    seed: int,
-    update: int,
-    initial_noise_group: int = 1,
-    device: torch.device | str = "cpu",
+    initial: Tensor,
     kernels: Kernels = REFERENCE,
-    velocity: StepVelocity | None = None,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
     Args:
-        samples: B records.
-        table: the sampler; an `ode` table draws no noise after the initial one.
-        latent_shape: (C, F, H, W).
+        velocity: called once per step.
+        samples, keys: B records and the keys of their noise.
+        table: the sampler; an `ode` table draws no noise.
+        initial: (B, C, F, H, W) float32, see `initial_latents`.
         kernels: how the step is computed.
-        seed, update: together with each sample's prompt and member they determine all noise.
-        initial_noise_group: so many consecutive members of a prompt start from the same noise.
-        velocity: called instead of `policy.velocity`, by who wants more of a step than its velocity.
 
     Returns:
-        Trajectory whose tensors are float32 on `device`.
+        Trajectory whose tensors are float32 on the device of `initial`.
     """
-    keys = noise_keys(samples, seed, update)
-    start_keys = [replace(k, sample_index=k.sample_index // initial_noise_group * initial_noise_group) for k in keys]
-    embeds = [s.embeds for s in samples]
     latents, velocities = [], []
-    x = initial_noise(start_keys, latent_shape, device=device)
+    x = initial
     for step in range(table.num_steps):
-        sigma = step_sigma(table, [step] * len(samples))
-        v = velocity(step, x, sigma) if velocity else policy.velocity(x, sigma, embeds)
+        v = velocity(step, x, step_sigma(table, [step] * len(samples)))
         latents.append(x)
         velocities.append(v)
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
-    return Trajectory(samples=list(samples), keys=keys, table=table, latents=latents, velocities=velocities, final=x)
+    return Trajectory(
+        samples=list(samples), keys=list(keys), table=table, latents=latents, velocities=velocities, final=x
+    )
+
+
+@dataclass(kw_only=True)
+class VideoScoring:
+    """Decodes sampled latents and submits the videos to the rewards; `pending` collects what `gather_scores` takes.
+
+    Ranks that share a video (sequence parallelism) have the same latents, so each decodes and scores every sp-th one.
+
+    phase: entered with "decode" and "reward", for timing. progress: as in an iteration.
+    """
+
+    decoder: VideoDecoder
+    reward: Scorer
+    on_failure: OnFailure
+    world: World = ALONE
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    progress: Progress = lambda phase, done, total, subject: None
+    pending: list[tuple[list[int], PendingScores]] = field(default_factory=list)
+
+    def submit(self, trajectory: Trajectory, *, first: int, turn: int) -> list[tuple[int, Tensor]]:
+        """Decode and submit this rank's part of a batch.
+
+        Args:
+            first: number of the batch's first video among all videos that are scored.
+            turn: its number in the count by which ranks take turns.
+
+        Returns:
+            Numbers of the videos that were decoded here, with the videos (F, 3, H, W) uint8.
+        """
+        samples, world = trajectory.samples, self.world
+        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.sp_rank]
+        if not rows:
+            return []
+        own = [samples[row] for row in rows]
+        self.progress("decode", rows[0], len(samples), describe_batch(own))
+        with self.phase("decode"):
+            videos = self.decoder.decode(trajectory.final[rows])
+        numbers = [first + row for row in rows]
+        with self.phase("reward"):
+            self.pending.append((numbers, submit_scores(self.reward, videos, own, self.on_failure, world)))
+        return list(zip(numbers, videos, strict=True))
 
 
 def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
@@ -154,3 +212,27 @@ def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tenso
 def micro_batches(samples: Sequence[Sample], size: int) -> Iterable[Sequence[Sample]]:
     """Consecutive slices of `size` samples; the last may be shorter."""
     return (samples[i : i + size] for i in range(0, len(samples), size))
+
+
+def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> None:
+    """Every position of the SDE window must leave enough steps to train; steps without noise are reported once.
+
+    Raises:
+        ConfigError: some window position has fewer trained steps than the rollout has updates.
+    """
+    full = rollout_table(rollout, 0)
+    if full.degenerate:
+        logger.warning(
+            "Steps %s of %s have no positive variance: they are deterministic and not trained.",
+            list(full.degenerate),
+            rollout.sde_type,
+        )
+    cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
+    fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
+    trained = max(1, round(training.timestep_fraction * fewest)) if fewest else 0
+    if trained < training.updates_per_rollout:
+        raise ConfigError(
+            f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which timestep_fraction "
+            f"{training.timestep_fraction} trains {trained}: too few for training.updates_per_rollout = "
+            f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
+        )

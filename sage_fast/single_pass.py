@@ -1,24 +1,25 @@
-"""The gradient of a rollout, taken while the rollout is made: no second forward of the model.
+"""The gradient of a rollout, taken during the rollout: no second forward of the model.
 
-With one optimizer update per rollout the policy that is differentiated is the one that samples: v_new = v_old. There
-the loss is affine in the advantage A that nobody knows yet,
+With one optimizer update per rollout, the policy that is differentiated is the one that samples: v_new = v_old. There
+the loss is affine in the advantage A, which is not known yet,
 
     dL/dv = A c_1 + c_2,        c_1 = -S r eps / numel,        c_2 = lambda d(w_pos KL_pos + w_vel KL_vel)/dv
 
-(factors of `logprob` and the equalizer S included), so a rollout step runs the model with a graph, pulls c_1 back into
-one accumulator per video and c_2 into one per group, and forgets the graph. When the rewards arrive,
+(including the factors of `logprob` and the equalizer S). So a rollout step runs the model with a graph, adds the VJP of
+c_1 to one accumulator per video and that of c_2 to one per group, and drops the graph. When the rewards arrive,
 
     gradient = ( sum_b A_b g_1b + sum over groups g_2 ) / count      over the groups that were not dropped.
 
 This is the two-phase gradient, not an estimate of it. Both cotangents are derivatives of `policy_loss` itself, at
-(A = 1, lambda = 0) and at A = 0. What c_2 costs depends on the KL:
+(A = 1, lambda = 0) and at A = 0. The cost of c_2 depends on the KL:
 
 * no KL, or the exact velocity KL: c_2 = 0;
-* velocity KL by its estimator, -lambda w_vel r eps / numel: a multiple of c_1, so the same product serves both;
+* velocity KL by its estimator, -lambda w_vel r eps / numel: a multiple of c_1, so one VJP serves both;
 * position KL to an anchor that differs from the policy: the anchor's velocity (one forward without a graph) and a
-  second product through the same graph.
+  second VJP through the same graph.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,14 +29,16 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.distributed.engine import Snapshot
-from sage_fast.gradient import ScoredRollout, StepLoss, concatenate_terms, trained_steps
+from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveSettings, PolicyTerms, kl_uses
+from sage_fast.objective import ObjectiveSettings, PolicyTerms, anchor_kind, kl_uses
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
-from sage_fast.records import Sample
+from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
 from sage_fast.sde import TransitionTable
+
+logger = logging.getLogger(__name__)
 
 
 class GradientSum:
@@ -59,7 +62,7 @@ class GradientSum:
 
 @dataclass(kw_only=True)
 class VideoGradient:
-    """What a video's rollout leaves until its reward is known.
+    """What the rollout of a video leaves until its reward is known.
 
     surrogate: sum over its trained steps of the gradient per unit advantage. kl: sum of the KL's gradient, shared by
     the videos of the group. terms: per trained step, those at A = 1 without KL and those at A = 0 with it, (1,) each.
@@ -67,22 +70,38 @@ class VideoGradient:
     Example: with 20 trained steps, `terms` holds 20 pairs.
     """
 
+    sample: Sample
+    key: NoiseKey
+    table: TransitionTable
     surrogate: GradientSum
     kl: GradientSum
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
 
 
-class SinglePassGradient:
-    """See the head of this file; `PolicyGradient` of `gradient.py` has the contract.
+@dataclass(frozen=True)
+class GroupOrder:
+    """Which of this rank's consecutive videos share a group of `size`.
 
-    Memory: on the device, in the parameters' type, one copy of the trained weights per video of the rollout and, where
+    first_video: number of this rank's first video among those of all ranks; it may be in the middle of a group.
+    """
+
+    size: int
+    first_video: int = 0
+
+    def begins_at(self, video: int) -> bool:
+        """Whether this rank's video number `video`, from 0, is the first one here of its group."""
+        return video == 0 or (self.first_video + video) % self.size == 0
+
+
+class SinglePassGradient:
+    """See the head of this file; `PolicyGradient` in `gradient.py` has the contract.
+
+    Memory: on the device, in the parameters' dtype, one copy of the trained weights per video of the rollout and, where
     c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5.
 
     Args:
         parameters: the trained ones.
-        num_generations: videos of a group; they follow each other in the rollout.
-        first_video: number of this rank's first video among those of all ranks; it may be in the middle of a group.
-        split: differentiate the guidance branches one after the other.
+        groups: of this rank's videos.
     """
 
     def __init__(
@@ -92,33 +111,38 @@ class SinglePassGradient:
         kernels: Kernels,
         settings: ObjectiveSettings,
         training: TrainingConfig,
-        *,
-        num_generations: int,
-        split: bool,
-        first_video: int = 0,
+        groups: GroupOrder,
     ) -> None:
         self.policy = policy
         self.parameters = parameters
         self.kernels = kernels
         self.settings = settings
         self.training = training
-        self.num_generations = num_generations
-        self.first_video = first_video
-        self.split = split
+        self.groups = groups
         self._anchor: Snapshot | None = None
         self._kl_weight = 0.0
         self._videos: list[VideoGradient] = []
+        if anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
+            logger.info(
+                "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second backward "
+                "pass in every rollout that does not follow a refresh, which costs more than the forward that is "
+                "saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise.",
+                settings.kl_mode,
+            )
 
     def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
         """As in `PolicyGradient`."""
         self._kl_weight, self._anchor = kl_weight, anchor
         self._videos = []
 
-    def sampler(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
         (sample,), (key,) = samples, keys
-        new_group = not self._videos or (self.first_video + len(self._videos)) % self.num_generations == 0
+        new_group = self.groups.begins_at(len(self._videos))
         video = VideoGradient(
+            sample=sample,
+            key=key,
+            table=table,
             surrogate=GradientSum(len(self.parameters)),
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
@@ -127,7 +151,7 @@ class SinglePassGradient:
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
             if step in trained:
-                return self._differentiate(video, sample, key, table, step, latents, sigma)
+                return self._differentiate(video, step, latents, sigma)
             return self.policy.velocity(latents, sigma, [sample.embeds])
 
         return velocity
@@ -136,14 +160,14 @@ class SinglePassGradient:
         """The anchor was measured during the rollout."""
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
-        """As in `PolicyGradient`; the rollout's accumulators are used up."""
+        """As in `PolicyGradient`; uses up the rollout's accumulators."""
         assert kl_weight == self._kl_weight and len(positions) == len(scored.orders[0])
         videos, self._videos = self._videos, []
-        share = 1.0 / (scored.num_kept * len(positions))
+        share = 1.0 / (scored.num_trained * len(positions))
         total = GradientSum(len(self.parameters))
         group: GradientSum | None = None
         for row, video in enumerate(videos):
-            if scored.kept[row]:
+            if scored.trained[row]:
                 total.add(video.surrogate.values, share * float(scored.advantages[row]))
                 if video.kl is not group:
                     total.add(video.kl.values, share)
@@ -159,61 +183,55 @@ class SinglePassGradient:
             ]
         )
 
-    def _differentiate(
-        self,
-        video: VideoGradient,
-        sample: Sample,
-        key: NoiseKey,
-        table: TransitionTable,
-        step: int,
-        latents: Tensor,
-        sigma: Tensor,
-    ) -> Tensor:
+    def _differentiate(self, video: VideoGradient, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
         """The velocity of a trained step; its gradient goes to the accumulators of the video."""
-        embeds, settings = [sample.embeds], self.settings
+        embeds = [video.sample.embeds]
         anchor_velocity: Tensor | None = None
         if self._anchor is not None:
             # Before there is a graph, because the anchor's values take the place of the weights.
             with self._anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
+        losses = partial(self._losses, video, step, latents, anchor_velocity)
         one = torch.ones(1)
-
-        def losses(velocity: Tensor) -> tuple[StepLoss, StepLoss]:
-            """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
-            unit = StepLoss(
-                kernels=self.kernels,
-                settings=settings,
-                step=trajectory_step(table, [step], latents, velocity),
-                keys=[key],
-                velocity_anchor=anchor_velocity,
-                advantage=one,
-                kl_weight=0.0,
-            )
-            return unit, replace(unit, advantage=0 * one, kl_weight=self._kl_weight)
 
         def both_cotangents(velocity: Tensor) -> list[Tensor]:
             return [loss.cotangent(velocity, one)[0] for loss in losses(velocity)]
 
-        needs_own_product = anchor_velocity is not None and self._kl_weight * settings.kl_position_weight > 0
-        if needs_own_product:
+        needs_own_vjp = anchor_velocity is not None and self._kl_weight * self.settings.kl_position_weight > 0
+        if needs_own_vjp:
             cotangents: Cotangents = both_cotangents
         else:
             # c_1 is the same at every velocity, so it need not wait for one.
             anywhere = torch.zeros_like(latents, dtype=self.policy.dtype)
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
-        kl_share = 0.0 if needs_own_product else self._estimator_share(table, step)
-        pull = partial(self._pull, video, kl_share)
-
-        velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=self.split, pull=pull)
+        kl_share = 0.0 if needs_own_vjp else self._estimator_share(video.table, step)
+        split = self.training.guidance == "split"
+        vjp = partial(self._vjp, video, kl_share)
+        velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=split, vjp=vjp)
         with torch.no_grad():
             unit, kl = losses(velocity)
             video.terms.append((unit.terms(velocity), kl.terms(velocity)))
         return velocity
 
-    def _pull(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """Add the products of `output` with c_1, and with c_2 if given, to the video's sums.
+    def _losses(
+        self, video: VideoGradient, step: int, latents: Tensor, anchor_velocity: Tensor | None, velocity: Tensor
+    ) -> tuple[StepLoss, StepLoss]:
+        """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
+        unit = StepLoss(
+            kernels=self.kernels,
+            settings=self.settings,
+            step=trajectory_step(video.table, [step], latents, velocity),
+            keys=[video.key],
+            velocity_anchor=anchor_velocity,
+            advantage=torch.ones(1),
+            kl_weight=0.0,
+        )
+        return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self._kl_weight)
 
-        kl_share: c_2 / c_1 where the product with c_1 serves both.
+    def _vjp(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+        """Add the VJP of c_1, and of c_2 if it is given, to the video's sums.
+
+        kl_share: c_2 / c_1 where the VJP of c_1 serves both.
         """
         sums = (video.surrogate, video.kl)
         for i, cotangent in enumerate(cotangents):
@@ -226,11 +244,11 @@ class SinglePassGradient:
                 video.kl.add(gradients, kl_share)
 
     def _estimator_share(self, table: TransitionTable, step: int) -> float:
-        """c_2 / c_1 of a step whose KL is the velocity KL's estimator, minus the log-ratio; 0 without it."""
+        """c_2 / c_1 of a step whose KL is the estimator of the velocity KL, minus the log-ratio; 0 without it."""
         settings = self.settings
         if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
             return 0.0
-        # The table's numbers as `policy_loss` takes them, in float32.
+        # In float32, as `policy_loss` takes the table's numbers.
         surrogate = float(table.scale[step].float()) if settings.equalizer else 1.0
         if settings.logprob == "unnormalized":
             surrogate *= 2 * float(table.std[step].float()) ** 2
@@ -238,7 +256,7 @@ class SinglePassGradient:
 
 
 def _at_advantage(unit: PolicyTerms, kl: PolicyTerms, advantage: float) -> PolicyTerms:
-    """The terms at an advantage, from those at A = 1 without KL and those at A = 0 with it; all else is independent."""
+    """The terms at an advantage, from those at A = 1 without KL and at A = 0 with it; the others do not depend on A."""
     return kl._replace(
         loss=advantage * unit.loss + kl.loss,
         surrogate=advantage * unit.surrogate,

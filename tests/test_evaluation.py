@@ -9,7 +9,8 @@ import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
-from sage_fast.evaluation import Evaluation, evaluate, format_comparison, paired_test
+from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate, format_comparison, paired_test
+from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 
@@ -63,16 +64,14 @@ def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConf
     decoded: list[list[int]] = []
     for rank in range(4):
         decoded.append([])
-        evaluate(
-            trainer.policy,
-            trainer.decoder,
-            trainer.reward,
-            trainer.eval_samples,
-            transition_table("ode", sigma_schedule(2, 3.0), 0.0),
-            trainer.latent_shape,
+        sampling = EvaluationSampling(
+            policy=trainer.policy,
+            table=transition_table("ode", sigma_schedule(2, 3.0), 0.0),
+            latent_shape=trainer.latent_shape,
             seed=0,
             batch_size=1,
-            on_video=lambda number, video: decoded[-1].append(number),
-            world=World(rank=rank, size=4, dp_shard=2, sp=2),
         )
+        world = World(rank=rank, size=4, dp_shard=2, sp=2)
+        scoring = VideoScoring(decoder=trainer.decoder, reward=trainer.reward, on_failure="stop", world=world)
+        evaluate(sampling, scoring, trainer.eval_samples, on_video=lambda number, _: decoded[-1].append(number))
     assert decoded == [[0, 4], [2, 6], [1, 5], [3, 7]]

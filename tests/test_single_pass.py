@@ -394,10 +394,10 @@ def test_a_rollout_whose_reward_failed_leaves_nothing_behind(
 def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build_trainer(single_video(tiny_run, "--objective.kl_mode=none")("single_pass"))
     before = [p.detach().clone() for p in trainer.parameters.values()]
-    pull = torch.autograd.grad
+    differentiate = torch.autograd.grad
 
     def poisoned(*arguments, **options) -> tuple[Tensor, ...]:
-        return tuple(g * float("nan") for g in pull(*arguments, **options))
+        return tuple(g * float("nan") for g in differentiate(*arguments, **options))
 
     monkeypatch.setattr(torch.autograd, "grad", poisoned)
     with pytest.raises(TrainingError, match=r"Update 1: the gradient norm .* is not finite.*not changed"):

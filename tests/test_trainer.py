@@ -1,19 +1,25 @@
 """The GRPO loop on a tiny random model: what is computed, not how fast."""
 
 import itertools
+import json
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
+from sage_fast.models.transformer import dead_modules, is_dead
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rollout import rollout_table
-from sage_fast.run.run import build_trainer
+from sage_fast.run.run import Run, build_trainer
 from sage_fast.trainer import Trainer
 
 MakeRun = Callable[..., RunConfig]
@@ -349,3 +355,158 @@ def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: p
     with pytest.raises(TrainingError, match=r"Update 1: the loss of prompt .* is not finite.*not changed"):
         trainer.iterate()
     assert all(torch.equal(before[n], p) for n, p in weights(trainer).items())
+
+
+# ------------------------------------------------------------------------------------- updates that are not finite
+
+MODES = [
+    pytest.param([], id="two_phase"),
+    pytest.param(["--training.update=single_pass", "--rollout.micro_batch_size=1"], id="single_pass"),
+]
+
+
+def poison_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, updates: set[int]) -> None:
+    """Make the gradient of the given updates, counted from 0, NaN in one entry."""
+    accumulate = trainer.gradient.accumulate
+
+    def poisoned(*arguments: Any) -> Any:
+        terms = accumulate(*arguments)
+        if trainer.update in updates:
+            next(p for p in trainer.parameters.values() if p.grad is not None).grad.flatten()[0] = float("nan")
+        return terms
+
+    monkeypatch.setattr(trainer.gradient, "accumulate", poisoned)
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of weights, optimizer state and snapshots."""
+    return {f"{group}/{name}": t.clone() for group, ts in trainer.tensors().items() for name, t in ts.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_not_finite_is_skipped_as_often_as_allowed(
+    mode: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [*mode, "--training.skip_nonfinite_updates=1", "--training.ema_decay=0.9", "--optimizer.warmup_updates=9"]
+    trainer = build_trainer(tiny_run(*words, "--training.num_updates=4"))
+    poison_gradients(trainer, monkeypatch, {1, 3})
+    assert trainer.iterate()["update/skipped_nonfinite"] == 0
+    before, rate = everything(trainer), trainer.engine.learning_rate
+    record = trainer.iterate()
+    assert record["update"] == 2 and record["update/skipped_nonfinite"] == 1
+    assert all(math.isfinite(value) for value in record.values())
+    assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
+    assert trainer.engine.learning_rate == rate
+    prompt = trainer.schedule.take(2, 1)[0]
+    assert "Update 2 is skipped" in caplog.text and repr(prompt.text) in caplog.text
+    record = trainer.iterate()
+    assert record["ratio/first_max_deviation"] == 0.0 and math.isfinite(record["grad_norm"])
+    after = everything(trainer)
+    assert not all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(TrainingError, match=r"Update 4: .* is not finite, after 1 that training.skip_nonfinite"):
+        trainer.iterate()
+    assert trainer.update == 3 and all(torch.equal(value, after[name]) for name, value in everything(trainer).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_not_finite_is_skipped_with_its_prompt_named(
+    mode: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = build_trainer(tiny_run(*mode, "--training.skip_nonfinite_updates=1"))
+    accumulate = trainer.gradient.accumulate
+
+    def poisoned(*arguments: Any) -> Any:
+        terms = accumulate(*arguments)
+        terms.loss[0] = float("inf")
+        return terms
+
+    monkeypatch.setattr(trainer.gradient, "accumulate", poisoned)
+    before = everything(trainer)
+    record = trainer.iterate()
+    assert record["update/skipped_nonfinite"] == 1 and "loss" not in record
+    first, second = trainer.schedule.take(0, 2)
+    assert f"the loss of prompt {first.index} ({first.text!r}) is not finite" in caplog.text
+    assert repr(second.text) not in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
+
+
+def test_skipped_updates_are_part_of_the_state(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_run("--training.skip_nonfinite_updates=1")
+    trainer, resumed = build_trainer(config), build_trainer(config)
+    poison_gradients(trainer, monkeypatch, {0})
+    trainer.iterate()
+    resumed.load(Live(trainer), json.loads(json.dumps(trainer.state())))
+    poison_gradients(resumed, monkeypatch, {1})
+    with pytest.raises(TrainingError, match="Update 2"):
+        resumed.iterate()
+
+
+class Live:
+    """Tensors of a trainer as those of its checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.groups = trainer.tensors()
+
+    def load_into(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for group, values in tensors.items():
+                for name, value in values.items():
+                    value.copy_(self.groups[group][name])
+
+    def read(self, group: str, name: str) -> Tensor:
+        return self.groups[group][name]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_that_an_optimizer_step_ruined_are_not_saved(tiny_run: MakeRun, optimizer: str) -> None:
+    config = tiny_run(
+        "--optimizer.learning_rate=1e30",
+        f"--optimizer.name={optimizer}",
+        "--evaluation.every=0",
+        "--checkpoint.every=1",
+    )
+    with pytest.raises(TrainingError, match=r"Update 1: .* left weights that are not finite.*it is 1e\+30"):
+        Run(config).train()
+    assert not list_checkpoints(Path(config.output_dir) / "checkpoints")
+
+
+def test_ruined_weights_are_not_skipped_over(tiny_run: MakeRun) -> None:
+    """No later update is finite either, and the message must not say that the weights are sound."""
+    trainer = build_trainer(tiny_run("--training.skip_nonfinite_updates=9"))
+    trainer.iterate()
+    scored = trainer._score(trainer._rollout(), {})
+    with torch.no_grad():
+        next(iter(trainer.parameters.values())).fill_(float("nan"))
+    with pytest.raises(TrainingError, match="Update 1: the optimizer step left weights that are not finite"):
+        trainer._optimizer_update(scored, [0], {})
+
+
+# ------------------------------------------------------------------------------------------------ global generators
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_python_and_numpy_are_seeded_by_the_run(tiny_run: MakeRun) -> None:
+    values = []
+    for seed in (5, 5, 2**40 + 5):
+        build_trainer(tiny_run(f"--seed={seed}"))
+        values.append((random.random(), float(np.random.rand())))
+    assert values[0] == values[1]
+    assert values[0][0] != values[2][0] and values[0][1] != values[2][1]
+
+
+def test_a_checkpoint_holds_the_global_generators(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run())
+    np.random.randn()  # leaves a second number in the generator's cache
+    state = json.loads(json.dumps(trainer.state()))
+    expected = drawn(), float(np.random.randn())
+    tensors = Live(trainer)
+    resumed = build_trainer(tiny_run())
+    resumed.load(tensors, state)
+    assert (drawn(), float(np.random.randn())) == expected
+    # One from before NumPy's was part of it.
+    del state["rng"]["numpy"], state["skipped_updates"]
+    resumed.load(tensors, state)
+    assert drawn()[0] == expected[0][0] and resumed.skipped_updates == 0

@@ -1,4 +1,4 @@
-"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor}`.
+"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor,prompts}`.
 
 What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sage_fast import __version__
-from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, train
+from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, prompts, train
 from sage_fast.commands.common import split_words
 from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.launch import (
@@ -33,11 +33,12 @@ COMMANDS = {
     "plan": plan,
     "profile": profile,
     "doctor": doctor,
+    "prompts": prompts,
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose error is told once, however many processes meet it, and that takes no abbreviations.
+    """A parser that reports an error once, however many processes meet it, and that takes no abbreviations.
 
     An abbreviation would change its meaning with the next option that is added.
     """
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world_size() > 1:
         if status:
             stay_away()
-        # The ordinary way out could wait for collectives that nobody will answer.
+        # A normal exit could wait for collectives that no other rank will join.
         end_process(status)
     return status
 
@@ -144,5 +145,5 @@ def _describe(error: Exception, command: str) -> str:
             )
         return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
     if isinstance(error, OSError | RewardError) and go_on:
-        return f"{error}\nWhat was written before is intact; when the cause is mended: {go_on}"
+        return f"{error}\nWhat was written before is intact; once the cause is fixed: {go_on}"
     return str(error)

@@ -22,8 +22,8 @@ examples:
                                                             what the exploration of the training looks like
 
 A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
-interruption. One made with other settings is an error; --overwrite makes everything anew. Steps, guidance and size are
-keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
+interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
+size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
 """
 
 
@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="ode",
         help="ode, or an SDE type to look at its exploration (with rollout.eta); default ode",
     )
-    parser.add_argument("--overwrite", action="store_true", help="make videos anew that are there already")
+    parser.add_argument("--overwrite", action="store_true", help="make videos again that exist already")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.generation import check_request, generate, load_generator
 
     config = with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False))
-    # Before the model is loaded, so that a mistake is found in a second.
+    # Before the model is loaded, so that a mistake is reported within a second.
     check_request(options.sampler, options.num_videos)
     prompts = load_eval_prompts(config)
     lora = adapter(options.lora) if options.lora else None
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     paths, kept = generate(
         generator,
         options.output,
-        # With their digest: other weights at the same place make other videos.
+        # With a digest: other weights may lie at the same path.
         weights=f"{source} ({weights_digest(source)[:12]})" if source else "base",
         sampler=options.sampler,
         num_videos=options.num_videos,

@@ -48,10 +48,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan; 1 when the configuration does not fit."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.models.hunyuan15.requirements import weight_sizes
+    from sage_fast.models.family import describe_model
     from sage_fast.planning.devices import choose_device
-    from sage_fast.planning.estimate import describe, make_plan
+    from sage_fast.planning.estimate import make_plan
     from sage_fast.planning.layout import least_gpus
+    from sage_fast.planning.memory import weight_sizes
     from sage_fast.planning.search import options as find_options
     from sage_fast.planning.text import to_json, to_text
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
     config = load_run_config(options, overrides)
-    description = describe(config)
+    description = describe_model(config.model)
     device, on_gpu = choose_device(options.device, config, description.width)
     gpus = least_gpus(config) if options.gpus is None else options.gpus
     if not on_gpu and gpus > 1:

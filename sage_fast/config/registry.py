@@ -15,22 +15,21 @@ from typing import Any
 from sage_fast.config.errors import ConfigError
 
 MODEL_FAMILIES = {
-    "toy": "sage_fast.models.toy.components:load_components",
-    "hunyuan15": "sage_fast.models.hunyuan15.loading:load_components",
+    "toy": "sage_fast.models.toy.components:Toy",
+    "hunyuan15": "sage_fast.models.hunyuan15.hunyuan15:HunyuanVideo15",
 }
+"""`model.family` -> `ModelFamily`."""
 
-DESCRIPTIONS = {
-    "toy": "sage_fast.models.toy.components:describe_model",
-    "hunyuan15": "sage_fast.models.hunyuan15.description:describe_model",
+TRANSFORMERS = {
+    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:HunyuanVideo15Backbone",
 }
-"""Family -> function that says what the planner needs to know; other families have it beside their `load_components`
-under the name `describe_model`."""
+"""Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
 
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
     "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",
-    "clip_score": "sage_fast.rewards.clip_score:CLIPScore",
-    "pick_score": "sage_fast.rewards.pick_score:PickScore",
+    "clip_score": "sage_fast.rewards.clip:CLIPScore",
+    "pick_score": "sage_fast.rewards.clip:PickScore",
 }
 
 

@@ -77,7 +77,8 @@ class ModelConfig:
     """Which text-to-video model is trained."""
 
     family: str = "toy"
-    """Short name of a model family, or `package.module:function` that returns `Components`."""
+    """Short name of a model family, or `package.module:Class` of a `ModelFamily` or of a function that returns
+    `Components`."""
     path: str | None = None
     """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
     variant: str | None = None
@@ -415,6 +416,9 @@ class TrainingConfig:
     """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
+    skip_nonfinite_updates: int = 0
+    """Updates that may be left out in all because their loss or gradient is not finite; one more stops the run. A
+    skipped update counts as an update, but weights, optimizer and average stay as they are."""
 
     def __post_init__(self) -> None:
         _require(self.num_updates >= 1, "training.num_updates", self.num_updates, "at least 1")
@@ -426,6 +430,12 @@ class TrainingConfig:
             f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
         )
         _require(0 < self.timestep_fraction <= 1, "training.timestep_fraction", self.timestep_fraction, "in (0, 1]")
+        _require(
+            self.skip_nonfinite_updates >= 0,
+            "training.skip_nonfinite_updates",
+            self.skip_nonfinite_updates,
+            "at least 0",
+        )
         _require(self.anchor_interval >= 1, "training.anchor_interval", self.anchor_interval, "at least 1")
         _require(
             self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"

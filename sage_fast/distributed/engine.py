@@ -1,7 +1,7 @@
-"""What the trainer knows of how gradients are summed, weights sharded and the optimizer stepped.
+"""The trainer's view of how gradients are summed, weights sharded and the optimizer stepped.
 
-`TorchEngine` is torch's own, on one process or over FSDP2; `DeepSpeedEngine` (`deepspeed.py`) is ZeRO. All ranks call
-the methods that are collective in the same order; on one process they communicate with nobody.
+`TorchEngine` is torch's own, on one process or over FSDP2; `DeepSpeedEngine` (`deepspeed/zero_engine.py`) is ZeRO. All
+ranks call the collective methods in the same order; on one process these communicate with nobody.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ Phase = Literal["rollout", "anchor", "update", "evaluation"]
 
 
 class TensorSource(Protocol):
-    """A checkpoint's tensors, by group and name; of any number of ranks and any engine."""
+    """A checkpoint's tensors by group and name, saved by any engine on any number of ranks."""
 
     def load_into(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill tensors in place, which may be shards; only these groups and names are read. Collective."""
+        """Fill tensors, which may be shards, in place; only these groups and names are read. Collective."""
         ...
 
     def read(self, group: str, name: str) -> Tensor:
@@ -27,7 +27,7 @@ class TensorSource(Protocol):
 
 
 class Snapshot(Protocol):
-    """Values of the trained weights at some moment: the KL anchor, or their moving average."""
+    """A second set of values of the trained weights: the KL anchor, or their moving average."""
 
     def refresh(self) -> None:
         """Take the weights as they are now."""
@@ -42,7 +42,7 @@ class Snapshot(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The values by the names of the weights, for a checkpoint; as `Engine.tensors`."""
+        """The values by the names of the weights, for a checkpoint; live or partial as in `Engine.tensors`."""
         ...
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
@@ -58,21 +58,21 @@ class Engine(Protocol):
     shapes: Mapping[str, torch.Size]
     """Their whole shapes."""
     sharded: bool
-    """Whether a forward communicates weights, so that all ranks must run as many of them."""
+    """Whether a forward communicates weights, so that all ranks must run equally many of them."""
 
-    def pull(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """Add the product of `output`'s Jacobian with the one cotangent to this rank's gradient."""
+    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+        """Add the product of the one cotangent with `output`'s Jacobian to this rank's gradient."""
         ...
 
-    def last_pull(self, last: bool) -> None:
-        """Say before a `pull` whether it is the last one before `clip_gradients`."""
+    def last_vjp(self, last: bool) -> None:
+        """Say before a `vjp` whether it is the last one before `clip_gradients`."""
         ...
 
     def clip_gradients(self) -> float:
-        """Sum the gradient over all ranks and scale it to the configured norm; returns the norm before. Collective.
+        """Sum the gradient over all ranks and clip it to the configured norm; returns the norm before. Collective.
 
-        What every rank contributes is its part of the gradient of the run's whole loss: ranks with other videos
-        contribute other terms of the sum, ranks that share a video the parts that go through their tokens.
+        Every rank contributes its part of the gradient of the run's whole loss: ranks with different videos contribute
+        different terms of the sum, ranks that share a video the parts that pass through their tokens.
         """
         ...
 
@@ -82,6 +82,10 @@ class Engine(Protocol):
 
     def zero_grad(self) -> None:
         """Forget the gradient."""
+        ...
+
+    def weights_finite(self) -> bool:
+        """Whether this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
         ...
 
     @property
@@ -94,12 +98,12 @@ class Engine(Protocol):
         ...
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """What lies within is of one phase; the engine may keep weights gathered through it."""
+        """The context is one phase of an iteration; the engine may keep weights gathered through it."""
         ...
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within the context adapters are whole and float32 on every rank, to be saved; the model may not be able to
-        compute. Collective.
+        """Within the context adapters are whole and float32 on every rank, ready to be saved; the model need not be
+        able to compute. Collective.
         """
         ...
 
@@ -107,19 +111,17 @@ class Engine(Protocol):
         """What a checkpoint holds of this engine, by group and by the names of one process: `weights`, and `optimizer`
         with names such as `NAME.exp_avg`.
 
-        Tensors are whole (the same on every rank), DTensors, or on this rank alone. They are the live ones: who writes
-        them later must copy them first.
+        Tensors are whole (the same on every rank), DTensors, or on this rank alone. They may be live: copy them to
+        write them later.
         """
         ...
 
     def load_tensors(self, source: TensorSource) -> None:
-        """Take over weights and optimizer state that `tensors` of any engine on any number of ranks has given.
-        Collective.
-        """
+        """Take over weights and optimizer state, saved by any engine on any number of ranks. Collective."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors, fit for JSON: the schedule of the learning rate."""
+        """What a checkpoint holds besides tensors, fit for JSON: the position in the learning-rate schedule."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:

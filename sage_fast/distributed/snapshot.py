@@ -56,9 +56,9 @@ class WeightSnapshot:
             if isinstance(parameter, DTensor):
                 # FSDP2 gathers from the storage that it made itself.
                 here, there = parameter.detach().to_local(), self.values[name].to_local()  # type: ignore[attr-defined]
-                kept = here.clone()
+                old = here.clone()
                 here.copy_(there)
-                there.copy_(kept)
+                there.copy_(old)
             else:
                 parameter.data, self.values[name] = self.values[name], parameter.data
         self._changed()

@@ -1,32 +1,40 @@
 """Joining the processes of a run."""
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
 
+from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.failure.selfcheck import check_identities
 from sage_fast.distributed.launch import meeting_place
 from sage_fast.distributed.world import ALONE, World, set_group_timeouts
 
 
-def start_world(config: RunConfig, device: torch.device) -> World:
+def start_world(
+    distributed: DistributedSettings,
+    mode: Literal["lora", "full"],
+    device: torch.device,
+    configuration: Mapping[str, Any],
+) -> World:
     """Join the processes that the launcher has started; `ALONE` where it started none.
 
     Args:
-        config: the run; its `distributed` section has the degrees and timeouts.
-        device: this rank's device; collectives of its tensors are NCCL's on a GPU and gloo's on a CPU.
+        distributed: degrees and timeouts.
+        mode: what is trained; it decides degrees that are left open.
+        device: this rank's; collectives of its tensors run over NCCL on a GPU and over gloo on a CPU.
+        configuration: the whole configuration as nested dicts, which must be the same on every rank.
 
     Raises:
-        ConfigError: the degrees do not fit the number of processes, or ranks are not alike.
+        ConfigError: the degrees do not fit the number of processes, or the ranks differ.
     """
-    settings = config.distributed
     size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        replicate, shard, sp = settings.degrees(size, config.training.mode)
+        replicate, shard, sp = distributed.degrees(size, mode)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if "RANK" not in os.environ:
@@ -34,10 +42,10 @@ def start_world(config: RunConfig, device: torch.device) -> World:
     from torch.distributed.device_mesh import init_device_mesh
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    seconds = settings.startup_timeout_seconds
+    seconds = distributed.startup_timeout_seconds
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **meeting_place(seconds))
-    # Before there are groups: ranks that were told different degrees would make different ones.
-    check_identities(config, device)
+    # Before there are groups: ranks that were given different degrees would make different ones.
+    check_identities(configuration, device)
     world = World(
         rank=dist.get_rank(),
         size=size,
@@ -48,5 +56,5 @@ def start_world(config: RunConfig, device: torch.device) -> World:
         mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
         fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
-    set_group_timeouts(seconds)  # torch gives those of a mesh its default
+    set_group_timeouts(seconds)  # torch gives the groups of a mesh its default
     return world

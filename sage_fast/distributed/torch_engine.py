@@ -13,13 +13,14 @@ from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.parallelize import Gathering
 from sage_fast.distributed.snapshot import WeightSnapshot
 from sage_fast.distributed.world import World
-from sage_fast.optim import OptimizerSet
+from sage_fast.optim import OptimizerSet, norm_is_finite
+from sage_fast.policy.guidance import vjp_into_grad
 
 
 class TorchEngine:
-    """`Engine` (engine.py) of torch's optimizers.
+    """`Engine` (engine.py) with torch's optimizers.
 
-    Adapters are whole on every rank, so their gradient is summed here, once per update; FSDP2 sums the gradient of
+    Adapters are whole on every rank, so their gradient is summed here, once per update. FSDP2 sums the gradient of
     sharded weights in the backward pass.
 
     Args:
@@ -40,12 +41,11 @@ class TorchEngine:
         self.sharded = bool(gathering.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
 
-    def pull(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """As in `Engine`."""
-        (cotangent,) = cotangents
-        output.backward(cotangent)
+        vjp_into_grad(output, cotangents)
 
-    def last_pull(self, last: bool) -> None:
+    def last_vjp(self, last: bool) -> None:
         """As in `Engine`: sums over replicas of the weights wait for the last backward."""
         if self.shards_trained and self.world.dp_replicate > 1:
             self.gathering.sum_over_replicas(last)
@@ -68,6 +68,11 @@ class TorchEngine:
         """As in `Engine`."""
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
+    def weights_finite(self) -> bool:
+        """As in `Engine`: one fused norm."""
+        return norm_is_finite(self.parameters.values())
+
     @property
     def learning_rate(self) -> float:
         """As in `Engine`."""
@@ -88,7 +93,7 @@ class TorchEngine:
     def _weights_changed(self) -> None:
         """Gathered copies of trained weights are stale."""
         if self.shards_trained:
-            self.gathering.give_back()
+            self.gathering.free()
 
     # ------------------------------------------------------------------------------------------ state
 

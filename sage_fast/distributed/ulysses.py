@@ -1,7 +1,8 @@
 """Ulysses sequence parallelism: P ranks share the tokens of a video, and inside the attention its heads.
 
-Rank r holds video tokens r n to (r + 1) n - 1, n = N / P rounded up; the last shares end in zero rows, which no real
-token sees. The text, a few hundred tokens, is on every rank. A layer communicates twice each way:
+Rank r holds video tokens r n to (r + 1) n - 1, n = N / P rounded up; the last shares are padded with zero rows, which
+no real token attends to. The text, a few hundred tokens, is on every rank. A layer communicates twice in each
+direction:
 
     forward   1. q, k, v of the share, all heads       ->  q, k, v of all video tokens, H / P heads
                  attention over [video, text]; the text's q, k, v are here already and give their slice of the heads
@@ -10,22 +11,23 @@ token sees. The text, a few hundred tokens, is on every rank. A layer communicat
                  backward of the attention
               4. gradients of q, k, v                  ->  those of the share, all heads
 
-A block keeps q, k, v and the result as tokens of its share or computes them again, so 3. carries them once more; that
-takes no memory. Checkpointing "full" repeats 1. and 2. in the backward. A forward ends in one all-gather of velocities.
-In the last layer the text has no queries, so no result either.
+A block saves or recomputes q, k, v and the result as tokens of its share, so 3. sends them once more; that takes no
+memory. Checkpointing "full" repeats 1. and 2. in the backward. A forward ends in one all-gather of velocities. In the
+last layer the text has no queries, so no result either.
 
-**Gradients are parts.** Every rank computes the same loss from the joined velocity, and what it leaves in `.grad` is
-its part: dL/dw = sum of the ranks' gradients, not their mean. Proof, from the loss backwards:
-* What is shared out (a video token's x, q, k, v) has its whole gradient, on the rank that holds it: the gradient of the
-  joined velocity is the same everywhere, and a rank takes the rows of its share.
-* What all ranks hold (weights, modulation, text) has parts: a rank adds up what its own tokens and heads contribute.
-  All compute the text stream alike, and a backward is linear in the gradient it is given, so from parts come parts.
-* In the attention rank r needs the whole gradient of its heads: 3. brings the video's, and of the text's parts their
-  sum. It then has the whole dq, dk, dv of its heads: 4. returns the video's rows; the text's stay, and are zero for the
-  other heads.
+**Gradients are partial.** Every rank computes the same loss from the joined velocity, and leaves its part of the
+gradient in `.grad`: dL/dw is the sum of the ranks' gradients, not their mean. Proof, backwards from the loss:
+* What is split over the ranks (a video token's x, q, k, v) has its whole gradient on the rank that holds it: the
+  gradient of the joined velocity is the same everywhere, and a rank takes the rows of its share.
+* What all ranks hold (weights, modulation, text) has partial gradients: a rank adds up what its own tokens and heads
+  contribute. All ranks compute the text stream alike, and a backward is linear in the gradient it is given, so partial
+  gradients yield partial gradients.
+* In the attention, rank r needs the whole gradient of its heads: 3. brings the video's, and the sum of the text's
+  parts. Rank r then has the whole dq, dk, dv of its heads. 4. returns the video's rows; the text's stay, and are zero
+  for the other heads.
 
-Copies besides the communication, S = B n D elements, a share; text is left out: forward 3 S packed for 1. (with B > 1
-also 3 S unpacked), 1 S packed and 1 S unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
+Copies besides the communication, with S = B n D elements (a share), leaving out the text: forward 3 S packed for 1.
+(with B > 1 also 3 S unpacked), 1 S packed and 1 S unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 
@@ -33,7 +35,7 @@ Shapes: B batch, N video tokens, n those of a share, L text tokens, H heads, D w
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +43,11 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sage_fast.config.distributed import check_heads
-from sage_fast.models.hunyuan15.block import Checkpointing, JointAttention
-
-if TYPE_CHECKING:
-    from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.transformer import Checkpointing, FusedForward
 
 
-def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup) -> None:
+def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) -> None:
     """Let the ranks of a group share the video tokens of every forward of this transformer from now on.
 
     All of them then call it with the same latents, timesteps and prompts, and get the same velocities. A group of one
@@ -58,7 +58,7 @@ def shard_sequence(acceleration: "Acceleration | None", group: dist.ProcessGroup
         group: P ranks; P divides the number of heads. On a GPU an NCCL group, on a CPU a gloo one.
 
     Raises:
-        ValueError: not accelerated, or heads that P ranks cannot share.
+        ValueError: not accelerated, or a number of heads that P ranks cannot split evenly.
     """
     if acceleration is None or acceleration.transformer.__dict__.get("_acceleration") is not acceleration:
         raise ValueError(
@@ -98,17 +98,17 @@ def all_to_all_bytes(
     checkpointing: Checkpointing = "none",
     last: bool = False,
 ) -> LayerBytes:
-    """What a rank sends to the P - 1 others in one layer; of each buffer 1/P stays where it is.
+    """What a rank sends to the P - 1 others in one layer; 1/P of each buffer stays where it is.
 
         forward    (P - 1)/P * itemsize * B * (3 n D  +  n D + L D)          q, k, v; then the result
         backward   (P - 1)/P * itemsize * B * (5 n D + L D  +  3 n D)        dout, q, k, v, out; then dq, dk, dv
 
-    L D is the text's result and its gradient, which the last layer does not have. Checkpointing "full" does the
-    forward's part once more in the backward.
+    L D is the text's result and its gradient, which the last layer lacks. Checkpointing "full" repeats the forward's
+    part in the backward.
 
     Args:
         batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize: bytes of an element.
-        checkpointing: of the blocks, see `policy/block.py`.
+        checkpointing: of the blocks.
         last: whether it is the last layer.
     """
     share = share_of(num_video, degree)
@@ -131,7 +131,7 @@ class Ulysses:
     degree: int
 
     def split(self, tokens: Tensor, dim: int) -> Tensor:
-        """This rank's n of N tokens along `dim`, a copy, so that the others' memory is free afterwards.
+        """This rank's n of N tokens along `dim`, as a copy, so that the memory of the others can be freed.
 
         Its gradient is zero outside the share.
         """
@@ -139,7 +139,7 @@ class Ulysses:
         return share
 
     def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
-        """All N tokens, gathered along `dim`. Of their gradient, the same on every rank, the share takes its rows."""
+        """All N tokens, gathered along `dim`. Their gradient is the same on every rank; the share takes its rows."""
         tokens: Tensor = _Join.apply(share, dim, num_video, self)
         return tokens
 
@@ -158,20 +158,20 @@ class Ulysses:
         return share
 
     def rows(self, tokens: Tensor, dim: int) -> Tensor:
-        """The rows of this share without padding, a view; possibly none."""
+        """The rows of this share without padding, as a view; there may be none."""
         num_video = tokens.shape[dim]
         size = share_of(num_video, self.degree)
         first = min(self.rank * size, num_video)
         return tokens.narrow(dim, first, min(size, num_video - first))
 
     def exchange(self, send: Tensor, received: Tensor | None = None) -> Tensor:
-        """(P, ...): row p goes to rank p, and row p of the result came from there. Both are contiguous."""
+        """All-to-all of (P, ...): row p goes to rank p, row p of the result came from it. Both are contiguous."""
         received = torch.empty_like(send) if received is None else received
         dist.all_to_all_single(received, send, group=self.group)
         return received
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ulysses":
-        # A copy of a transformer computes with the same ranks; a process group cannot be copied.
+        # A copy of a transformer runs on the same ranks, and a process group cannot be copied.
         return self
 
 
@@ -194,7 +194,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, dim: int, num_video: int, layout: Ulysses) -> Tensor:
         ctx.dim, ctx.layout = dim, layout
-        # Tokens first: the ranks' shares then lie one after the other.
+        # Tokens first, so that the ranks' shares are consecutive.
         rows = share.movedim(dim, 0).contiguous()
         gathered = rows.new_empty(layout.degree * rows.shape[0], *rows.shape[1:])
         dist.all_gather(list(gathered.chunk(layout.degree)), rows, group=layout.group)
@@ -230,7 +230,7 @@ class UlyssesAttention:
         send = k.new_empty(degree, batch, share, 3, heads // degree, dim)
         for i, part in enumerate((q, k, v)):
             send[:, :, :, i].copy_(self._by_rank(part[:, :share]))
-        # The shares of one sample arrive in order, with room for the text behind them, in place of the padding.
+        # The shares of one sample arrive in order; the text goes behind them, over the padding.
         joint = k.new_empty(batch, degree * share + num_text, 3, heads // degree, dim)
         if batch == 1:
             self.layout.exchange(send, joint[0, : degree * share])
@@ -255,12 +255,12 @@ class UlyssesAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `JointAttention`; of the text, the gradients are whole for this rank's heads and zero for others."""
+        """As in `JointAttention`; the text's gradients are whole for this rank's heads and zero for the others."""
         share, whole, degree = num_video, self.num_video, self.layout.degree
         (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
         query_text = q.shape[1] - share
 
-        # Of the text, its gradient alone is not here yet. It goes behind the shares.
+        # Of the text, only the gradient has to be exchanged. It goes behind the shares.
         send = k.new_empty(degree, batch * (5 * share + query_text), heads // degree, dim)
         video = send[:, : 5 * batch * share].unflatten(1, (5, batch, share))
         for i, part in enumerate((grad, q, out, k, v)):
@@ -299,7 +299,7 @@ class UlyssesAttention:
         return self._by_rank(tokens)[self.layout.rank]
 
     def _as_tokens(self, share: Tensor, text: Tensor) -> Tensor:
-        """(B, n + text, H, d) of a share by rank (P, B, n, H / P, d), and of text that has this rank's heads alone."""
+        """(B, n + text, H, d) from a share by rank (P, B, n, H / P, d) and text with this rank's heads alone."""
         degree, batch, size, heads, dim = share.shape
         result = share.new_empty(batch, size + text.shape[1], degree * heads, dim)
         self._by_rank(result[:, :size]).copy_(share)
@@ -309,7 +309,7 @@ class UlyssesAttention:
 
 
 def _cut(tokens: Tensor, shares: Tensor) -> None:
-    """Write tokens (B, N, ...) into shares (P, B, n, ...), and zero into the padding."""
+    """Write tokens (B, N, ...) into shares (P, B, n, ...), and zeros into the padding."""
     size = shares.shape[2]
     full, rest = divmod(tokens.shape[1], size)
     shares[:full].copy_(tokens[:, : full * size].unflatten(1, (full, size)).transpose(0, 1))

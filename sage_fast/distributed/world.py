@@ -1,10 +1,10 @@
-"""The processes of a run: who is who, and what they tell each other.
+"""The processes of a run: which rank does what, and the small exchanges between them.
 
-Rank r works on the videos of data-parallel rank r // sp, and on the tokens of share r % sp; ranks of one video are
-neighbours, so that their exchange stays inside a node. Every collective of this file is the same call on all ranks.
+Rank r works on the videos of data-parallel rank r // sp, and on share r % sp of their tokens. Ranks of one video are
+neighbours, so their exchange stays inside a node. Every method that communicates is called by all ranks.
 
 On GPUs each process group has two backends: NCCL for tensors on the GPU, and gloo for Python objects and tensors in CPU
-memory, so that small talk neither waits for the GPU nor holds it up.
+memory, so that small messages neither wait for the GPU nor stall it.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_TIMEOUT = "own timeout"
-"""Description of a process group that keeps the timeout it was made with when the first update is done."""
+"""Description of a process group that keeps its own timeout after the first update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """This process among all of a run.
 
-    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), where sp ranks shard weights like
-    others. Both None without a process group, where every method is a no-op on one rank.
+    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), in which sp ranks shard weights like
+    any others. Both are None without a process group; then every method is a no-op on one rank.
 
     Example: rank 5 of 8 with sp 2 is `World(rank=5, size=8, dp_shard=4, sp=2, ...)`: data-parallel rank 2 of 4, second
     share of the tokens.
@@ -60,7 +60,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files and speaks to the user."""
+        """Whether this rank writes the files and talks to the user."""
         return self.rank == 0
 
     @property
@@ -69,15 +69,15 @@ class World:
         return None if self.mesh is None else self.mesh.get_group("sp")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; any picklable object. It goes through CPU memory: for small things."""
+        """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things."""
         if self.mesh is None:
             return [value]
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value)
-        return values  # type: ignore[return-value]  # every rank has filled its own in
+        return values  # type: ignore[return-value]  # every rank has filled in its own
 
     def gather_to_main(self, value: T) -> list[T]:
-        """Every rank's value on rank 0, an empty list elsewhere: for larger things, such as a few videos."""
+        """Every rank's value on rank 0, an empty list elsewhere; for larger things, such as a few videos."""
         if self.mesh is None:
             return [value]
         values: list[T | None] | None = [None] * self.size if self.is_main else None
@@ -116,8 +116,8 @@ ALONE = World()
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """How long a collective of any group may wait. One that waits for something else than training, such as a disk,
-    keeps its own (`OWN_TIMEOUT`).
+    """Set how long a collective of any group may wait. A group that waits for something other than training, such as
+    a disk, keeps its own timeout (`OWN_TIMEOUT`).
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc != OWN_TIMEOUT:

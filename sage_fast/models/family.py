@@ -1,20 +1,22 @@
-"""What the trainer needs of a video model, whichever it is."""
+"""What a run needs of a video model, whichever family it is of, and what the family says before it is loaded."""
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hub import Requirement
 from sage_fast.records import PromptEmbeds
 
 if TYPE_CHECKING:
     from diffusers import HunyuanVideo15Transformer3DModel
-
-    from sage_fast.config.schema import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,7 @@ class VideoDecoder(Protocol):
 class Components:
     """The three parts of a text-to-video model that a run is made of.
 
-    A model family is a function `load(model: ModelConfig) -> Components` (see `sage_fast/config/registry.py`). Its
-    transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
+    The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
     """
 
     transformer: "HunyuanVideo15Transformer3DModel"
@@ -71,19 +72,147 @@ class Components:
             logger.warning("%s", text)
 
 
-def load_components(model: "ModelConfig") -> Components:
-    """Load the model that a configuration names, by the function of its family.
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How some videos are decoded at once, and the activations that takes.
+
+    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in tiles.
+    """
+
+    peak_bytes: float
+    tiled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model before it is loaded, as the planner sees it.
+
+    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty prompt alike.
+    latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
+    decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
+    decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
+    decoder_gb, encoder_gb: weights of the video decoder and of the largest prompt encoder, in 1e9 bytes.
+
+    Example: `describe_model(ModelConfig(family="..."))`
+    """
+
+    transformer: Mapping[str, Any]
+    text_tokens: int
+    latent_shape: Callable[[int, int, int], tuple[int, int, int, int]]
+    decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
+    decode_flops: Callable[[tuple[int, int, int, int], bool], float]
+    decoder_gb: float = 0.0
+    encoder_gb: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Hidden size D."""
+        return int(self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFacts:
+    """What weights that are here say of themselves.
+
+    variant: the transformer of a folder that holds several. guidance_distilled, shift: as in `Components`.
+    """
+
+    variant: str | None
+    guidance_distilled: str | None
+    shift: float | None
+
+
+class ModelFamily(ABC):
+    """A model family: it loads its models, and says before that what is known of them.
+
+    `model.family` names one, by its short name in `sage_fast/config/registry.py` or as `package.module:Class`. A family
+    of your own has to load; whatever else it says makes `plan`, `doctor` and `export` say more. Import what takes long
+    inside the methods.
+    """
+
+    @abstractmethod
+    def load(self, model: ModelConfig) -> Components:
+        """Load the model. ValueError, OSError: files are missing or do not fit; the message says what to do."""
+
+    def describe(self, model: ModelConfig) -> ModelDescription:
+        """The model before it is loaded. ValueError, OSError where that cannot be said."""
+        raise ValueError(
+            f"model.family is {model.family!r}, which says nothing of its model before it is loaded. Give it a method "
+            "describe(model: ModelConfig) -> ModelDescription (sage_fast/models/family.py)."
+        )
+
+    def requirements(self, model: ModelConfig) -> list[Requirement]:
+        """The files it loads."""
+        return []
+
+    def inspect(self, model: ModelConfig) -> WeightFacts | None:
+        """What the weights say of themselves; nothing is loaded, converted or downloaded. None where nothing is said.
+
+        ValueError, OSError: weights that `load` would refuse, and why.
+        """
+        return None
+
+    def variant(self, model: ModelConfig) -> str | None:
+        """Which of several transformers `model.path` means; None where there is one, or nobody can tell any more."""
+        return model.variant
+
+    def open_transformer(self, model: ModelConfig) -> tuple[Any, Mapping[str, Tensor]]:
+        """The base transformer's modules, possibly without memory, and its weights by name. Raises as `load`."""
+        transformer = load_components(model).transformer
+        return transformer, transformer.state_dict()
+
+    def pipeline_base(self, model: ModelConfig) -> str | None:
+        """What a stock diffusers pipeline loads as the base model, a folder or a repository; None where none does."""
+        return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None
+
+
+@dataclass(frozen=True)
+class _LoadFunction(ModelFamily):
+    """A function f(model: ModelConfig) -> Components as a family that says nothing else."""
+
+    function: Callable[[ModelConfig], Components]
+
+    def load(self, model: ModelConfig) -> Components:
+        return self.function(model)
+
+
+def model_family(name: str) -> ModelFamily:
+    """The family that `model.family` names. ConfigError where there is none of that name."""
+    found = resolve(name, MODEL_FAMILIES, "model.family")
+    if isinstance(found, type) and issubclass(found, ModelFamily):
+        return found()
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(
+            f"model.family is {name!r}, which is no ModelFamily (sage_fast/models/family.py) and no function that "
+            "returns Components."
+        )
+    return _LoadFunction(found)
+
+
+def describe_model(model: ModelConfig) -> ModelDescription:
+    """What its family says of a model. ConfigError where it says nothing, or its files do not say it."""
+    try:
+        return model_family(model.family).describe(model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def load_components(model: ModelConfig) -> Components:
+    """Load the model that a configuration names, through its family.
 
     Raises:
         ConfigError: no such family, or one of the user's own failed or gave no `Components`. Else what the family
             raises: ValueError and OSError for files and settings that do not fit.
     """
-    load = resolve(model.family, MODEL_FAMILIES, "model.family")
+    family = model_family(model.family)
     if model.family in MODEL_FAMILIES:
-        components: Components = load(model)
-        return components
+        return family.load(model)
     try:
-        components = load(model)
+        components = family.load(model)
     except (ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:

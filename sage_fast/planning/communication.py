@@ -27,7 +27,7 @@ import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.family import ModelDescription
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group, Layout
 from sage_fast.planning.memory import PHASES, Calls

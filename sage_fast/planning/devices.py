@@ -5,15 +5,16 @@ share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.planning.trace import Cost
-from sage_fast.tools.machine import host_memory
 
 SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU unless told otherwise."""
@@ -171,3 +172,15 @@ def choose_device(name: str | None, config: RunConfig, width: int) -> tuple[Devi
         torch.set_num_threads(config.num_threads)
     memory = host_memory()
     return measure_cpu(memory / 1e9 if memory else math.inf), False
+
+
+def host_memory() -> int | None:
+    """Bytes of memory this machine has, or this container may use."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total

@@ -10,29 +10,25 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import DESCRIPTIONS, MODEL_FAMILIES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import ModelDescription
-from sage_fast.models.hunyuan15.requirements import weight_sizes
+from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import CONVOLUTION_SHARE, Device
 from sage_fast.planning.layout import Layout, plan_layout
-from sage_fast.planning.memory import CUDA_RUNTIME, Calls, Memory, model_calls, plan_memory
+from sage_fast.planning.memory import CUDA_RUNTIME, Calls, Memory, model_calls, plan_memory, weight_sizes
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
+from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompts import read_prompts
-
-REWARD_SECONDS = {"videoalign": 0.5, "clip_score": 0.2, "pick_score": 0.3}
-"""Seconds to score a video on a GPU, frames resized on the CPU; assumed."""
 
 HOST_LINK = 50e9
 """Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""
@@ -117,31 +113,6 @@ class Plan:
         return sum(phase.predicted for phase in self.alone) / (self.seconds_per_video * self.layout.sp)
 
 
-def describe(config: RunConfig) -> ModelDescription:
-    """What the family of a config says of its model.
-
-    Raises:
-        ConfigError: a family that says nothing.
-    """
-    family = config.model.family
-    if family in MODEL_FAMILIES:
-        function: Callable[..., ModelDescription] = resolve(DESCRIPTIONS[family], {}, "model.family")
-    else:
-        module = family.partition(":")[0]
-        resolve(family, MODEL_FAMILIES, "model.family")
-        if not hasattr(importlib.import_module(module), "describe_model"):
-            raise ConfigError(
-                f"model.family is {family!r}, and {module} has no describe_model, so nothing is known of the model "
-                "before it is loaded. Give it a function describe_model(model: ModelConfig) -> ModelDescription "
-                "(sage_fast/models/hunyuan15/description.py)."
-            )
-        function = resolve(f"{module}:describe_model", {}, "model.family")
-    try:
-        return function(config.model)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-
-
 def make_plan(
     config: RunConfig,
     device: Device,
@@ -162,12 +133,12 @@ def make_plan(
         memory_gb: 1e9 bytes that may be used; None is what the device has.
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
         description: of the model; None asks the family.
-        sizes: gigabytes of weights beside the transformer; None looks for their files.
+        sizes: gigabytes of the weights that are here, by reward; None looks for their files.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    description = description or describe(config)
+    description = description or describe_model(config.model)
     if runtime is None:
         runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
     try:
@@ -282,7 +253,7 @@ def _phases(
     videos = config.rollout.batch_size
     in_turn = math.ceil(videos / layout.sp) / videos
     decode = decode_flops * in_turn / rate
-    scoring = sum(REWARD_SECONDS.get(name, 0.0) for name in config.reward.rewards) * in_turn
+    scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
     scoring += waiting("reward")
     return (
         phase("rollout", rollout, fetching if config.training.update == "single_pass" else 0.0),

@@ -6,7 +6,7 @@ from math import prod
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.family import ModelDescription
 from sage_fast.planning.estimate import checkpoint_bytes as bytes_of_checkpoint
 from sage_fast.planning.estimate import resident_bytes
 from sage_fast.planning.layout import least_gpus, plan_layout
@@ -66,7 +66,7 @@ def estimate(
 
     Args:
         description: of the model.
-        sizes: gigabytes of the weights beside it that are known: `vae`, and rewards by name.
+        sizes: gigabytes of the weights that are here, by reward.
         memory_gb: of a GPU; it decides whether gathered weights stay.
 
     Raises:

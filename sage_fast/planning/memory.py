@@ -15,14 +15,15 @@ from math import gcd, prod
 
 import torch
 
-from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RolloutConfig, RunConfig
 from sage_fast.distributed.ulysses import share_of
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.family import ModelDescription
+from sage_fast.models.hub import stored_bytes
 from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, gathered_weights, hashable
+from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
 
@@ -34,12 +35,6 @@ CUDA_RUNTIME = 1.5 * GB
 FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
 """Share of what comes and goes that the allocator is taken to lose: a GPU's caching one, and the C library's, which
 keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
-
-SCORING = {"videoalign": 1.0 * GB, "clip_score": 0.5 * GB, "pick_score": 0.5 * GB}
-"""Activations of a reward at work, assumed."""
-
-REWARD_GB = {"videoalign": 4.5, "clip_score": 1.7, "pick_score": 4.0}
-"""Published weights of rewards: VideoAlign in bfloat16, both CLIP in float32."""
 
 STOCK_KEPT, STOCK_WORKING = {"none": 28.3, "full": 1.0}, 40.0
 """Tensors of all tokens that a block of diffusers' own forward keeps (counted), and that one works with (estimated)."""
@@ -211,7 +206,7 @@ def plan_memory(
     """Memory of every phase.
 
     Args:
-        sizes: gigabytes of the weights beside the transformer that are known: `vae`, and rewards by name.
+        sizes: gigabytes of the weights that are here, by reward.
         runtime: bytes of the process before it loads anything.
         layout, gathered: how GPUs share the work and the weights; None is one GPU.
     """
@@ -230,9 +225,7 @@ def plan_memory(
         held = 0.0
     copy = 4.0 * weights.trained * held
 
-    scored = rewards_here(config)
-    rewards = {name: sizes.get(name, REWARD_GB.get(name, 0.0)) * GB for name in scored}
-    scoring = [_scoring_bytes(name, config) for name in scored]
+    rewards = rewards_here(config)
     single_pass = training.update == "single_pass"
     accumulators = 0.0
     if single_pass:
@@ -246,9 +239,9 @@ def plan_memory(
         "optimizer state": 4.0 * weights.moments * held,
         "anchor": copy if anchor else 0.0,
         "average (EMA)": copy if training.ema_decay is not None else 0.0,
-        "video decoder": sizes.get("vae", description.decoder_gb) * GB,
-        "reward models": sum(rewards.values()),
-        "rewards' tables": float(sum(kept for kept, _ in scoring)),
+        "video decoder": description.decoder_gb * GB,
+        "reward models": sum(sizes.get(name, costs.weights / GB) * GB for name, costs in rewards.items()),
+        "rewards' tables": float(sum(costs.tables for costs in rewards.values())),
         "tables": _tables(config, description, latent, item),
     }
     if gathered.sharded and gathered.keep == "always":
@@ -280,7 +273,7 @@ def plan_memory(
     # AdamW for all weights at once makes a copy of the second moment; the others go tensor by tensor.
     foreach = on_gpu and config.optimizer.name == "adamw"
     step = copy if foreach else 16.0 * weights.largest
-    one_video = float(max((w for _, w in scoring), default=0.0))
+    one_video = float(max((costs.working for costs in rewards.values()), default=0.0))
     phases: dict[str, dict[str, float]] = {
         "encode": {
             "runtime": runtime,
@@ -355,19 +348,18 @@ def _tables(config: RunConfig, description: ModelDescription, latent: tuple[int,
     return float(rope + count * description.num_layers * 12 * description.width * item)
 
 
-def rewards_here(config: RunConfig) -> list[str]:
+def rewards_here(config: RunConfig) -> dict[str, RewardCosts]:
     """Rewards on the device of the policy, in its process's memory where that is a CPU."""
-    here = []
-    for name in config.reward.rewards:
+    here = {}
+    for name, costs in reward_costs(config.reward, config.video).items():
         device = config.reward.options.get(name, {}).get("device", config.reward.device)
         if device in (None, "auto", config.model.device):
-            here.append(name)
+            here[name] = costs
     return here
 
 
-def _scoring_bytes(name: str, config: RunConfig) -> tuple[float, float]:
-    """(kept between calls, at work) bytes of a reward: what its class says, or the assumption of `SCORING`."""
-    if name in SCORING:
-        return 0.0, SCORING[name]
-    says = getattr(resolve(name, REWARDS, "reward.rewards"), "memory_bytes", None)
-    return (0.0, 0.0) if says is None else says(config.video.num_frames, config.video.height, config.video.width)
+def weight_sizes(config: RunConfig) -> dict[str, float]:
+    """Gigabytes (1e9 bytes) of the weights that are here, by reward."""
+    folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
+    sizes = {name: stored_bytes(folder) / 1e9 for name, folder in folders.items() if folder is not None}
+    return {name: size for name, size in sizes.items() if size}

@@ -14,14 +14,14 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from sage_fast.config.schema import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.hunyuan15.fused import accelerate
+from sage_fast.models.transformer import build_transformer, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
@@ -161,13 +161,11 @@ def trace(call: Call) -> Cost:
     return Cost(**values | {"working": max(two.working, three.working)})
 
 
-def meta_transformer(
-    config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None
-) -> HunyuanVideo15Transformer3DModel:
+def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None) -> Any:
     """A transformer without memory for its weights, frozen, in evaluation mode."""
     layers = {} if num_layers is None else {"num_layers": num_layers}
     with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel(**{**config, **layers})
+        transformer = build_transformer({**config, **layers})
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     return transformer.requires_grad_(False).eval()
@@ -185,7 +183,14 @@ def _trace(call: Call, num_layers: int) -> Cost:
         # What computes is the masters as FSDP gathers them.
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(dtype)
-    accelerate(transformer, attention="sdpa", kernels=call.kernels, checkpointing=call.checkpointing, adaln=call.adaln)
+    model = ModelConfig(
+        attention="sdpa",
+        deterministic=False,
+        kernels=call.kernels,
+        checkpointing=call.checkpointing,
+        adaln=call.adaln,
+    )
+    choose_forward(transformer, model)
     prompt = PromptEmbeds(
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
@@ -239,7 +244,7 @@ def _function(
             policy.velocity(latents, sigma, prompts)
 
     def gradient(tracer: Tracer) -> None:
-        def pull(output: Tensor, cotangents: Any) -> None:
+        def vjp(output: Tensor, cotangents: Any) -> None:
             kept.append(tracer.now)
             if call.collected:
                 torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
@@ -247,6 +252,6 @@ def _function(
                 output.backward(cotangents[0])
 
         cotangents = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
-        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", pull=pull)
+        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", vjp=vjp)
 
     return (gradient if call.gradient else velocity), kept

@@ -3,9 +3,9 @@
     v = v_u + g (v_c - v_u)             dL/dv_c = g dL/dv,    dL/dv_u = (1 - g) dL/dv
 
 v_c is the velocity of the prompt, v_u that of the empty prompt. The branches are two dense calls because their text
-lengths differ; at g = 1 there is only the conditional one. The gradient is a vector-Jacobian product with a cotangent
-dL/dv, so it splits exactly: the branches can be differentiated together, or one after the other with the activations
-of one alive at a time.
+lengths differ; at g = 1 only the conditional one exists. The gradient is a vector-Jacobian product (VJP) with the
+cotangent dL/dv, so it splits exactly: the branches can be differentiated together, or one after the other with only
+one branch's activations alive at a time.
 
 Shapes: B batch, C channels, F frames, H, W.
 """
@@ -16,20 +16,21 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.velocity import velocity as model_velocity
-from sage_fast.models.hunyuan15.velocity import velocity_dtype
+from sage_fast.models.transformer import velocity as model_velocity
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
-"""dL/dv of each of the quantities L that are differentiated: tensors like the velocity where they are known before the
-forward, or a function of the detached guided velocity where they depend on it."""
+"""dL/dv, like the velocity, of every quantity L to differentiate: tensors if they are known before the forward, or a
+function of the detached guided velocity."""
 
-Pull = Callable[[Tensor, Sequence[Tensor]], None]
-"""Called as pull(output, cotangents) with an output that has a graph: adds the products to where they are collected."""
+VJP = Callable[[Tensor, Sequence[Tensor]], None]
+"""Called as vjp(output, cotangents) with an output that has a graph: adds the product of each cotangent with the
+Jacobian to wherever gradients are collected."""
 
 
-def pull_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
-    """Add the product with the one cotangent to `.grad` of the parameters."""
+def vjp_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
+    """The `VJP` of a single cotangent into `.grad` of the parameters."""
     (cotangent,) = cotangents
     output.backward(cotangent)
 
@@ -37,25 +38,25 @@ def pull_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
 class GuidedPolicy:
     """The policy of a run: the transformer's guided velocity as a function of its trained weights.
 
-    It stays in eval mode for its whole life. Rollout and update then compute the very same function, which is what
-    makes the ratio of the first update exactly 1.
+    It stays in eval mode throughout. Rollout and update then compute the very same function, which is what makes the
+    ratio of the first update exactly 1.
 
     Args:
-        unconditional: the empty prompt.
-        conditional_gradient: take the unconditional velocity for a constant: g d(v_c)/dweights in place of
+        uncond: the empty prompt.
+        conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
             d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
     """
 
     def __init__(
         self,
         transformer: HunyuanVideo15Transformer3DModel,
-        unconditional: PromptEmbeds,
+        uncond: PromptEmbeds,
         guidance_scale: float,
         *,
         conditional_gradient: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
-        self.unconditional = unconditional
+        self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
 
@@ -78,7 +79,7 @@ class GuidedPolicy:
         conditional = model_velocity(self.transformer, latents, sigma, prompts)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._free(latents, sigma))
+        return self._guided(conditional, self._uncond_velocity(latents, sigma))
 
     def velocity_and_gradient(
         self,
@@ -88,27 +89,27 @@ class GuidedPolicy:
         cotangents: Cotangents,
         *,
         split: bool = False,
-        pull: Pull = pull_into_grad,
+        vjp: VJP = vjp_into_grad,
     ) -> Tensor:
-        """Guided velocity and, for every cotangent dL/dv, the gradient dL/dweights.
+        """Guided velocity, and the gradient dL/dweights of every cotangent dL/dv.
 
         Args:
             latents, sigma, prompts: as in `velocity`.
             cotangents: see `Cotangents`.
-            split: differentiate one branch after the other instead of both at once. It halves the activations. Where
-                the cotangents depend on the velocity it takes one more forward of the unconditional branch.
-            pull: where the gradients go; they are complete when this method returns. With `split` it is called once
+            split: differentiate one branch after the other instead of both at once. This halves the activations. If
+                the cotangents depend on the velocity, it costs one more forward of the unconditional branch.
+            vjp: collects the gradients, which are complete when this method returns; with `split` it is called once
                 per branch.
 
         Returns:
-            The guided velocity, detached, equal to that of `velocity` bit for bit: the outputs that were
-            differentiated, combined by the same expression.
+            The guided velocity, detached, bit for bit that of `velocity`: the same expression of the outputs that
+            were differentiated.
         """
         scale = self.guidance_scale
         if not split or scale == 1.0:
             with torch.enable_grad():
                 output = self.velocity(latents, sigma, prompts)
-            pull(output, cotangents(output.detach()) if callable(cotangents) else cotangents)
+            vjp(output, cotangents(output.detach()) if callable(cotangents) else cotangents)
             return output.detach()
 
         with torch.enable_grad():
@@ -116,19 +117,19 @@ class GuidedPolicy:
         conditional = output.detach()
         if callable(cotangents):
             with torch.no_grad():
-                free = self._free(latents, sigma)
-            cotangents = cotangents(self._guided(conditional, free))
-        pull(output, [scale * cotangent for cotangent in cotangents])
-        # The pull has released the first branch's activations before the second branch makes its own.
+                uncond = self._uncond_velocity(latents, sigma)
+            cotangents = cotangents(self._guided(conditional, uncond))
+        vjp(output, [scale * cotangent for cotangent in cotangents])
+        # The VJP has released the first branch's activations before the second branch makes its own.
         with torch.enable_grad():
-            output = self._free(latents, sigma)
-        pull(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
+            output = self._uncond_velocity(latents, sigma)
+        vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _free(self, latents: Tensor, sigma: Tensor) -> Tensor:
+    def _uncond_velocity(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return model_velocity(self.transformer, latents, sigma, [self.unconditional] * len(latents))
+            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
 
-    def _guided(self, conditional: Tensor, free: Tensor) -> Tensor:
-        return free + self.guidance_scale * (conditional - free)
+    def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
+        return uncond + self.guidance_scale * (conditional - uncond)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -21,9 +21,24 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
+from sage_fast.config.schema import LoraConfig
+from sage_fast.models.transformer import dead_modules, is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+
+
+def make_trainable(
+    transformer: HunyuanVideo15Transformer3DModel, mode: Literal["lora", "full"], lora: LoraConfig, seed: int
+) -> None:
+    """Prepare a transformer for `training.mode`: new adapters, or every weight that matters.
+
+    ValueError as `add_lora` and `train_all`.
+    """
+    if mode == "lora":
+        modules = lora.target_modules
+        add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=modules, seed=seed)
+    else:
+        train_all(transformer)
 
 
 def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: Sequence[str]) -> list[str]:
@@ -75,7 +90,7 @@ def add_lora(
 
 
 def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
-    """Make every weight that can influence a text-to-video velocity trainable.
+    """Make every weight trainable that can influence a text-to-video velocity.
 
     ValueError unless the weights are float32: the optimizer needs full-precision masters.
     """
@@ -90,12 +105,12 @@ def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
 
 
 def always_read_glyphs(transformer: nn.Module) -> None:
-    """Give the weights that only prompts with glyph tokens read a gradient of zero in every other backward pass.
+    """Give the weights that only prompts with glyph tokens read a gradient of zero in all other backward passes.
 
-    So weight decay and moments do not depend on which rank has which prompts, nor on whether one is among those of an
-    update. FSDP2 and ZeRO sum gradients in buckets: a weight that has one on some ranks alone would shift the others
-    (FSDP2 can be told of that from torch 2.13 on), and in ZeRO one that has none in the first pull would add to the
-    last update's.
+    Weight decay and moments then do not depend on which rank has which prompts, or on whether an update has such a
+    prompt at all. FSDP2 and ZeRO sum gradients in buckets: a weight that has a gradient on some ranks only would shift
+    the others (from torch 2.13 on FSDP2 can be told), and in ZeRO one without a gradient in the first backward would
+    add to the last update's.
     """
     modules: Any = transformer
     if not any(p.requires_grad for p in modules.context_embedder_2.parameters()):
@@ -117,8 +132,8 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def base_digest(transformer: nn.Module) -> str:
-    """SHA-256 of names, shapes and the first and last numbers of the base weights: cheap for 8.3 B parameters, and
-    different for any two sets of weights that were trained. Adapters do not count.
+    """SHA-256 of names, shapes and the first and last numbers of the base weights, without adapters: cheap for 8.3 B
+    parameters, and different for any two sets of weights that were trained apart.
     """
     digest = hashlib.sha256()
     for name, parameter in transformer.named_parameters():
@@ -131,11 +146,11 @@ def base_digest(transformer: nn.Module) -> str:
 
 
 def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
-    """Cast the weights before training, unless they were loaded in `dtype`, while the time input stays float32.
+    """Cast the weights before training, unless they were loaded in `dtype`; the time input stays float32.
 
-    The stock time embedding casts its sinusoids to the timestep's dtype and so forces a rounded timestep on a bfloat16
-    model. A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
-    (The class keeps no module in float32, whatever its `to` warns of.)
+    The stock time embedding casts its sinusoids to the timestep's dtype, so a bfloat16 model needs a rounded timestep.
+    A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep. (The class
+    keeps no module in float32, despite the warning of its `to`.)
     """
     if transformer.dtype != dtype:
         with _quiet_casts():
@@ -150,16 +165,16 @@ def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dty
 def save_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> None:
     """Write the adapter in diffusers' layout.
 
-    A stock transformer takes it by `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`; without the file
-    name diffusers guesses, and refuses to below a folder named `checkpoints`.
+    A stock transformer loads it with `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`. Without the
+    file name diffusers guesses it, and refuses to do so below a folder named `checkpoints`.
     """
     copy_lora(transformer, folder)()
 
 
 def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Callable[[], None]:
-    """Copy the adapter as it is now into CPU memory; what is returned writes it as `save_lora` does.
+    """Copy the adapter as it is now to CPU memory; the function that is returned writes it as `save_lora` does.
 
-    The file is the one of diffusers' `save_lora_adapter`, which can only write at once.
+    The file is that of diffusers' `save_lora_adapter`, which can only write immediately.
     """
     ((name, config),) = transformer.peft_config.items()
     weights = get_peft_model_state_dict(transformer, adapter_name=name)
@@ -176,7 +191,7 @@ def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Ca
 
 @contextmanager
 def _quiet_casts() -> Iterator[None]:
-    """Silence diffusers' warning about modules to be kept in float32, of which this class has none."""
+    """Silence diffusers' warning about modules that should stay in float32: this class has none."""
     log = logging.getLogger("diffusers.models.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)

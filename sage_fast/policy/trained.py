@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -11,23 +12,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sage_fast.checkpoint import MANIFEST, SavedTensors
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import LoraConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, trainable_parameters
+from sage_fast.models.transformer import dead_modules, is_dead
+from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters
 
 
 @torch.no_grad()
 def use_weights(
-    transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, weights: Mapping[str, Tensor]
+    transformer: HunyuanVideo15Transformer3DModel,
+    weights: Mapping[str, Tensor],
+    *,
+    mode: Literal["lora", "full"],
+    lora: LoraConfig,
 ) -> None:
     """Take over the weights that a run trained, by parameter name, as its checkpoints hold them.
 
-    A LoRA run's adapter is added first and keeps its float32. ValueError when names or shapes do not fit.
+    With mode `lora` the adapter is added first, and keeps its float32. ValueError when names or shapes do not fit.
     """
-    if config.training.mode == "lora":
-        lora = config.lora
-        add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=config.seed)
+    if mode == "lora":
+        make_trainable(transformer, mode, lora, seed=0)  # every value is replaced below
         parameters = trainable_parameters(transformer)
     else:
         parameters = whole_parameters(transformer)
@@ -39,13 +43,13 @@ def use_weights(
 
 
 def whole_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, nn.Parameter]:
-    """What training.mode full trains, by name: every weight that can influence a velocity."""
+    """The weights that training.mode full trains, by name: all that can influence a velocity."""
     dead = dead_modules(transformer)
     return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
 
 
 def adapter_file(path: Path) -> Path:
-    """The .safetensors file of an adapter, given its folder or itself. ValueError when it is not there."""
+    """The .safetensors file of an adapter, from its folder or its own path. ValueError when there is none."""
     file = path / ADAPTER_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
@@ -64,7 +68,7 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
         path: its folder, or the .safetensors file.
 
     Raises:
-        ValueError: there is no such file, or it is not of this transformer.
+        ValueError: there is no such file, or it is for another transformer.
     """
     file = adapter_file(path)
     values = load_file(file)

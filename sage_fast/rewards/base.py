@@ -1,4 +1,4 @@
-"""The interface of a reward, that of all rewards of a run, and what happens when one fails."""
+"""The interface of a reward, what it says of itself before it is built, and the interface of all rewards of a run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from sage_fast.config.registry import REWARDS, resolve
+from sage_fast.config.schema import RewardConfig, VideoConfig
+from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
 
 OnFailure = Literal["stop", "drop_group"]
@@ -16,8 +19,12 @@ OnFailure = Literal["stop", "drop_group"]
 class Reward(Protocol):
     """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls.
 
-    A reward that cannot score every text may have a method `check_prompts(prompts)` that raises a RewardError; it is
-    shown all prompts of a run before anything is generated.
+    What follows is optional. A reward that cannot score every text has a method `check_prompts(prompts)` that raises a
+    RewardError; it is shown all prompts of a run before anything is generated. For `plan` and `doctor`, which build no
+    reward, its class may have two static methods that take `reward.options` of the reward:
+
+        requirements(options) -> list[Requirement]     files that it loads
+        costs(options, video: VideoConfig) -> RewardCosts     memory and time that it takes
     """
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -31,6 +38,49 @@ class Reward(Protocol):
             name -> (B,) float32, higher is better. Names not given a weight in the config are logged only.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCosts:
+    """What a reward costs on its device.
+
+    weights: bytes of its published weights. folder: folder or hub id that holds them; the files that are there count
+    instead. tables: bytes that it keeps between calls besides. working: bytes alive while it scores. seconds: to score
+    one video on a GPU.
+
+    Example: `RewardCosts(weights=4.5e9, folder="models/VideoReward", working=1e9, seconds=0.5)`
+    """
+
+    weights: float = 0.0
+    folder: str | None = None
+    tables: float = 0.0
+    working: float = 0.0
+    seconds: float = 0.0
+
+
+def find_reward(name: str) -> Any:
+    """What an entry of `reward.rewards` names. ConfigError where it names nothing."""
+    return resolve(name, REWARDS, "reward.rewards")
+
+
+def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
+    """What the rewards of a config say that they cost; nothing for one that does not say. ConfigError as above."""
+    says = {name: getattr(find_reward(name), "costs", None) for name in config.rewards}
+    return {
+        name: RewardCosts() if costs is None else costs(config.options.get(name, {}), video)
+        for name, costs in says.items()
+    }
+
+
+def reward_requirements(config: RewardConfig) -> list[Requirement]:
+    """The files that the rewards of a config say they need. ConfigError as above."""
+    says = {name: getattr(find_reward(name), "requirements", None) for name in config.rewards}
+    return [
+        found
+        for name, requirements in says.items()
+        if requirements is not None
+        for found in requirements(config.options.get(name, {}))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +152,22 @@ def describe_batch(samples: Sequence[Sample]) -> str:
 def describe(sample: Sample) -> str:
     """One video, for a message: its prompt and its place in the prompt's group."""
     return f"prompt {sample.prompt.index} ({sample.prompt.text!r}), sample {sample.member}"
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one. ValueError for a device that torch cannot use here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {name!r}, which torch cannot use here: {error}. Use auto or cpu.") from error
+    return torch.device(name)
+
+
+def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:
+    """ValueError unless `videos` is uint8 (B, F, 3, H, W), F >= 1, with one prompt each."""
+    if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[2] != 3 or not videos.shape[1]:
+        raise ValueError(f"Expected uint8 videos (B, F, 3, H, W), got {videos.dtype} {tuple(videos.shape)}.")
+    if len(videos) != len(prompts):
+        raise ValueError(f"Got {len(videos)} videos and {len(prompts)} prompts; there must be one prompt per video.")

@@ -1,7 +1,7 @@
-"""Cosine similarity of video frames and prompts under a CLIP checkpoint, the part CLIPScore and PickScore share.
+"""Rewards by CLIP: CLIPScore, does the video show what the prompt says, and PickScore, which one would people pick?
 
-transformers has the model and the tokenizer. Frames are tensors already, so they are prepared here, as the checkpoint's
-preprocessor_config.json says, without going through images.
+Both are cosine similarities of frames and prompts. transformers has the model and the tokenizer. Frames are tensors
+already, so they are prepared here, as the checkpoint's preprocessor_config.json says, without going through images.
 """
 
 import json
@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sage_fast.rewards.frames import check_videos, resolve_device, sample_frames
+from sage_fast.config.schema import VideoConfig
+from sage_fast.models.hub import Requirement, checkpoint_folder, require
+from sage_fast.rewards.base import RewardCosts, check_videos, resolve_device
 
 logger = logging.getLogger(__name__)
 
-PREPROCESSING = "preprocessor_config.json"
+CLIP_L14 = "openai/clip-vit-large-patch14"
+PICK_SCORE = "yuvalkirstain/PickScore_v1"
+PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+"""Where the model card of PickScore_v1 takes tokenizer and preprocessing from."""
+
+PREPROCESSING, TOKENIZER, WEIGHTS = "preprocessor_config.json", "tokenizer_config.json", "*.safetensors|*.bin"
 # PIL's numbers of the two filters that torch computes as PIL does.
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
@@ -98,7 +105,7 @@ class ClipSimilarity:
         processor: the same of tokenizer and preprocessor_config.json.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         dtype: data type of the model; similarities are computed in float32.
-        num_frames: frames per video, see `frame_indices`; null takes all.
+        num_frames: frames per video, see `middle_frames`; null takes all.
         batch_size: frames that go through the model at once.
 
     Raises:
@@ -161,7 +168,7 @@ class ClipSimilarity:
             videos: (B, F, 3, H, W) uint8. prompts: B texts.
         """
         check_videos(videos, prompts)
-        frames = sample_frames(videos, self.num_frames)
+        frames = videos[:, middle_frames(videos.shape[1], self.num_frames)]
         images = self._embed_frames(frames.flatten(0, 1)).view(*frames.shape[:2], -1)
         # The videos of a group share their prompt.
         distinct = list(dict.fromkeys(prompts))
@@ -207,29 +214,126 @@ def _pooled(features: Any) -> Tensor:
     return features if isinstance(features, Tensor) else features.pooler_output
 
 
-def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
-    """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
+def middle_frames(total: int, num_frames: int | None) -> list[int]:
+    """The frames that stand for a video of `total` frames: the middles of `num_frames` equal parts of it.
 
-    Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
+    All of them when `num_frames` is None or not less than `total`. Example: 4 of 81 are 10, 30, 50 and 70.
+    """
+    count = total if num_frames is None else min(num_frames, total)
+    return [(2 * i + 1) * total // (2 * count) for i in range(count)]
+
+
+class CLIPScore:
+    """100 cos(frame, prompt) under CLIP, mean over the chosen frames.
+
+    Hessel et al. 2021 (arXiv 2104.08718, section 3) define CLIPScore as 2.5 max(cos, 0) for one image. Tables report,
+    and torchmetrics (`torchmetrics.multimodal.CLIPScore`) computes, 100 max(cos, 0): the same order on a scale of
+    100, on which photographs with their captions have about 20 to 35. Reported here is 100 cos. The clamp is left
+    out because a video that it touches would have no better or worse neighbours; for scores of practice, which are far
+    above 0, all three differ by a factor alone. Scores of different checkpoints are not comparable.
 
     Args:
-        path: folder or hub id. key: the config key it comes from. files: options of `hf download` that fetch less.
+        path: CLIP checkpoint, a local folder or a hub id that `hf download` has fetched. The default is torchmetrics'.
+        num_frames: frames that are scored, the middles of that many equal parts of the video; null scores all.
+        device: `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
+        dtype: of the model, `float32`, `bfloat16` or `float16`.
+        batch_size: frames that go through the model at once.
 
-    Raises:
-        OSError: there is none; the message says how to fetch it.
+    A prompt of more than 77 tokens is truncated, as CLIP does.
+
+    Example: `CLIPScore().score(videos, ["a red circle moving left"] * 8)["CLIPScore"]` has shape (8,).
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except HFValidationError as error:
-        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
-    except LocalEntryNotFoundError as error:
-        raise OSError(
-            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it by `hf download {path}{files}`, or "
-            f"set {key} to a folder that holds it."
-        ) from error
+    @staticmethod
+    def requirements(options: Mapping[str, Any]) -> list[Requirement]:
+        """See `Reward`."""
+        patterns = ["config.json", WEIGHTS, PREPROCESSING, TOKENIZER]
+        return [require("CLIPScore", str(options.get("path", CLIP_L14)), patterns, CLIP_L14)]
+
+    @staticmethod
+    def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
+        """See `Reward`. Weights in float32; activations and seconds are assumed."""
+        return RewardCosts(weights=1.7e9, folder=str(options.get("path", CLIP_L14)), working=0.5e9, seconds=0.2)
+
+    def __init__(
+        self,
+        path: str = CLIP_L14,
+        num_frames: int | None = 8,
+        device: str = "auto",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        batch_size: int = 32,
+    ) -> None:
+        self.similarity = ClipSimilarity(
+            "clip_score",
+            path=path,
+            processor=path,
+            device=device,
+            dtype=dtype,
+            num_frames=num_frames,
+            batch_size=batch_size,
+        )
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """{"CLIPScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
+        return {"CLIPScore": 100 * self.similarity(videos, prompts)}
+
+
+class PickScore:
+    """exp(logit_scale) cos(frame, prompt) under PickScore's fine-tuned CLIP-H, mean over the chosen frames.
+
+    Kirstain et al. 2023 (arXiv 2305.01569, equation 2): the score of one image is the product of its embedding and the
+    text's times the learned temperature. Scores of generated pictures lie around 18 to 24 with the published weights,
+    whose temperature is 100. Some trainers divide by 26; a weight in `reward.weights` does that here.
+
+    Args:
+        path: checkpoint, a local folder or a hub id that `hf download` has fetched.
+        processor: the same for tokenizer and preprocessor_config.json; null takes `path` when it is a folder that has
+            them, and otherwise the repository that PickScore's model card names.
+        num_frames, device, dtype, batch_size: see `CLIPScore`.
+
+    Example: `PickScore().score(videos, ["a red circle moving left"] * 8)["PickScore"]` has shape (8,).
+    """
+
+    @staticmethod
+    def requirements(options: Mapping[str, Any]) -> list[Requirement]:
+        """See `Reward`."""
+        path = str(options.get("path", PICK_SCORE))
+        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE)
+        processor = str(options.get("processor") or _processor_of(path))
+        if options.get("processor") is None and processor == path:
+            return [model]
+        include = " --include '*.json' '*.txt'"
+        return [model, require("PickScore's processor", processor, [PREPROCESSING, TOKENIZER], PROCESSOR, include)]
+
+    @staticmethod
+    def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
+        """See `Reward`. Weights in float32; activations and seconds are assumed."""
+        return RewardCosts(weights=4.0e9, folder=str(options.get("path", PICK_SCORE)), working=0.5e9, seconds=0.3)
+
+    def __init__(
+        self,
+        path: str = PICK_SCORE,
+        processor: str | None = None,
+        num_frames: int | None = 8,
+        device: str = "auto",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        batch_size: int = 32,
+    ) -> None:
+        self.similarity = ClipSimilarity(
+            "pick_score",
+            path=path,
+            processor=processor or _processor_of(path),
+            device=device,
+            dtype=dtype,
+            num_frames=num_frames,
+            batch_size=batch_size,
+        )
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """{"PickScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
+        return {"PickScore": self.similarity.logit_scale * self.similarity(videos, prompts)}
+
+
+def _processor_of(path: str) -> str:
+    """Where tokenizer and preprocessing of a PickScore checkpoint come from, unless the options say."""
+    return path if (Path(path).expanduser() / PREPROCESSING).is_file() else PROCESSOR

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RewardConfig
 from sage_fast.records import Sample
-from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch
+from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch, find_reward
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class CompositeReward(Scorer):
         takes_device = False
         for name in config.rewards:
             with _reward_code(name, "while it was imported", (ConfigError,)):
-                found = resolve(name, REWARDS, "reward.rewards")
+                found = find_reward(name)
             options = dict(config.options.get(name, {}))
             if config.device is not None and "device" not in options and "device" in _parameters(found):
                 options["device"] = config.device

@@ -25,7 +25,7 @@ class _OwnScores:
 
 @dataclass(frozen=True)
 class _Failed:
-    """`PendingScores` of a batch whose reward has failed already."""
+    """`PendingScores` of a batch for which the reward has already failed."""
 
     error: RewardError
 

@@ -1,4 +1,4 @@
-"""The global random generators of a process: rewards are foreign code and may draw from any of them."""
+"""The global random generators of a process. The project draws from none of them, but a custom reward may."""
 
 import random
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 def seed_generators(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, CUDA's included."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed([seed % 2**32, seed >> 32])
     torch.manual_seed(seed)
 
 
@@ -29,13 +29,17 @@ def generator_state() -> dict[str, Any]:
 
 
 def load_generator_state(state: Mapping[str, Any]) -> None:
-    """Take over what `generator_state` returned. States of devices that this machine lacks are left out."""
+    """Take over what `generator_state` returned. States of devices that this machine lacks are left out.
+
+    Checkpoints of earlier versions lack NumPy's and CUDA's states; those generators stay as they are.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    name, keys, *position = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
+    if "numpy" in state:
+        name, keys, *position = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
     torch.set_rng_state(_from_hex(state["torch"]))
-    for device, text in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+    for device, text in zip(range(torch.cuda.device_count()), state.get("cuda", []), strict=False):
         torch.cuda.set_rng_state(_from_hex(text), device)
 
 

@@ -1,15 +1,18 @@
 """Rewards of the toy world: visual quality, motion quality and text alignment, against the known manifold."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.schema import VideoConfig
 from sage_fast.models.toy.captions import Caption, parse_caption
 from sage_fast.models.toy.manifold import Manifold, manifold_for
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
+from sage_fast.rewards.base import RewardCosts
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
 # smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.
@@ -133,14 +136,14 @@ class ToyReward:
     """
 
     @staticmethod
-    def memory_bytes(num_frames: int, height: int, width: int) -> tuple[float, float]:
-        """(kept between calls, at work in the first one) bytes, for the planner.
+    def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
+        """See `Reward`.
 
         The legal videos are kept as float32 and as bytes, with the distinct frames among them; three float32 copies of
-        the videos are alive while they are drawn.
+        the videos are alive while they are drawn, in the first call.
         """
-        numbers = len(all_scenes()) * num_frames * 3 * height * width
-        return 4.0 * numbers + 1.0 * numbers + 4.0 * numbers / 2, 3 * 4.0 * numbers
+        numbers = len(all_scenes()) * video.num_frames * 3 * video.height * video.width
+        return RewardCosts(tables=4.0 * numbers + 1.0 * numbers + 4.0 * numbers / 2, working=3 * 4.0 * numbers)
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos uint8 (B, F, 3, H, W) of B prompts: name -> float32 (B,) on the device of `videos`.

@@ -1,4 +1,4 @@
-"""Files a person looks at: mp4 videos, contact sheets (PNG) and the reward curve of a run.
+"""Pictures for people: contact sheets (PNG), film strips (JPEG) and the reward curve of a run.
 
 Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
 """
@@ -8,95 +8,24 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sage_fast.config.files import replacing
+from sage_fast.models.video_files import video_frames
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Players blur videos of a few pixels, and some refuse them.
-MIN_VIDEO_SIDE = 128
-
-# x264's constant quality: visually lossless, since these files are looked at for artefacts of the model.
-VIDEO_QUALITY = "14"
 
 # The short side of a sheet's frames: tiny frames grow to at most the first by an integer factor, large ones
 # shrink to the second.
 SMALL_FRAME_SIDE = 128
 LARGE_FRAME_SIDE = 144
-
-
-def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None:
-    """Write an H.264 mp4 (yuv420p, BT.709) that browsers play.
-
-    A video whose short side is below 128 pixels is enlarged by the smallest integer factor that reaches it,
-    each pixel becoming a square. An odd width or height gets its last column or row doubled, as yuv420p
-    needs even sizes.
-
-    Args:
-        path: the file to write; missing folders are created.
-        video: (F, 3, H, W) uint8, RGB.
-        fps: frames per second.
-
-    Raises:
-        ValueError: another shape or dtype, or an ``fps`` that is not a positive number.
-        OSError: the folder cannot be written to.
-    """
-    import av
-
-    frames = _frames(video, "video")
-    if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"fps must be a positive number of frames per second, not {fps}")
-    factor = math.ceil(MIN_VIDEO_SIDE / min(frames.shape[1:3]))
-    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
-    height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-
-    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
-        container.options["movflags"] = "+faststart"
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(10_000))
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": VIDEO_QUALITY, "preset": "medium"}
-        context = stream.codec_context
-        context.thread_count = 1  # with more, x264 makes another file of the same video once in a while
-        # Without these tags players guess the matrix from the frame size, and colours shift.
-        context.colorspace = context.color_primaries = context.color_trc = 1  # BT.709
-        context.color_range = 1  # limited
-        for array in frames:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
-            frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-
-
-def read_video(path: str | os.PathLike[str]) -> Tensor:
-    """The frames of an mp4 that `write_video` wrote: (F, 3, H, W) uint8 RGB, up to the losses of the codec.
-
-    Raises:
-        OSError: the file is missing or no video.
-    """
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            frames = [
-                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in container.decode(video=0)
-            ]
-    except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
-        raise OSError(f"{path} is no video that can be read ({error}); delete it and make it anew") from error
-    if not frames:
-        raise OSError(f"{path} holds no frames; delete it and make it anew")
-    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
 
 
 def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
@@ -108,7 +37,7 @@ def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
     Raises:
         ValueError: another shape or dtype.
     """
-    strip = _Strip("", _frames(video, "video"))
+    strip = _Strip("", video_frames(video, "video"))
     images = strip.images(_spread(len(strip.frames), max_frames))
     width, height = strip.cell
     # A thin grey line between frames can be seen on a light page and on a dark one.
@@ -139,7 +68,7 @@ def contact_sheet(
         ValueError: no rows, or a video of another shape or dtype.
         OSError: the folder cannot be written to.
     """
-    groups = [_Group(caption, [_Strip("", _frames(video, f"video {caption!r}"))]) for caption, video in rows]
+    groups = [_Group(caption, [_Strip("", video_frames(video, f"video {caption!r}"))]) for caption, video in rows]
     _draw_sheet(path, groups, title, max_frames)
 
 
@@ -167,7 +96,7 @@ def before_after_sheet(
         _Group(
             caption,
             [
-                _Strip(label, _frames(video, f"video {caption!r} ({label})"))
+                _Strip(label, video_frames(video, f"video {caption!r} ({label})"))
                 for label, video in zip(labels, (before, after), strict=True)
             ],
         )
@@ -228,15 +157,6 @@ def plot_reward(path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any
 
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
-
-
-def _frames(video: Tensor, what: str) -> np.ndarray:
-    """The video as (F, H, W, 3) uint8 in host memory."""
-    if video.dim() != 4 or video.shape[1] != 3 or 0 in video.shape:
-        raise ValueError(f"{what} must have the shape (F, 3, H, W) with no empty side, not {tuple(video.shape)}")
-    if video.dtype != torch.uint8:
-        raise ValueError(f"{what} must be uint8 (0 to 255), not {video.dtype}; scale, round and convert it")
-    return video.detach().permute(0, 2, 3, 1).cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,23 @@
-"""Reading prompt files: ``.csv``, ``.jsonl`` and ``.txt``, UTF-8 with or without a byte order mark.
+"""Prompt files: ``.csv``, ``.jsonl``, ``.json`` and ``.txt``, UTF-8 with or without a byte order mark.
 
     prompts.csv                             prompts.jsonl                              prompts.txt
     prompt,index,seed                       {"prompt": "a red circle", "seed": 7}      a red circle
     "a red circle, moving left",0,7         "a blue square"                            a blue square
 
 ``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names;
-``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is.
+``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is. The column
+or key may also be named ``prompt_en`` or ``caption``, as in the files of VBench and of other trainers; ``.json`` is a
+list of such objects or of strings.
 """
 
 import csv
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from sage_fast.config.files import replacing
 from sage_fast.config.text_files import read_json, read_text
 from sage_fast.records import Prompt
 
@@ -29,7 +32,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
 
     Args:
-        path: a ``.csv``, ``.jsonl`` or ``.txt`` file as above.
+        path: a ``.csv``, ``.jsonl``, ``.json`` or ``.txt`` file as above.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.
@@ -76,6 +79,18 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     return prompts
 
 
+def write_prompts(prompts: Sequence[Prompt], path: str | os.PathLike[str]) -> None:
+    """Write a CSV file that `read_prompts` reads back: prompt, index and, where one has a seed, seed."""
+    seeded = any(prompt.seed is not None for prompt in prompts)
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["prompt", "index", "seed"][: 3 if seeded else 2])
+        writer.writerows([p.text, p.index, p.seed][: 3 if seeded else 2] for p in prompts)
+
+
+TEXT_KEYS = ("prompt", "prompt_en", "caption")
+"""Names of the prompt's column, the first that is there."""
+
 # A reader yields (line number from 1, prompt, raw index or None, raw seed or None).
 _Row = tuple[int, str, object, object]
 
@@ -104,34 +119,51 @@ def _read_csv(path: Path, text: str) -> Iterator[_Row]:
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
         row = dict(zip(header, cells, strict=False))
-        yield start, row.get("prompt", ""), row.get("index"), row.get("seed")
+        yield start, row.get(_text_key(header) or "", ""), row.get("index"), row.get("seed")
 
 
 def _header(cells: list[str], where: str) -> list[str]:
     header = [cell.strip().lower() for cell in cells]
-    if "prompt" not in header:
+    if _text_key(header) is None:
         raise ValueError(f"{where}: no column named 'prompt'; found {', '.join(map(repr, header))}")
-    for name in ("prompt", "index", "seed"):
+    for name in (*TEXT_KEYS, "index", "seed"):
         if header.count(name) > 1:
             raise ValueError(f"{where}: {header.count(name)} columns are named {name!r}; keep one")
     return header
 
 
+def _text_key(names: Collection[str]) -> str | None:
+    return next((key for key in TEXT_KEYS if key in names), None)
+
+
 def _read_jsonl(path: Path, text: str) -> Iterator[_Row]:
     hint = '; each line is one object with "prompt", or one string in double quotes'
     for line, content in _lines(text):
-        row = read_json(content, f"{path}:{line}", hint)
-        if isinstance(row, str):
-            row = {"prompt": row}
-        if not isinstance(row, dict):
-            raise ValueError(f'{path}:{line}: expected an object with "prompt" or a string, found {content[:40]}')
-        if "prompt" not in row:
-            raise ValueError(
-                f"{path}:{line}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}"
-            )
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f"{path}:{line}: 'prompt' must be a string, not {_shown(row['prompt'])}")
-        yield line, row["prompt"], row.get("index"), row.get("seed")
+        yield line, *_json_row(read_json(content, f"{path}:{line}", hint), f"{path}:{line}")
+
+
+def _read_json(path: Path, text: str) -> Iterator[_Row]:
+    rows = read_json(text, str(path), '; the file is one list of objects with "prompt", or of strings')
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path}: expected a list of prompts, found {_shown(rows)}; one object a line is a .jsonl file"
+        )
+    for number, row in enumerate(rows, start=1):
+        yield number, *_json_row(row, f"{path}, entry {number}")
+
+
+def _json_row(row: object, where: str) -> tuple[str, object, object]:
+    """Prompt, raw index and raw seed of an object, or of a string alone."""
+    if isinstance(row, str):
+        return row, None, None
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: expected an object with "prompt" or a string, found {_shown(row)}')
+    key = _text_key(row)
+    if key is None:
+        raise ValueError(f"{where}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}")
+    if not isinstance(row[key], str):
+        raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
+    return row[key], row.get("index"), row.get("seed")
 
 
 def _read_txt(path: Path, text: str) -> Iterator[_Row]:
@@ -139,7 +171,7 @@ def _read_txt(path: Path, text: str) -> Iterator[_Row]:
         yield line, content, None, None
 
 
-_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".txt": _read_txt}
+_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_json, ".txt": _read_txt}
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

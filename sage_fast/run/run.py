@@ -45,10 +45,12 @@ from sage_fast.distributed.launch import effective_resume, rank_device, restart_
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
-from sage_fast.models.family import load_components
+from sage_fast.models import video_files
+from sage_fast.models.family import describe_model, load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
+from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
@@ -56,7 +58,6 @@ from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.progress import RunProgress, peak_memory_gib
 from sage_fast.run.prompts import read_prompts
 from sage_fast.run.provenance import write_environment
-from sage_fast.tools.generation import video_file_name
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ logger = logging.getLogger(__name__)
 # together roll out as many videos, which is compared apart.) What a message tells the user to change is among them,
 # so that the run can go on. The model's folder may have moved: its weights are compared instead.
 FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size|training\.(num_updates|guidance|update)"
+    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size"
+    r"|training\.(num_updates|guidance|update|skip_nonfinite_updates)"
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|offload_activations|adaln|compile)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
@@ -124,6 +126,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
@@ -149,10 +152,8 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
 
 def _check_described_heads(config: RunConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    from sage_fast.planning.estimate import describe  # here, because few runs need it
-
     try:
-        description = describe(config)
+        description = describe_model(config.model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])
@@ -165,7 +166,8 @@ def train(config: RunConfig) -> RunResult:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
-    world = start_world(config, rank_device(config.model.device))
+    device = rank_device(config.model.device)
+    world = start_world(section, config.training.mode, device, to_dict(config))
     # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
     if world.any(effective_resume(config.resume) != config.resume):
         config = replace(config, resume="auto")
@@ -190,7 +192,7 @@ class Run:
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
         check_world(
             world,
-            config,
+            self.directory,
             self.trainer.device,
             noise=noise_digests(self.trainer.next_noise()),
             inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
@@ -424,15 +426,15 @@ class Run:
         """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone."""
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
-        evaluation, videos = trainer.evaluate(keep_videos=self.sample_rows)
+        evaluation, videos = trainer.evaluate(return_videos=self.sample_rows)
         seconds = time.perf_counter() - start
         if not self.world.is_main:
             return {}
         name = f"update-{trainer.update:06d}"
         evaluation.save(self._evaluation_file(trainer.update))
         for row, video in videos.items():
-            file = self.directory / "samples" / name / video_file_name(row, evaluation.prompts[row])
-            media.write_video(file, video, config.video.fps)
+            file = self.directory / "samples" / name / video_files.video_file_name(row, evaluation.prompts[row])
+            video_files.write_video(file, video, config.video.fps)
         if videos:
             rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
             media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")

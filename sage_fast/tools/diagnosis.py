@@ -3,12 +3,12 @@
 Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that fails does not end the others.
 """
 
-import importlib.util
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,29 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, resolve
+from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
-from sage_fast.models.family import check_guidance, shift_difference
-from sage_fast.models.hunyuan15.description import ModelDescription
-from sage_fast.models.hunyuan15.loading import find_checkpoint
-from sage_fast.models.hunyuan15.requirements import Requirement, model_requirements, reward_requirements, weight_sizes
-from sage_fast.planning.estimate import describe
+from sage_fast.models.attention.attention import backend_report
+from sage_fast.models.family import (
+    ModelDescription,
+    ModelFamily,
+    check_guidance,
+    describe_model,
+    model_family,
+    shift_difference,
+)
+from sage_fast.models.hub import Requirement
+from sage_fast.planning.devices import host_memory
 from sage_fast.planning.footprint import Footprint, checkpoint_bytes, estimate
 from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.memory import weight_sizes
+from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.run.run import load_prompts
-from sage_fast.tools.machine import Check, Status, hardware, host_memory, software, version_of
-
-ATTENTION = "sage_fast.models.attention.attention"
+from sage_fast.tools.machine import Check, Status, hardware, software, version_of
 
 LARGE_WIDTH = 1024
-"""Width of a model from which on a CPU is hopeless."""
+"""Width from which a model is too large for a CPU."""
 
 MEMORY_MARGIN = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
@@ -84,18 +90,11 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
 def _attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
     section = "attention"
-    if importlib.util.find_spec(ATTENTION) is None:
-        yield Check(
-            section=section, name="attention", status="info", detail="diffusers' own (this version has no other)"
-        )
-        return
     device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
     if config is not None:
         device, dtype = _device(config) or device, getattr(torch, config.model.dtype)
         wanted = config.model.attention
-    attention = importlib.import_module(ATTENTION)
-    report: Mapping[str, str | None] = attention.backend_report(torch.device(device), dtype)
-    for name, reason in report.items():
+    for name, reason in backend_report(torch.device(device), dtype).items():
         if reason is None:
             yield Check(section=section, name=name, status="ok", detail=f"runs on {device}")
         elif name == wanted:
@@ -131,14 +130,14 @@ def _settings(config: RunConfig) -> Iterator[Check]:
                 section=section,
                 name="speed",
                 status="warning",
-                detail="8.3 billion parameters on a CPU: one video takes hours",
+                detail="a model of this size on a CPU: one video takes hours",
                 fix="use a GPU of 80 GB, or configs/toy_cpu.yaml to try things out",
             )
     except ConfigError as error:
         yield Check(
             section=section, name="model.device", status="missing", detail=str(error), fix="--model.device=auto"
         )
-    yield _resolvable(config.model.family, MODEL_FAMILIES, "model.family")
+    yield _family(config)
     for name in config.reward.rewards:
         yield _reward(config, name)
     try:
@@ -146,9 +145,10 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
         yield Check(section=section, name="prompts", status="ok", detail=detail)
     except ConfigError as error:
-        yield Check(section=section, name="prompts", status="missing", detail=str(error), fix="mend or name the file")
-    if config.model.family == "hunyuan15":
-        yield _video_size(config)
+        yield Check(
+            section=section, name="prompts", status="missing", detail=str(error), fix="mend the file, or name another"
+        )
+    yield from _video_size(config)
     if config.logging.wandb_project and version_of("wandb") is None:
         yield Check(
             section=section,
@@ -184,9 +184,10 @@ def _processes(config: RunConfig) -> Iterator[Check]:
     )
 
 
-def _resolvable(name: str, table: dict[str, str], key: str) -> Check:
+def _family(config: RunConfig) -> Check:
+    name, key = config.model.family, "model.family"
     try:
-        resolve(name, table, key)
+        model_family(name)
     except ConfigError as error:
         return Check(section="configuration", name=key, status="missing", detail=str(error), fix="see the message")
     return Check(section="configuration", name=key, status="ok", detail=name)
@@ -197,44 +198,38 @@ def _reward(config: RunConfig, name: str) -> Check:
     section, key = "configuration", f"reward {name}"
     options = config.reward.options.get(name, {})
     try:
-        constructor = resolve(name, REWARDS, "reward.rewards")
-        if inspect.isclass(constructor):
-            inspect.signature(constructor).bind(**options)
+        found = find_reward(name)
+        if inspect.isclass(found):
+            inspect.signature(found).bind(**options)
     except (ConfigError, TypeError) as error:
         return Check(section=section, name=key, status="missing", detail=str(error), fix=f"see reward.options.{name}")
-    if name == "videoalign":
-        fps, wanted = options.get("fps"), config.video.fps
+    if inspect.isclass(found) and "fps" in inspect.signature(found).parameters:
+        # A run fills it in where it is left out.
+        fps, wanted = options.get("fps", config.video.fps), config.video.fps
+        fix = f"--reward.options.{name}.fps={wanted:g}"
         if fps is None:
-            return Check(
-                section=section,
-                name=key,
-                status="missing",
-                detail="fps is not set; it decides which frames are scored",
-                fix=f"--reward.options.videoalign.fps={wanted:g}",
-            )
+            detail = "fps is not set; it decides which frames are scored"
+            return Check(section=section, name=key, status="missing", detail=detail, fix=fix)
         if fps != wanted:
-            return Check(
-                section=section,
-                name=key,
-                status="warning",
-                detail=f"fps is {fps:g}, but video.fps is {wanted:g}, so other frames are scored than meant",
-                fix=f"--reward.options.videoalign.fps={wanted:g}",
-            )
+            detail = f"fps is {fps:g}, but video.fps is {wanted:g}, so the reward scores other frames than intended"
+            return Check(section=section, name=key, status="warning", detail=detail, fix=fix)
     return Check(section=section, name=key, status="ok", detail=REWARDS.get(name, name))
 
 
-def _video_size(config: RunConfig) -> Check:
-    video = config.video
-    if video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0:
-        detail = f"{video.num_frames} frames of {video.height}x{video.width}"
-        return Check(section="configuration", name="video", status="ok", detail=detail)
-    return Check(
-        section="configuration",
-        name="video",
-        status="missing",
-        detail=f"{video.num_frames} frames of {video.height}x{video.width} cannot be encoded",
-        fix="video.num_frames must be 4k+1, video.height and video.width multiples of 16",
-    )
+def _video_size(config: RunConfig) -> Iterator[Check]:
+    """Whether the model has latents for videos of this size."""
+    description, video = _description(config), config.video
+    if description is None:
+        return
+    section, name = "configuration", "video"
+    size = f"{video.num_frames} frames of {video.height}x{video.width}"
+    try:
+        description.latent_shape(video.num_frames, video.height, video.width)
+    except ValueError as error:
+        fix = "set video.num_frames, video.height and video.width to a size that the model has"
+        yield Check(section=section, name=name, status="missing", detail=f"{size}: {error}", fix=fix)
+        return
+    yield Check(section=section, name=name, status="ok", detail=size)
 
 
 def _output_dir(config: RunConfig) -> Check:
@@ -272,11 +267,15 @@ def _existing(path: Path) -> Path:
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    model = model_requirements(config)
-    yield from map(_file, model)
-    if config.model.family == "hunyuan15" and not any(requirement.missing for requirement in model):
-        yield from _weights(config)
-    yield from map(_file, reward_requirements(config))
+    with suppress(ConfigError):  # `_settings` says so of a family or a reward that cannot be imported
+        family = model_family(config.model.family)
+        model = family.requirements(config.model)
+        yield from map(_file, model)
+        if not any(requirement.missing for requirement in model):
+            yield from _weights(config, family)
+    for name in config.reward.rewards:
+        with suppress(ConfigError):
+            yield from map(_file, reward_requirements(replace(config.reward, rewards=[name])))
 
 
 def _file(requirement: Requirement) -> Check:
@@ -293,34 +292,36 @@ def _file(requirement: Requirement) -> Check:
     )
 
 
-def _weights(config: RunConfig) -> Iterator[Check]:
+def _weights(config: RunConfig, family: ModelFamily) -> Iterator[Check]:
     """What the loader would say of weights that are all there. It opens files, but loads, converts, downloads none."""
     section, name = "files", "model weights"
     try:
-        checkpoint = find_checkpoint(config.model, download=False)
+        facts = family.inspect(config.model)
     except (ValueError, OSError) as error:
         yield Check(section=section, name=name, status="missing", detail=str(error), fix="see the message")
         return
+    if facts is None:
+        return
     try:
-        check_guidance(checkpoint.guidance_distilled, config.rollout.guidance_scale)
+        check_guidance(facts.guidance_distilled, config.rollout.guidance_scale)
     except ValueError as error:
         yield Check(section=section, name=name, status="missing", detail=str(error), fix="--rollout.guidance_scale=1")
         return
-    yield Check(section=section, name=name, status="ok", detail=checkpoint.variant or "can be trained")
-    if (difference := shift_difference(checkpoint.shift, config.rollout.shift)) is not None:
+    yield Check(section=section, name=name, status="ok", detail=facts.variant or "can be trained")
+    if (difference := shift_difference(facts.shift, config.rollout.shift)) is not None:
         yield Check(
             section=section,
             name="rollout.shift",
             status="warning",
             detail=difference,
-            fix=f"--rollout.shift={checkpoint.shift:g}",
+            fix=f"--rollout.shift={facts.shift:g}",
         )
 
 
 def _description(config: RunConfig) -> ModelDescription | None:
     """The model before it is loaded; None where its family or its folder says nothing."""
     try:
-        return describe(config)
+        return describe_model(config.model)
     except ConfigError:
         return None
 

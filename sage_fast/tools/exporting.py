@@ -7,7 +7,6 @@ FOLDER/
 """
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,18 +25,14 @@ from sage_fast.config.files import replacing
 from sage_fast.config.load import check_trust, load_config, named_code
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
-from sage_fast.models.family import load_components
-from sage_fast.models.hunyuan15.loading import DEFAULT_REPOSITORY, find_checkpoint, likely_repository
-from sage_fast.models.hunyuan15.streamed import open_transformer, save_transformer
+from sage_fast.models.family import load_components, model_family
+from sage_fast.models.streamed import save_transformer
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
 from sage_fast.policy.trained import use_weights, whole_parameters
 
 Format = Literal["lora", "full"]
 
 RECORD = "export.json"
-
-PUBLISHED_BASE = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{variant}"
-"""What the README loads where the run's own base model is not in a layout that a stock pipeline reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +125,7 @@ def loading_code(result: Export, config: RunConfig) -> str:
     transformer class. It leaves `transformer` behind, and `pipeline` where there is one, with the run's timestep shift.
     """
     dtype = f"torch.{config.model.dtype}"
-    base = _pipeline_base(config)
+    base = model_family(config.model.family).pipeline_base(config.model)
     lines = ["import torch"]
     if result.format == "full":
         lines += [
@@ -159,10 +154,10 @@ def loading_code(result: Export, config: RunConfig) -> str:
     else:
         lines += [
             "from sage_fast.config.schema import ModelConfig",
-            "from sage_fast.config.registry import MODEL_FAMILIES, resolve",
+            "from sage_fast.models.family import load_components",
             "",
-            f'load = resolve({config.model.family!r}, MODEL_FAMILIES, "model.family")',
-            f"transformer = load(ModelConfig(family={config.model.family!r}, path={config.model.path!r})).transformer",
+            f"model = ModelConfig(family={config.model.family!r}, path={config.model.path!r})",
+            "transformer = load_components(model).transformer",
         ]
     lines.append(
         f"transformer.load_lora_adapter(\n    {str(result.folder)!r}, prefix=None, weight_name={ADAPTER_FILE!r}\n)"
@@ -195,7 +190,7 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
 def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype) -> None:
     """Write the transformer of a run that trained every weight; what cannot be trained is the base model's."""
     with _naming_the_model():
-        transformer, base = open_transformer(config.model)
+        transformer, base = model_family(config.model.family).open_transformer(config.model)
     with _naming_the_checkpoint():
         check_same_shapes(shapes_of(whole_parameters(transformer)), shapes_of(weights.meta), "weights")
     save_transformer(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype)
@@ -207,7 +202,7 @@ def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: P
         transformer = load_components(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
     with _naming_the_checkpoint():
-        use_weights(transformer, config, weights)
+        use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
     if dtype is not None:
         # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():
@@ -244,43 +239,6 @@ def _scheduler_code(config: RunConfig) -> str:
     )
 
 
-def _pipeline_base(config: RunConfig) -> str | None:
-    """What `HunyuanVideo15Pipeline.from_pretrained` takes as the run's base model; None where it reads none.
-
-    A path that is nothing here any more is returned as it is: code that fails on it is better than another model.
-    """
-    path = config.model.path
-    if path is not None and (Path(path) / "model_index.json").exists():
-        return path
-    if config.model.family != "hunyuan15":
-        return None
-    if path is None:
-        return DEFAULT_REPOSITORY
-    if published := re.search(r"\d+p_t2v(_distilled)?", _official_variant(config) or ""):
-        return PUBLISHED_BASE.format(variant=published[0])
-    if (Path(path) / "transformer" / "config.json").is_file():
-        return likely_repository(Path(path))
-    return path
-
-
-def _official_variant(config: RunConfig) -> str | None:
-    """The transformer that a run used of the official layout, such as 720p_t2v; None for another layout.
-
-    A checkpoint may be exported where its base model is not: then model.variant and the path have to tell.
-    """
-    if config.model.variant is not None:
-        return config.model.variant
-    if config.model.family != "hunyuan15" or config.model.path is None:
-        return None
-    path = Path(config.model.path).expanduser()
-    if path.parent.name == "transformer":
-        return path.name
-    try:
-        return find_checkpoint(config.model, download=False).variant if path.is_dir() else None
-    except ValueError:
-        return None  # of a folder that no longer holds a whole model
-
-
 def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """What an export was made from, as JSON values."""
     record: dict[str, Any] = {
@@ -293,7 +251,7 @@ def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, An
         "base_model": {
             "family": config.model.family,
             "path": config.model.path,
-            "variant": _official_variant(config),
+            "variant": model_family(config.model.family).variant(config.model),
         },
     }
     if config.training.mode == "lora":
@@ -322,7 +280,7 @@ def _readme(result: Export, config: RunConfig) -> str:
             "loads it; `sage-fast generate --lora` does not."
         )
     notes.append("The base model and its licence are not part of this folder.")
-    if _pipeline_base(config):
+    if model_family(config.model.family).pipeline_base(config.model):
         video, steps = config.video, config.evaluation.num_steps or config.rollout.num_steps
         notes.insert(
             0,

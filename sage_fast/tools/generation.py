@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +17,14 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
+from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, load_components
-from sage_fast.models.hunyuan15.fused import Acceleration, choose_forward
+from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
 from sage_fast.records import Prompt, Sample
-from sage_fast.rollout import sample_trajectory
+from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run import media
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
 
@@ -34,12 +34,6 @@ RECORD = "generation.json"
 """Beside the videos: what each was made with, so that a second call knows which ones to keep."""
 
 SHEET_ROWS = 16
-
-
-def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
-    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos."""
-    words = re.sub("[^a-z0-9]+", "-", prompt.lower())[:60].strip("-") or "prompt"
-    return f"{index:02d}-{words}{f'-{member}' if count > 1 else ''}.mp4"
 
 
 @dataclass(kw_only=True)
@@ -55,11 +49,16 @@ class Generator:
     samples: list[Sample]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
-    acceleration: Acceleration | None
+    acceleration: FusedForward | None
 
     def use_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
-        self._replace(lambda transformer: use_weights(transformer, self.config, weights), "The checkpoint")
+        self._replace(
+            lambda transformer: use_weights(
+                transformer, weights, mode=self.config.training.mode, lora=self.config.lora
+            ),
+            "The checkpoint",
+        )
 
     def use_adapter(self, path: Path) -> None:
         """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
@@ -160,7 +159,7 @@ def generate(
     plan: dict[str, Sample] = {}
     for position, sample in enumerate(generator.samples):
         for member in range(num_videos):
-            name = video_file_name(position, sample.prompt.text, member, num_videos)
+            name = video_files.video_file_name(position, sample.prompt.text, member, num_videos)
             plan[name] = replace(sample, member=member)
     settings = _settings(generator, table, weights, sampler)
     records = {name: settings | {"prompt": asdict(s.prompt), "member": s.member} for name, s in plan.items()}
@@ -177,23 +176,17 @@ def generate(
         for first in range(0, len(remaining), size):
             names = remaining[first : first + size]
             batch = [plan[name] for name in names]
-            trajectory = sample_trajectory(
-                generator.policy,
-                batch,
-                table,
-                generator.latent_shape,
-                seed=config.evaluation.seed,
-                update=0,
-                device=generator.device,
-            )
+            keys = noise_keys(batch, config.evaluation.seed, update=0)
+            initial = initial_latents(keys, generator.latent_shape, generator.device)
+            trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
             for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
-                media.write_video(output / name, video.cpu(), config.video.fps)
+                video_files.write_video(output / name, video.cpu(), config.video.fps)
                 bar.update()
                 if bar.disable:
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, media.read_video(p)) for s, p in shown])
+    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, video_files.read_video(p)) for s, p in shown])
     return paths, len(kept)
 
 

@@ -6,12 +6,12 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from sage_fast import __version__
+from sage_fast.planning.devices import host_memory
 
 Status = Literal["ok", "info", "warning", "missing"]
 
@@ -143,7 +143,7 @@ def hardware() -> Iterator[Check]:
             fix="install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally",
         )
     else:
-        yield Check(section=section, name="cuda", status="info", detail="no GPU; the toy model trains on the CPU")
+        yield Check(section=section, name="cuda", status="info", detail="none; configs/toy_cpu.yaml trains on the CPU")
 
 
 def _nvidia_devices() -> Iterator[Check]:
@@ -175,15 +175,3 @@ def _nvidia_devices() -> Iterator[Check]:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def host_memory() -> int | None:
-    """Bytes of memory this machine has, or this container may use."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total

@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
-from sage_fast.evaluation import Evaluation, compare, evaluate
+from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
+from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Scorer
 from sage_fast.rewards.worker import load_scorer
-from sage_fast.run import media
+from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import prompts_digest
-from sage_fast.tools.generation import Generator, load_generator, video_file_name
+from sage_fast.tools.generation import Generator, load_generator
 from sage_fast.tools.report import Report, ShownVideo, spread_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class PairedEvaluation:
         self.trained = trained
         self.use_trained = use_trained
         self.overwrite = overwrite
-        self.files = [video_file_name(i, p.text) for i, p in enumerate(prompts)]
+        self.files = [video_files.video_file_name(i, p.text) for i, p in enumerate(prompts)]
         self._generator: Generator | None = None
         self._reward: Scorer | None = None
 
@@ -141,24 +142,22 @@ class PairedEvaluation:
             self.use_trained(generator)
         with tqdm(total=len(self.prompts), unit="video", desc=model, disable=None) as bar:
 
-            def keep(number: int, video: Tensor) -> None:
-                media.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
+            def write(number: int, video: Tensor) -> None:
+                video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
                 bar.update()
                 if bar.disable:
                     logger.info("%s model: video %d of %d", model, number + 1, len(self.prompts))
 
-            return evaluate(
-                generator.policy,
-                generator.decoder,
-                self._reward,
-                generator.samples,
-                generator.table("ode"),
-                generator.latent_shape,
+            sampling = EvaluationSampling(
+                policy=generator.policy,
+                table=generator.table("ode"),
+                latent_shape=generator.latent_shape,
                 seed=evaluation.seed,
                 batch_size=evaluation.batch_size,
                 device=generator.device,
-                on_video=keep,
-            )[0]
+            )
+            scoring = VideoScoring(decoder=generator.decoder, reward=self._reward, on_failure="stop")
+            return evaluate(sampling, scoring, generator.samples, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """What decides the scores of a model, as JSON values."""

@@ -18,6 +18,7 @@ from typing import Any
 from sage_fast import __version__
 from sage_fast.config.files import replacing
 from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, Estimate, Evaluation, ScoreComparison
+from sage_fast.models import video_files
 from sage_fast.run import media
 
 
@@ -76,7 +77,7 @@ def write_report(folder: Path, report: Report) -> list[Path]:
             partial.write_text(text, encoding="utf-8")
     paths = [folder / name for name in texts]
     if report.videos:
-        rows = [(v.prompt, media.read_video(v.base), media.read_video(v.trained)) for v in report.videos]
+        rows = [(v.prompt, video_files.read_video(v.base), video_files.read_video(v.trained)) for v in report.videos]
         sheet = folder / "contact_sheet.png"
         media.before_after_sheet(
             sheet, rows, title="same prompt, same noise: base and trained", labels=("base", "trained")
@@ -328,7 +329,7 @@ def _html_videos(report: Report) -> str:
 
 
 def _strip(path: Path) -> str:
-    return base64.b64encode(media.filmstrip(media.read_video(path))).decode("ascii")
+    return base64.b64encode(media.filmstrip(video_files.read_video(path))).decode("ascii")
 
 
 def _html_prompts(report: Report) -> str:

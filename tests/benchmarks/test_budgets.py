@@ -74,7 +74,7 @@ def test_recomputed_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgotten(method: Any) -> Any:
         return lambda self: method(self)[:2]
 
-    assert regress(monkeypatch, "kept", forgotten).kept == 1.0
+    assert regress(monkeypatch, "saved", forgotten).kept == 1.0
     calls: list[int] = []
     attend = LocalAttention.forward
     monkeypatch.setattr(LocalAttention, "forward", lambda self, *args: calls.append(1) or attend(self, *args))
@@ -112,7 +112,7 @@ def test_more_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def hoarding(method: Any) -> Any:
         return lambda self: [*method(self)[:3], method(self)[3].double()]
 
-    assert regress(monkeypatch, "kept", hoarding).kept > 2.02
+    assert regress(monkeypatch, "saved", hoarding).kept > 2.02
 
 
 def test_a_host_sync_is_seen() -> None:

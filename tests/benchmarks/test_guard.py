@@ -86,11 +86,11 @@ def recomputed_attention(patch: Patch, folder: Path) -> None:
 
 
 def something_kept(patch: Patch, folder: Path) -> None:
-    keep = block_module.keep
+    save = block_module.save_activations
     patch.setattr(
         block_module,
-        "keep",
-        lambda ctx, tensors, others, offload: keep(ctx, tensors, (*others, tensors[0].clone()), offload),
+        "save_activations",
+        lambda ctx, tensors, weights, offload: save(ctx, tensors, (*weights, tensors[0].clone()), offload),
     )
 
 
@@ -131,7 +131,7 @@ def a_graph_break(patch: Patch, folder: Path) -> None:
 
 def in_every_method_of_the_gradient(patch: Patch, act: Callable[[Any], None]) -> None:
     for gradient in (TwoPhaseGradient, SinglePassGradient):
-        for name in ("begin", "sampler", "measure_anchor", "accumulate"):
+        for name in ("begin", "velocity", "measure_anchor", "accumulate"):
             method = getattr(gradient, name)
 
             def wrapped(self: Any, *args: Any, method: Any = method) -> Any:
@@ -145,7 +145,7 @@ def additional_forwards(patch: Patch, folder: Path) -> None:
     @torch.no_grad()
     def forward(policy: GuidedPolicy) -> None:
         latents = torch.zeros(1, policy.transformer.config["out_channels"], 1, 2, 2)
-        policy.velocity(latents, torch.ones(1), [policy.unconditional])
+        policy.velocity(latents, torch.ones(1), [policy.uncond])
 
     in_every_method_of_the_gradient(patch, forward)
 

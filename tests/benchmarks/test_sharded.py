@@ -53,7 +53,7 @@ def test_what_is_measured_is_sharded(world: World) -> None:
     sharded_steps.adapt(transformer)
     engine = sharded_steps.shard(transformer, "lora", world, CPU)
     assert len(fsdp_modules(transformer)) == TINY["num_layers"] + 1 == len(engine.gathering.modules)
-    assert engine.gathering.keep == "never"
+    assert engine.gathering.keep_gathered == "never"
     assert not any(isinstance(p, DTensor) for p in engine.parameters.values())
 
     transformer = random_transformer(TINY, CPU, torch.float32)
@@ -66,10 +66,10 @@ def test_what_is_measured_is_sharded(world: World) -> None:
 
 
 def test_other_weights_behind_the_wrapper_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shard_something_else(transformer: Any, *arguments: Any) -> None:
+    def shard_something_else(transformer: Any, *arguments: Any, **options: Any) -> None:
         with torch.no_grad():
             transformer.proj_out.weight.mul_(1.1)
-        shard_weights(transformer, *arguments)
+        shard_weights(transformer, *arguments, **options)
 
     monkeypatch.setattr(sharded_steps, "shard_weights", shard_something_else)
     monkeypatch.setattr(sharded.ShardedRun, "full", lambda self, world: {"passed": True, "layers": 2})

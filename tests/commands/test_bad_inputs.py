@@ -247,7 +247,7 @@ def test_a_failed_reward_drops_its_group_alone(tiny_run: MakeRun, tmp_path: Path
     assert record["reward/dropped_groups"] == 1
     assert record["advantage/abs_mean"] > 0.5 and record["grad_norm"] > 0
     scored = trainer._score(trainer._rollout(), {})
-    assert scored.kept.sum() == 2 and torch.all(scored.advantages[~scored.kept] == 0)
+    assert scored.trained.sum() == 2 and torch.all(scored.advantages[~scored.trained] == 0)
 
 
 def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_path: Path) -> None:

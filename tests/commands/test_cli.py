@@ -18,7 +18,7 @@ from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import split_words
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.run import media
+from sage_fast.models import video_files
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.tools.generation import Generator, _settings
 
@@ -174,7 +174,7 @@ def test_a_base_model_generates_without_a_run_and_without_its_rewards(
         "contact_sheet.png",
         "generation.json",
     ]
-    assert media.read_video(output / names[0]).shape == (4, 3, 128, 128)
+    assert video_files.read_video(output / names[0]).shape == (4, 3, 128, 128)
     record = json.loads((output / "generation.json").read_text())[names[0]]
     assert record["weights"] == "base" and record["sampler"] == "ode" and record["num_steps"] == 4
 
@@ -258,7 +258,7 @@ def test_an_interrupted_call_goes_on(
     config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "videos"
-    write, written = media.write_video, []
+    write, written = video_files.write_video, []
 
     def interrupted(path: Path, *rest: object) -> None:
         if len(written) == 1:
@@ -267,7 +267,7 @@ def test_an_interrupted_call_goes_on(
         write(path, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("sage_fast.run.media.write_video", interrupted)
+        patch.setattr("sage_fast.models.video_files.write_video", interrupted)
         assert generate(config_file, prompts, output, "--checkpoint", "none", "--evaluation.batch_size=1") == 130
     assert len(list(output.glob("*.mp4"))) == 1
     stamp = written[0].stat().st_mtime_ns
@@ -283,7 +283,7 @@ def test_an_adapter_generates_the_videos_of_its_checkpoint(
     for name, more in (("by_run", []), ("by_lora", ["--lora", str(adapter)]), ("base", ["--checkpoint", "none"])):
         assert generate(run, prompts, tmp_path / name, *more) == 0
     one = "01-a-red-circle-moving-left.mp4"
-    videos = [media.read_video(tmp_path / name / one).int() for name in ("by_run", "by_lora", "base")]
+    videos = [video_files.read_video(tmp_path / name / one).int() for name in ("by_run", "by_lora", "base")]
     assert torch.equal(videos[0], videos[1])
     record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]
     assert "lora/pytorch_lora_weights.safetensors (" in record["weights"]

@@ -12,7 +12,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig, check_batch
 from sage_fast.distributed.deepspeed.zero_config import read_config
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, ModelDescription
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.planning.footprint import estimate
@@ -228,7 +228,7 @@ def test_the_command_line_takes_several_files_wherever_they_stand(capsys: pytest
 
 
 def memory(preset: str, *overrides: str) -> float:
-    return estimate(load_config(ROOT / f"configs/{preset}.yaml", overrides), ModelDescription()).total
+    return estimate(load_config(ROOT / f"configs/{preset}.yaml", overrides), published_model()).total
 
 
 def test_all_weights_do_not_fit_one_gpu() -> None:
@@ -241,7 +241,7 @@ def test_the_estimate_is_the_counted_one_of_the_transformer(guidance: str, expec
     config: RunConfig = load_config(
         ROOT / "configs/hv15_480p_lora_1gpu.yaml", [f"--training.guidance={guidance}", "--model.decode_memory_gib=1"]
     )
-    parts = estimate(config, ModelDescription()).parts
+    parts = estimate(config, published_model()).parts
     assert sum(parts[k] for k in ("weights", "activations", "working set")) == pytest.approx(expected, abs=0.2)
 
 

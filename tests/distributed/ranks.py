@@ -87,3 +87,11 @@ def try_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout:
             file = Path(folder) / f"{number}.pkl"
             results.append(pickle.loads(file.read_bytes()) if file.exists() else ("gone", rank.exitcode))
         return results
+
+
+def join(config: Any) -> Any:
+    """The world of a rank's run."""
+    from sage_fast.config.schema import to_dict
+    from sage_fast.distributed.start import start_world
+
+    return start_world(config.distributed, config.training.mode, torch.device("cpu"), to_dict(config))

@@ -26,7 +26,7 @@ from sage_fast.config.schema import OptimizerConfig
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
-from sage_fast.policy.guidance import GuidedPolicy, Pull
+from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, save_lora, train_all, trainable_parameters
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -65,7 +65,7 @@ def make_policy(mode: str, *, bf16: bool = False, forward: str = "fused") -> Gui
     return GuidedPolicy(transformer, prompt(3, 0, seed=9), 3.0)
 
 
-def pull_video(policy: GuidedPolicy, update: int, video: int, pull: Pull, scale: float = 1.0) -> Tensor:
+def differentiate_video(policy: GuidedPolicy, update: int, video: int, vjp: VJP, scale: float = 1.0) -> Tensor:
     """One video's part of an update's gradient. Of both ranks' first videos one has glyph tokens, and of their second
     ones. Videos of even number have both branches at once; in the others the branches are split, with a forward without
     a graph between one's forward and its backward.
@@ -78,12 +78,8 @@ def pull_video(policy: GuidedPolicy, update: int, video: int, pull: Pull, scale:
         [prompt(5, 2 if video in (1, 2) else 0, seed=video)],
         lambda velocity: [cotangent],
         split=split,
-        pull=pull,
+        vjp=vjp,
     )
-
-
-def plain_pull(output: Tensor, cotangents: Any) -> None:
-    output.backward(cotangents[0])
 
 
 class Plain:
@@ -96,7 +92,7 @@ class Plain:
 
     def update(self, number: int) -> float:
         for video in range(2 * RANKS):
-            pull_video(self.policy, number, video, plain_pull)
+            differentiate_video(self.policy, number, video, vjp_into_grad)
         norm = self.optimizer.clip_gradients()
         self.optimizer.step()
         return norm
@@ -160,7 +156,7 @@ def engine_of(policy: GuidedPolicy, mode: Any, world: World, file: str) -> Any:
 def pull_update(policy: GuidedPolicy, engine: Any, number: int, scale: float = 1.0) -> float:
     rank = engine.world.rank
     for video in (2 * rank, 2 * rank + 1):
-        pull_video(policy, number, video, engine.pull, scale)
+        differentiate_video(policy, number, video, engine.vjp, scale)
     return float(engine.clip_gradients())
 
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.distributed.parallelize import _keep, parallelize
+from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.parallelize import Gathering, _resolve_keep_gathered, parallelize
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.velocity import velocity
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import join, run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 from tests.run.test_run import MakeRun
 
@@ -32,11 +34,10 @@ def write_run(model: Path, folder: Path) -> str:
 def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of two updates, and the whole weights in the end."""
     from sage_fast.config.load import load_config
-    from sage_fast.distributed.start import start_world
     from sage_fast.run.run import build_trainer
 
     config = load_config(file, words)
-    trainer = build_trainer(config, start_world(config, torch.device("cpu")))
+    trainer = build_trainer(config, join(config))
     records = [trainer.iterate() for _ in range(2)]
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in trainer.parameters.items()}
     return records, {name: value.detach() for name, value in whole.items()}
@@ -67,6 +68,12 @@ ALONE_OR_REPLICATED = World()
 TWO_REPLICAS: Any = World(size=2, dp_replicate=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 
+
+def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World) -> Gathering:
+    sections = config.distributed, config.model, config.training
+    return parallelize(transformer, *sections, world, torch.device("cpu"))
+
+
 # Every video is differentiated at two of its four steps, drawn for itself.
 OTHER_STEPS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--training.timestep_fraction=0.5"]
 
@@ -91,7 +98,7 @@ def test_settings_that_do_nothing_or_exclude_each_other_are_refused(
     words: list[str], world: World, expected: str, tiny_run: MakeRun
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        parallelize(tiny_transformer(), tiny_run(*words), world, torch.device("cpu"))
+        spread(tiny_transformer(), tiny_run(*words), world)
 
 
 def test_the_smallest_gpu_decides_whether_frozen_weights_stay(
@@ -101,8 +108,9 @@ def test_the_smallest_gpu_decides_whether_frozen_weights_stay(
     caplog.set_level("INFO")
     for elsewhere, keep in ((True, "rollout"), (False, "always")):
         monkeypatch.setattr(World, "any", lambda self, flag, elsewhere=elsewhere: flag or elsewhere)
-        assert _keep(tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu")) == keep
-    gathering = parallelize(tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu"))
+        arguments = (tiny_transformer(), tiny_run().distributed, "lora", TWO_SHARDS, torch.device("cpu"))
+        assert _resolve_keep_gathered(*arguments) == keep
+    gathering = spread(tiny_transformer(), tiny_run(), TWO_SHARDS)
     assert not gathering.modules and "distributed.dp_shard 2" in caplog.text
 
 
@@ -111,7 +119,7 @@ def test_glyph_weights_have_a_gradient_without_glyphs_too(tiny_run: MakeRun) -> 
     transformer = tiny_transformer().requires_grad_(True)
     arguments = (transformer, latents(1), torch.tensor([0.7]), [prompt(5, 0)])
     expected = velocity(*arguments)
-    parallelize(transformer, tiny_run("--training.mode=full"), World(), torch.device("cpu"))
+    spread(transformer, tiny_run("--training.mode=full"), World())
     output = velocity(*arguments)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     output.square().sum().backward()

@@ -10,14 +10,13 @@ from torch import distributed as dist
 
 from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import DataConfig, RunConfig
+from sage_fast.config.schema import DataConfig, RunConfig, to_dict
 from sage_fast.distributed import launch
 from sage_fast.distributed.failure import selfcheck
-from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.noise import NoiseKey
 from sage_fast.run import run
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import join, run_ranks
 from tests.run.test_run import MakeRun
 
 CPU = torch.device("cpu")
@@ -45,24 +44,26 @@ def message(check: Callable[[], None]) -> str:
 def all_checks(folder: Path) -> dict[str, str]:
     """What every check says on this rank, sound and with its fault, all in one start of the processes."""
     rank = launch.rank()
-    world = start_world(config(folder), CPU)
     sound = config(folder)
+    world = join(sound)
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
     assert len(groups) > 1 and timeouts == {sound.distributed.startup_timeout_seconds}
-    results = {"sound": message(lambda: selfcheck.check_world(world, sound, CPU, selfcheck.noise_digests(keys(world))))}
+    results = {
+        "sound": message(lambda: selfcheck.check_world(world, folder, CPU, selfcheck.noise_digests(keys(world))))
+    }
 
     odd = replace(sound, seed=1, data=replace(sound.data, shuffle=False)) if rank == 3 else sound
-    results["config"] = message(lambda: selfcheck.check_identities(odd, CPU))
+    results["config"] = message(lambda: selfcheck.check_identities(to_dict(odd), CPU))
 
     with pytest.MonkeyPatch.context() as patch:
         version = "2.11.0" if rank in (0, 1) else "2.13.0"
         patch.setattr(selfcheck, "package_versions", lambda: {"torch": version})
-        results["software"] = message(lambda: selfcheck.check_identities(sound, CPU))
+        results["software"] = message(lambda: selfcheck.check_identities(to_dict(sound), CPU))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfcheck, "device_identity", lambda device: f"GPU-{rank % 3}")
-        results["device"] = message(lambda: selfcheck.check_identities(sound, CPU))
+        results["device"] = message(lambda: selfcheck.check_identities(to_dict(sound), CPU))
 
     for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
         with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +86,7 @@ def all_checks(folder: Path) -> dict[str, str]:
     results["unwritable"] = message(lambda: selfcheck.check_shared_folder(world, folder / "file" / "run"))
 
     digests = {"model.path": "0" * 64, "prompts": ("1" if rank == 1 else "2") * 64}
-    results["inputs"] = message(lambda: selfcheck.check_world(world, sound, CPU, inputs=digests))
+    results["inputs"] = message(lambda: selfcheck.check_world(world, folder, CPU, inputs=digests))
 
     same = [NoiseKey(seed=0, update=0, prompt_index=0, sample_index=i) for i in range(2)]
     results["noise of one seed per video"] = message(
@@ -137,8 +138,8 @@ def test_a_fault_is_named(answers: tuple[Path, list[dict[str, str]]], fault: str
 
 
 def test_one_process_is_not_checked(tmp_path: Path) -> None:
-    selfcheck.check_world(ALONE, config(tmp_path), CPU)
-    selfcheck.check_identities(config(tmp_path), CPU)
+    selfcheck.check_world(ALONE, tmp_path, CPU)
+    selfcheck.check_identities(to_dict(config(tmp_path)), CPU)
     assert not list(tmp_path.iterdir())
 
 

@@ -28,7 +28,6 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
-from sage_fast.config.schema import DataConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import World
@@ -36,13 +35,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def join(**degrees: int) -> World:
-    config = RunConfig(
-        output_dir="unused",
-        data=DataConfig(prompts="unused"),
-        distributed=DistributedSettings(**degrees),
-        training=TrainingConfig(mode="full"),
-    )
-    return start_world(config, torch.device("cpu"))
+    return start_world(DistributedSettings(**degrees), "full", torch.device("cpu"), {})
 
 
 def model(value: int | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import join, run_ranks
 
 UPDATES, VIDEOS = 5, 8
 TOLERANCE = {"kl/position": 5e-6, "loss": 0.0, "log_ratio/mean": 0.0, "kl/velocity": 0.0, "ratio/mean": 1e-7}
@@ -47,11 +47,10 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
     """Metrics by update with the evaluation last; prompts and first noise of each rollout; weights in the end."""
     from sage_fast.config.load import load_config
-    from sage_fast.distributed.start import start_world
     from sage_fast.run.run import build_trainer
 
     config = load_config(file, words)
-    world = start_world(config, torch.device("cpu"))
+    world = join(config)
     trainer = build_trainer(config, world)
     rollout = trainer._rollout
     seen = []

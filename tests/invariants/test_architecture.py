@@ -1,13 +1,25 @@
-"""What may import what: read from the source, so that a lazy import counts too."""
+"""What may import what, what may be named where, and where things are found: read from the source.
+
+An import inside a function counts as much as one at the top.
+"""
 
 import ast
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, TRANSFORMERS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sage_fast"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+SURFACE = {"sage_fast", "sage_fast.__main__"}
+"""The Python API and the command line's entry, which stand above everything."""
 
 
 def module_name(path: Path) -> str:
@@ -15,72 +27,189 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, at the top or inside a function."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "sage_fast"}
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
 
 
-GRAPH = {module_name(p): imports(p) for p in PACKAGE.rglob("*.py")}
-
-
-def reachable(start: str) -> set[str]:
-    seen, todo = set(), [start]
-    while todo:
-        module = todo.pop()
-        if module in GRAPH and module not in seen:
-            seen.add(module)
-            todo += GRAPH[module]
-    return seen
-
-
-@pytest.mark.parametrize(
-    "module", ["sage_fast.trainer", "sage_fast.run.run", "sage_fast.commands.cli", "sage_fast.rollout"]
-)
-def test_nothing_of_the_toy_world_is_reachable(module: str) -> None:
-    assert len(reachable(module)) > 5 or module == "sage_fast.rollout"
-    assert not [m for m in reachable(module) if "toy" in m]
-
-
-def test_no_branch_on_toy() -> None:
-    """Outside the toy's own files, only the registry's table and the config's default know the word."""
-    files = [p for p in PACKAGE.rglob("*.py") if "toy" not in p.relative_to(PACKAGE).as_posix()]
-    naming = []
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare | ast.Match) and "toy" in ast.unparse(node):
-                naming.append(f"{path.name}:{node.lineno}")
-    assert not naming
-
-
-def test_dependencies_point_one_way() -> None:
-    layers = {
-        "sage_fast.sde": {"sage_fast.trainer", "sage_fast.rollout", "sage_fast.config.schema", "sage_fast.objective"},
-        "sage_fast.noise": {"sage_fast.trainer", "sage_fast.rollout", "sage_fast.config.schema"},
-        "sage_fast.objective": {"sage_fast.trainer", "sage_fast.rollout", "sage_fast.config.schema"},
-        "sage_fast.rollout": {"sage_fast.trainer", "sage_fast.run.run"},
-        "sage_fast.models.hunyuan15.velocity": {"sage_fast.trainer", "sage_fast.rollout", "sage_fast.run.run"},
-        "sage_fast.rewards.composite": {"sage_fast.trainer", "sage_fast.run.run"},
-        "sage_fast.trainer": {"sage_fast.run.run", "sage_fast.commands.cli"},
-    }
-    for module, forbidden in layers.items():
-        assert not reachable(module) & forbidden, module
-
-
-def names_imported(path: Path) -> set[str]:
+def names_imported(tree: ast.AST) -> set[str]:
     """Every module that a file imports, with the names taken from it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def modules_imported(module: str) -> set[str]:
+    """Modules of the package that one of them imports. Its version is a string in `__init__`, and no dependency."""
+    names = names_imported(TREES[module]) - {"sage_fast.__version__"}
+    return {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys() - {module}
+
+
+GRAPH = {module: modules_imported(module) for module in FILES}
+
+
+def reachable(*starts: str) -> set[str]:
+    seen, todo = set(), [*starts]
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += GRAPH[module]
+    return seen
+
+
+def lies_in(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+# ------------------------------------------------------------------------------------------------ arrows
+
+
+def layers() -> list[list[str]]:
+    """The lines of CONTRIBUTING's list, from the top to the bottom."""
+    block = re.search(r"reads this list\.\n\n((?:    .*\n)+)", CONTRIBUTING)
+    assert block is not None
+    return [[f"sage_fast.{name}" for name in line.split()] for line in block[1].splitlines()]
+
+
+LAYERS = layers()
+
+
+def layer_of(module: str) -> int:
+    """Number of a module's line; the longest name that it lies in decides."""
+    found = [(len(name), number) for number, names in enumerate(LAYERS) for name in names if lies_in(module, name)]
+    assert found, f"CONTRIBUTING.md has no line for {module}"
+    return max(found)[1]
+
+
+def test_every_arrow_points_down_the_list_of_contributing() -> None:
+    arrows = [(a, b) for a in sorted(FILES.keys() - SURFACE) for b in sorted(GRAPH[a])]
+    assert len(arrows) > 200
+    assert not [f"{a} -> {b}" for a, b in arrows if b in SURFACE or layer_of(a) > layer_of(b)]
+
+
+def test_contributing_lists_no_module_that_is_gone() -> None:
+    assert not [name for names in LAYERS for name in names if not any(lies_in(module, name) for module in FILES)]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    assert not [module for module in sorted(FILES) if module in reachable(*GRAPH[module])]
+
+
+OWN = {
+    prefix
+    for target in (*MODEL_FAMILIES.values(), *REWARDS.values(), *TRANSFORMERS.values())
+    for module in [target.partition(":")[0]]
+    # A folder of its own, or a file among those of other rewards.
+    for prefix in [module if module.count(".") == 2 else module.rpartition(".")[0]]
+}
+
+
+def test_the_algorithm_reaches_no_family_no_reward_and_nothing_that_serves_it() -> None:
+    algorithm = {module for module in FILES if module.count(".") == 1 and FILES[module].name != "__init__.py"} - SURFACE
+    assert "sage_fast.trainer" in algorithm and len(OWN) > 3
+    forbidden = OWN | {f"sage_fast.{name}" for name in ("run", "tools", "planning", "commands")}
+    assert not [m for m in sorted(reachable(*algorithm)) if any(lies_in(m, prefix) for prefix in forbidden)]
+
+
+def test_what_serves_the_algorithm_reaches_no_family_and_no_reward() -> None:
+    start = [m for m in FILES if any(lies_in(m, f"sage_fast.{n}") for n in ("run", "tools", "planning", "commands"))]
+    assert not [m for m in sorted(reachable(*start)) if any(lies_in(m, prefix) for prefix in OWN)]
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def strings(module: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the strings of a module that its code uses: no docstrings, no examples of a command's help."""
+    skipped: set[int] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Expr) or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EPILOG"):
+            skipped |= {id(inner) for inner in ast.walk(node.value) if isinstance(node.value, ast.Constant)}
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.lineno, node.value
+
+
+def test_only_the_registry_names_families_and_rewards() -> None:
+    """`config/schema.py` has the defaults of a configuration, which are names."""
+    words = re.compile(rf"\b({'|'.join({*MODEL_FAMILIES, *REWARDS})})\b")
+    allowed = {"sage_fast.config.registry", "sage_fast.config.schema"}
+    named = [
+        f"{module}:{line}: {text!r}"
+        for module in FILES
+        if module not in allowed and not any(lies_in(module, prefix) for prefix in OWN)
+        for line, text in strings(module)
+        if words.search(text)
+    ]
+    assert not named
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_the_top_level_is_the_algorithm_alone() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+def test_a_file_name_is_used_once() -> None:
+    named: dict[str, list[str]] = {}
+    for path in FILES.values():
+        named.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
+    assert not {stem: paths for stem, paths in named.items() if len(paths) > 1 and not stem.startswith("__")}
+
+
+def test_a_folder_has_three_files_or_is_one() -> None:
+    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in FILES.values() if path.name != "__init__.py")
+    assert {str(path.parent.relative_to(ROOT)) for path in FILES.values()} == set(sizes)
+    assert not {folder: size for folder, size in sizes.items() if size < 3}
+
+
+# ------------------------------------------------------------------------------------------------ hops
+
+
+def rows_of(heading: str, text: str) -> list[list[str]]:
+    """Cells of the rows of the table under a heading."""
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+STEP = re.compile(r"`([^`]+\.py)`: ((?:`\w+`(?:, )?)+)")
+HOPS = {what.strip(): STEP.findall(where) for what, where in rows_of("Where to find it", CONTRIBUTING)}
+
+
+def definitions(path: Path) -> set[str]:
+    """Functions, methods, classes and assigned names of a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("what", HOPS)
+def test_a_newcomer_finds_it_in_two_steps(what: str) -> None:
+    steps = HOPS[what]
+    assert 1 <= len(steps) <= 2
+    for path, names in steps:
+        assert set(re.findall(r"\w+", names)) <= definitions(ROOT / path), path
+    readme = (ROOT / "README.md").read_text("utf-8")
+    listed = [link for file, _ in rows_of("Read these files first", readme) for link in re.findall(r"\((\S+?)\)", file)]
+    assert steps[0][0] in listed
+
+
+def test_what_a_newcomer_asks_first_is_listed() -> None:
+    assert len(HOPS) >= 9
+
+
+# ------------------------------------------------------------------------------------------------ sage_kernels
 
 
 def test_kernels_stand_on_torch_and_triton_alone() -> None:
@@ -89,7 +218,8 @@ def test_kernels_stand_on_torch_and_triton_alone() -> None:
     assert len(files) > 10
     third_party = {"torch", "triton"}
     for path in files:
-        foreign = {name.split(".")[0] for name in names_imported(path)} - sys.stdlib_module_names - {"sage_kernels"}
+        used = names_imported(ast.parse(path.read_text(encoding="utf-8")))
+        foreign = {name.split(".")[0] for name in used} - sys.stdlib_module_names - {"sage_kernels"}
         allowed = {"torch"} if path.parent.name == "reference" else third_party
         assert foreign <= allowed, path
 
@@ -99,7 +229,7 @@ def test_one_module_meets_the_kernels() -> None:
     meeting = {
         module
         for module, path in files.items()
-        if any(name.split(".")[0] == "sage_kernels" for name in names_imported(path))
+        if any(name.split(".")[0] == "sage_kernels" for name in names_imported(ast.parse(path.read_text("utf-8"))))
         or "torch.ops.sage_kernels" in path.read_text("utf-8")
     }
     assert meeting == {"sage_fast.kernels"}

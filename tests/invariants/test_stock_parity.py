@@ -14,7 +14,7 @@ from sage_fast.models.family import Components
 from sage_fast.models.hunyuan15.loading import load_components
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory
-from sage_fast.rollout import sample_trajectory
+from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.tiny.checkpoints import save_diffusers_layout
 
@@ -43,13 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def sample(model: Model, prompt: str, guidance_scale: float = GUIDANCE) -> Trajectory:
     """Our ODE rollout of one prompt."""
     embeds, unconditional = model.ours.prompt_encoder.encode([prompt, ""])
+    samples = [Sample(prompt=Prompt(text=prompt, index=0), embeds=embeds, member=0)]
+    keys = noise_keys(samples, seed=0, update=0)
+    policy = GuidedPolicy(model.ours.transformer, unconditional, guidance_scale)
     return sample_trajectory(
-        GuidedPolicy(model.ours.transformer, unconditional, guidance_scale),
-        [Sample(prompt=Prompt(text=prompt, index=0), embeds=embeds, member=0)],
+        policy_velocity(policy, samples),
+        samples,
+        keys,
         transition_table("ode", sigma_schedule(STEPS, SHIFT), 0.0),
-        model.ours.video_decoder.latent_shape(FRAMES, HEIGHT, WIDTH),
-        seed=0,
-        update=0,
+        initial_latents(keys, model.ours.video_decoder.latent_shape(FRAMES, HEIGHT, WIDTH)),
     )
 
 

@@ -14,7 +14,8 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from sage_fast.models.family import Decoding
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning import search
 from sage_fast.planning.communication import LATENCY, NETWORK_HOP, NVLINK_HOP, Exchange
 from sage_fast.planning.devices import DEVICES
@@ -23,7 +24,7 @@ from sage_fast.planning.layout import Group, Layout, least_gpus, plan_layout
 from sage_fast.planning.text import to_text
 from sage_fast.planning.work import anchor_share
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import join, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = DEVICES["h100"]
@@ -43,7 +44,7 @@ def small(*overrides: str, gpus: int) -> Plan:
     words += ["--rollout.num_steps=2", "--rollout.batch_size=4", "--evaluation.num_steps=2"]
     config = load_config("configs/hv15_480p_lora_1gpu.yaml", [*words, *overrides])
     shape = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": LAYERS, "text_embed_dim": 64}
-    description = ModelDescription(
+    description = published_model(
         transformer=shape | {"text_embed_2_dim": 32},
         text_tokens=TEXT,
         decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),
@@ -165,16 +166,14 @@ SHARDED = {
 
 def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
     """(calls, bytes) that this rank sends in an iteration of each of `SHARDED`, by kind."""
-    import torch
     from torch import distributed as dist
 
-    from sage_fast.distributed.start import start_world
     from sage_fast.run.run import build_trainer
 
     world, found = None, {}
     for name, words in SHARDED.items():
         config = load_config(file, words)
-        world = world or start_world(config, torch.device("cpu"))
+        world = world or join(config)
         trainer = build_trainer(config, world)
         sizes: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
 

@@ -19,9 +19,10 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, Decoding, ModelDescription
+from sage_fast.models.family import Decoding, describe_model
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
-from sage_fast.planning.estimate import Plan, describe, make_plan
+from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.memory import _call
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
@@ -54,7 +55,7 @@ def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
         DEVICES["h100"],
         memory_gb=memory_gb,
         runtime=0.0,
-        description=ModelDescription(
+        description=published_model(
             transformer=SMALL,
             decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),
             decoder_gb=0.0,
@@ -81,7 +82,7 @@ def test_the_real_model_has_its_parameters() -> None:
 def test_a_forward_has_the_counted_operations(
     frames: int, height: int, width: int, linear: float, attention: float
 ) -> None:
-    description = ModelDescription()
+    description = published_model()
     _, *grid = description.latent_shape(frames, height, width)
     work = forward_work(description.transformer, grid[0] * grid[1] * grid[2], 250)
     assert work.linear / 1e12 == pytest.approx(linear, rel=1e-3)
@@ -108,9 +109,7 @@ def test_the_closed_form_is_what_torch_counts_at_full_depth() -> None:
 
 def small_call(**changes: Any) -> Call:
     config = load_config(B, ["--video.height=64", "--video.width=96", "--video.num_frames=9"])
-    call = _call(
-        config, ModelDescription(transformer=SMALL), True, batch=1, gradient=True, on_policy=True, single=False
-    )
+    call = _call(config, published_model(transformer=SMALL), True, batch=1, gradient=True, on_policy=True, single=False)
     return replace(call, **changes)
 
 
@@ -375,7 +374,7 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
         (["--device", "h100", "--distributed.sp=3"], "does not divide the model's 4 attention heads"),
         (["--gpus", "1", "--rollout.num_generations=3"], "group would be incomplete"),
         (["--video.height=17"], "multiple of 4"),
-        (["--model.family=json:loads"], "describe_model"),
+        (["--model.family=json:loads"], "describe(model: ModelConfig)"),
     ],
     ids=["gpus", "memory", "cpus", "ranks", "heads", "groups", "video", "family"],
 )
@@ -388,7 +387,7 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     shape = {"_class_name": "HunyuanVideo15Transformer3DModel", "num_layers": 12}
     (tmp_path / "transformer/config.json").write_text(json.dumps(shape))
-    description = describe(load_config(B, [f"--model.path={tmp_path}"]))
+    description = describe_model(load_config(B, [f"--model.path={tmp_path}"]).model)
     assert description.num_layers == 12 and description.width == 2048
 
 

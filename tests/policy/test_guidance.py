@@ -65,7 +65,7 @@ def test_the_formula_of_guidance(trainer: Trainer) -> None:
     policy = trainer.policy
     with torch.no_grad():
         conditional = guidance.model_velocity(policy.transformer, latents, sigma, prompts)
-        free = guidance.model_velocity(policy.transformer, latents, sigma, [policy.unconditional] * 2)
+        free = guidance.model_velocity(policy.transformer, latents, sigma, [policy.uncond] * 2)
         assert not torch.allclose(conditional, free, atol=1e-3)
         torch.testing.assert_close(policy.velocity(latents, sigma, prompts), 6 * conditional - 5 * free)
         policy.guidance_scale = 1.0
@@ -113,12 +113,12 @@ def test_several_cotangents_are_pulled_apart(trainer: Trainer) -> None:
     for split in (False, True):
         parts = [torch.zeros_like(whole), torch.zeros_like(whole)]
 
-        def pull(output: Tensor, cotangents: Any, parts: list[Tensor] = parts) -> None:
+        def vjp(output: Tensor, cotangents: Any, parts: list[Tensor] = parts) -> None:
             for part, cotangent in zip(parts, cotangents, strict=True):
                 products = torch.autograd.grad(output, parameters, cotangent, retain_graph=True)
                 part += torch.cat([p.flatten() for p in products])
 
-        trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos(), v.square()], split=split, pull=pull)
+        trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos(), v.square()], split=split, vjp=vjp)
         assert all(p.grad is None for p in parameters)
         assert relative(parts[0] + parts[1], whole) < 3e-6
         assert min(relative(part, whole) for part in parts) > 1e-3

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RewardConfig
-from sage_fast.rewards.clip import FramePreprocessing
-from sage_fast.rewards.clip_score import CLIPScore
+from sage_fast.rewards.clip import CLIPScore, FramePreprocessing, middle_frames
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.frames import frame_indices
 from tests.tiny.clip import MEAN, STD, build_tiny_clip
 
 # "a red cat" and "dog" in the tiny tokenizer, spelled out: start, words, end.
@@ -104,7 +102,7 @@ def test_both_forms_of_the_preprocessing_file() -> None:
     [(81, 4, [10, 30, 50, 70]), (5, 1, [2]), (5, 5, [0, 1, 2, 3, 4]), (3, 8, [0, 1, 2]), (3, None, [0, 1, 2])],
 )
 def test_frames_are_spread_over_the_video(total: int, wanted: int | None, rows: list[int]) -> None:
-    assert frame_indices(total, wanted) == rows
+    assert middle_frames(total, wanted) == rows
 
 
 def test_only_the_chosen_frames_count(checkpoint: Path) -> None:

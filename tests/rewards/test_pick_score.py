@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.rewards.clip_score import CLIPScore
-from sage_fast.rewards.pick_score import PROCESSOR, PickScore
+from sage_fast.rewards.clip import PROCESSOR, CLIPScore, PickScore
 from tests.tiny.clip import build_tiny_clip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sage_fast.models.video_files import read_video, write_video
 from sage_fast.run.media import (
     CAPTION_WIDTH,
     MARGIN,
@@ -15,8 +16,6 @@ from sage_fast.run.media import (
     contact_sheet,
     filmstrip,
     plot_reward,
-    read_video,
-    write_video,
 )
 
 
@@ -95,7 +94,7 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_file_that_is_no_video_is_an_error(tmp_path):
     (tmp_path / "a.mp4").write_text("not a video")
-    with pytest.raises(OSError, match="delete it"):
+    with pytest.raises(OSError, match="Delete it"):
         read_video(tmp_path / "a.mp4")
     with pytest.raises(OSError):
         read_video(tmp_path / "gone.mp4")

@@ -1,10 +1,12 @@
 """Prompt files: what is read, and that each mistake is named with its file and line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sage_fast.run.prompts import read_prompts
+from sage_fast.records import Prompt
+from sage_fast.run.prompts import read_prompts, write_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -51,8 +53,28 @@ def test_txt_is_one_prompt_a_line(tmp_path):
     assert [(p.text, p.index) for p in prompts] == [('a "quoted", thing', 0), ("猫", 1)]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("vbench.json", '[{"prompt_en": "a fox", "dimension": ["colour"]}, {"prompt_en": "an owl"}]'),
+        ("vbench.csv", "prompt,prompt_shorter,prompt_zh\na fox,fox,x\nan owl,owl,y\n"),
+        ("captions.jsonl", '{"caption": "a fox"}\n{"caption": "an owl"}\n'),
+        ("list.json", '["a fox", "an owl"]'),
+    ],
+)
+def test_files_of_benchmarks_and_other_trainers(tmp_path, name, content):
+    assert [p.text for p in read_prompts(write(tmp_path, name, content))] == ["a fox", "an owl"]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_what_is_written_reads_back(tmp_path, seed):
+    prompts = [Prompt(text='a "red", fox\u2028', index=3, seed=seed), Prompt(text="\u732b", index=9)]
+    write_prompts(prompts, tmp_path / "out.csv")
+    assert read_prompts(tmp_path / "out.csv") == [replace(p, text=p.text.strip()) for p in prompts]
+
+
 MISTAKES = {
-    "no-prompt-column": ("p.csv", "caption,id\na,1\n", r"p\.csv:1: .*'prompt'; found 'caption', 'id'"),
+    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt'; found 'text', 'id'"),
     "prompt-column-twice": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: 2 columns"),
     "empty-prompt-cell": ("p.csv", "prompt,index\na,0\n  ,1\n", r"p\.csv:3: the prompt is empty"),
     "duplicate-index": ("p.csv", "prompt,index\na,5\nb,5\n", r"p\.csv:3: index 5 is taken by line 2"),
@@ -71,6 +93,8 @@ MISTAKES = {
     "empty-txt": ("p.txt", " \n", r"p\.txt: holds no prompts"),
     "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
     "json-without-prompt": ("p.jsonl", '{"text": "a"}\n', r"p\.jsonl:1: .*'prompt'; found 'text'"),
+    "json-no-list": ("p.json", '{"prompt": "a"}', r"p\.json: expected a list"),
+    "json-entry": ("p.json", '["a", {"words": "b"}]', r"p\.json, entry 2: no key named 'prompt'"),
     "json-number": ("p.jsonl", "3\n", r"p\.jsonl:1: expected an object"),
     "json-prompt-not-text": ("p.jsonl", '{"prompt": 3}\n', r"p\.jsonl:1: 'prompt' must be a string, not 3"),
     "json-empty-prompt": ("p.jsonl", '""\n', r"p\.jsonl:1: the prompt is empty"),
@@ -78,7 +102,7 @@ MISTAKES = {
     "json-seed-bool": ("p.jsonl", '{"prompt": "a", "seed": true}\n', r"p\.jsonl:1: seed .* not True"),
     "not-utf8": ("p.txt", b"ok\ncaf\xe9\n", r"p\.txt:2: not UTF-8 \(byte 0xe9\)"),
     "utf16": ("p.csv", "prompt\na\n".encode("utf-16"), r"p\.csv:1: not UTF-8"),
-    "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.jsonl, \.txt, not in '\.tsv'"),
+    "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.jsonl, \.json, \.txt, not in '\.tsv'"),
     "no-extension": ("prompts", "a\n", r"not in 'no extension'"),
 }
 

@@ -15,11 +15,14 @@ import torch
 from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.description import ModelDescription
+from sage_fast.models.family import model_family
+from sage_fast.models.hub import is_repository
+from sage_fast.models.hunyuan15.description import published_model
 from sage_fast.models.hunyuan15.loading import load_components
-from sage_fast.models.hunyuan15.requirements import is_repository, requirements
+from sage_fast.models.hunyuan15.requirements import hunyuan15_requirements
 from sage_fast.planning.footprint import estimate
 from sage_fast.planning.weights import count_weights
+from sage_fast.rewards.base import reward_requirements
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools import machine
 from sage_fast.tools.diagnosis import can_run, examine, to_text
@@ -100,9 +103,7 @@ def test_a_gpu_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch, used:
 
 def test_attention_backends_and_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = {"flash3": "flash_attn_interface is not installed", "sdpa": None}
-    module = SimpleNamespace(backend_report=lambda device, dtype: report)
-    monkeypatch.setitem(sys.modules, doctor.ATTENTION, module)  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "backend_report", lambda device, dtype: report)
     chosen = by_name(list(doctor._attention(preset(tmp_path, "--model.attention=flash3"))))
     assert chosen["flash3"].status == "missing" and "not installed" in chosen["flash3"].detail
     automatic = by_name(list(doctor._attention(preset(tmp_path))))
@@ -173,7 +174,8 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
         PRESET,
         ["--reward.rewards=[videoalign, clip_score, pick_score]", "--reward.options.clip_score.path=models/clip"],
     )
-    found = {r.name: r for r in requirements(config)}
+    needed = [*model_family(config.model.family).requirements(config.model), *reward_requirements(config.reward)]
+    found = {r.name: r for r in needed}
     assert all(r.missing for r in found.values())
     assert {name: r.fetch for name, r in found.items()} == {
         "HunyuanVideo-1.5": "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
@@ -287,7 +289,7 @@ def test_a_transformer_of_the_official_layout_is_named_by_its_path(tmp_path: Pat
 def test_the_official_layout_needs_encoders_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "ckpts/transformer/480p_t2v").mkdir(parents=True)
     (tmp_path / "ckpts/transformer/480p_t2v/config.json").write_text("{}")
-    found = {r.name: r for r in requirements(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}"))}
+    found = {r.name: r for r in hunyuan15_requirements(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}").model)}
     assert found["text encoder"].fetch.startswith("hf download Qwen/Qwen2.5-VL-7B-Instruct")
     assert found["glyph encoder"].fetch.startswith("modelscope download")
     assert found["HunyuanVideo-1.5"].missing[0].startswith("transformer/")
@@ -338,7 +340,7 @@ def test_what_does_not_fit_comes_with_the_setting_that_helps_most(
 
 
 def test_the_estimate_moves_as_it_should(tmp_path: Path) -> None:
-    shape = ModelDescription()
+    shape = published_model()
     plain = estimate(preset(tmp_path), shape)
 
     def parts(*overrides: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import Evaluation, compare
-from sage_fast.run import media
+from sage_fast.models import video_files
 from sage_fast.tools.report import (
     Report,
     ShownVideo,
@@ -160,7 +160,7 @@ def report(tmp_path: Path) -> Report:
     for i in range(2):
         paths = [tmp_path / f"{model}/{i}.mp4" for model in ("base", "trained")]
         for path in paths:
-            media.write_video(path, torch.randint(256, (5, 3, 16, 24), generator=generator, dtype=torch.uint8), 4)
+            video_files.write_video(path, torch.randint(256, (5, 3, 16, 24), generator=generator, dtype=torch.uint8), 4)
         videos.append(ShownVideo(prompt=base.prompts[i], base=paths[0], trained=paths[1], difference=0.5 - i))
     return Report(
         scores=compare(base, trained, {"VQ": 2.0}),

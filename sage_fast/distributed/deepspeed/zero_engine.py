@@ -3,13 +3,14 @@
 DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
 gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things differ:
 
-* **Gathering weights (stage 3)**: `deepspeed_gathering.py` says how, and why not as DeepSpeed does.
-* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by it:
-  exact where it is a power of two, else one rounding. Ranks that share a video contribute parts of the sum like others.
-* **When an update's gradient is complete** the trainer says by calling `clip_gradients`; DeepSpeed's counting of
+* **Gathering weights (stage 3)**: `gathering.py` says how, and why not as DeepSpeed does.
+* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by that
+  number: exact for a power of two, one rounding otherwise. Ranks that share a video contribute parts of the sum like
+  all others.
+* **The trainer decides when an update's gradient is complete**, by calling `clip_gradients`. DeepSpeed's counting of
   micro-batches is off (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. All that is used of it beyond its documented interface is in this file.
+Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in this file.
 """
 
 import importlib
@@ -35,7 +36,8 @@ from sage_fast.distributed.deepspeed.gathering import BlockGathering
 from sage_fast.distributed.deepspeed.zero_config import ZeroConfig, read_config
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.transformer import FusedForward
+from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
 
 OLDEST = "0.19.8"
@@ -61,7 +63,7 @@ class Fragment:
 
 
 class DeepSpeedEngine:
-    """`Engine` (engine.py) over DeepSpeed ZeRO. Every rank must `pull` as often as the others between two steps.
+    """`Engine` (engine.py) over DeepSpeed ZeRO. Between two steps every rank must call `vjp` equally often.
 
     Args:
         transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
@@ -94,7 +96,7 @@ class DeepSpeedEngine:
             settings.deepspeed_config, optimizer_config, mode=mode, dtype=transformer.dtype, warn=world.is_main
         )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
-        acceleration: Acceleration | None = transformer.__dict__.get("_acceleration")
+        acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
         _check_forward(acceleration, config)
         self.config, self.optimizer_config, self.world = config, optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
@@ -108,26 +110,7 @@ class DeepSpeedEngine:
             if transformer.dtype != torch.bfloat16:
                 cast_weights(transformer, torch.bfloat16)
         always_read_glyphs(transformer)
-        own = AdamW(
-            list(self.parameters.values()),
-            lr=optimizer_config.learning_rate,
-            betas=optimizer_config.betas,
-            eps=optimizer_config.eps,
-            weight_decay=optimizer_config.weight_decay,
-        )
-        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
-        with _quiet():
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=transformer, optimizer=own, config=dict(config.document), dist_init_required=False
-            )
-        # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
-        # here.
-        self._engine.module_forward_pre_hook.remove()
-        self._engine.module_forward_post_hook.remove()
-        self._gathering: BlockGathering | None = None
-        if config.stage == 3:
-            self._zero.parameter_offload.destroy()
-            self._gathering = BlockGathering(transformer)
+        self._initialize(deepspeed, transformer)
         if acceleration is not None:
             acceleration.forget()
         self.masters: list[Tensor] = (
@@ -136,7 +119,7 @@ class DeepSpeedEngine:
         """This rank's float32 partitions of the trained weights."""
         self.fragments = {name: self._fragment(p) for name, p in self.parameters.items()}
         for master in self.masters:
-            # What AdamW makes in its first step; a checkpoint may come before.
+            # What AdamW creates in its first step; a checkpoint may come before.
             self._zero.optimizer.state[master] = {
                 "step": torch.tensor(0.0),
                 **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
@@ -145,18 +128,41 @@ class DeepSpeedEngine:
             self._put(self.masters, name, value)
         self._updates = 0
 
+    def _initialize(self, deepspeed: Any, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        """Hand the transformer and its optimizer to DeepSpeed."""
+        optimizer = AdamW(
+            list(self.parameters.values()),
+            lr=self.optimizer_config.learning_rate,
+            betas=self.optimizer_config.betas,
+            eps=self.optimizer_config.eps,
+            weight_decay=self.optimizer_config.weight_decay,
+        )
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        with _quiet():
+            self._engine, self._zero, _, _ = deepspeed.initialize(
+                model=transformer, optimizer=optimizer, config=dict(self.config.document), dist_init_required=False
+            )
+        # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
+        # here.
+        self._engine.module_forward_pre_hook.remove()
+        self._engine.module_forward_post_hook.remove()
+        self._gathering: BlockGathering | None = None
+        if self.sharded:
+            self._zero.parameter_offload.destroy()
+            self._gathering = BlockGathering(transformer)
+
     # ------------------------------------------------------------------------------------------ gradient and step
 
-    def pull(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """As in `Engine`. The sum over ranks is taken on the way."""
         (cotangent,) = cotangents
-        # As DeepSpeed does before a forward: it adds to the gradient of the pulls before, and does not replace it.
+        # As DeepSpeed does before a forward: this adds to the gradient so far instead of replacing it.
         self._zero.clear_backward_seen_flag()
         self._engine.backward((output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False)
         if self._gathering is not None:
             self._gathering.end_backward()
 
-    def last_pull(self, last: bool) -> None:
+    def last_vjp(self, last: bool) -> None:
         """As in `Engine`; ZeRO sums in every backward."""
 
     @torch.no_grad()
@@ -184,6 +190,10 @@ class DeepSpeedEngine:
             self._zero._release_preflattened_grad_buffers()
             for index in range(len(self.masters)):
                 self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+
+    def weights_finite(self) -> bool:
+        """As in `Engine`, of the float32 masters."""
+        return norm_is_finite(self.masters)
 
     @property
     def learning_rate(self) -> float:
@@ -241,7 +251,7 @@ class DeepSpeedEngine:
         """Within the context the trained weights are whole and float32 on every rank, as an adapter is saved. The model
         cannot compute then. Collective.
         """
-        kept = {name: p.data for name, p in self.parameters.items()}
+        sharded = {name: p.data for name, p in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 whole = self._spread(self.masters, name)
@@ -250,7 +260,7 @@ class DeepSpeedEngine:
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.data = kept[name]
+                parameter.data = sharded[name]
 
     def gather_whole(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Weights, or what is partitioned like them, whole and in CPU memory, each on one rank. Collective."""
@@ -341,9 +351,9 @@ class ZeroSnapshot:
     def _exchange(self) -> None:
         for values, masters in zip(self.values, self._engine.masters, strict=True):
             for value, master in zip(values.split(CHUNK), masters.split(CHUNK), strict=True):
-                kept = master.clone()
+                old = master.clone()
                 master.copy_(value)
-                value.copy_(kept)
+                value.copy_(old)
         self._engine.weights_changed()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -355,7 +365,7 @@ class ZeroSnapshot:
         self._engine.load_whole(self.values, lambda name: source.read(group, name))
 
 
-def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> None:
+def _check_forward(acceleration: FusedForward | None, config: ZeroConfig) -> None:
     """ConfigError for options of the fused forward that cannot be had."""
     if acceleration is None:
         return
@@ -366,7 +376,7 @@ def _check_forward(acceleration: Acceleration | None, config: ZeroConfig) -> Non
             + ("shards the AdaLN weights" if config.stage == 3 else "keeps all weights on the GPU")
             + ". Set model.adaln to auto."
         )
-    if config.stage == 3 and acceleration._refine is not None:
+    if config.stage == 3 and acceleration.compiled:
         raise ConfigError(
             "model.compile is true, but DeepSpeed ZeRO-3 gathers weights in ways that torch.compile does not follow. "
             "Set model.compile to false, or zero_optimization.stage to 2."

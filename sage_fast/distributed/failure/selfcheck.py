@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import by_dotted_key
 from sage_fast.distributed.failure.rank_table import ranks_in_words
 from sage_fast.noise import NoiseKey, gaussian
 
@@ -67,17 +67,20 @@ class Identity:
     """The GPU; empty on a CPU."""
 
 
-def check_identities(config: RunConfig, device: torch.device) -> None:
+def check_identities(configuration: Mapping[str, Any], device: torch.device) -> None:
     """Every rank has the same configuration and software and a GPU of its own. Collective, over the default group.
 
-    Before the groups of the mesh are made, whose shape the configuration decides; on one process it does nothing.
+    Called before the groups of the mesh are made, whose shape the configuration decides; no-op on one process.
+
+    Args:
+        configuration: nested dicts, as `to_dict` makes them.
 
     Raises:
         ConfigError: what differs, and on which ranks.
     """
     if not dist.is_initialized():
         return
-    settings = {key: repr(value) for key, value in by_dotted_key(to_dict(config)).items()}
+    settings = {key: repr(value) for key, value in by_dotted_key(configuration).items()}
     own = Identity(config=settings, software=software(), device=device_identity(device))
     identities: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(identities, own)
@@ -104,7 +107,7 @@ def check_identities(config: RunConfig, device: torch.device) -> None:
 
 def check_world(
     world: "World",
-    config: RunConfig,
+    directory: Path,
     device: torch.device,
     noise: Sequence[str] = (),
     inputs: Mapping[str, str] | None = None,
@@ -113,8 +116,8 @@ def check_world(
 
     Args:
         world: the processes, with their groups; on one process nothing is checked.
-        config: the run.
-        device: this rank's device: its collectives are those that training uses.
+        directory: the run's.
+        device: this rank's; its collectives are those that training uses.
         noise: `noise_digests` of the videos that this rank samples first.
         inputs: digests of what this rank has read from files, by the configuration's keys.
 
@@ -124,7 +127,7 @@ def check_world(
     if world.mesh is None:
         return
     check_collectives(world, device)
-    check_shared_folder(world, Path(config.output_dir))
+    check_shared_folder(world, directory)
     check_inputs(world, inputs or {})
     check_noise(world, noise)
 

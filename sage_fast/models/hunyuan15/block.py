@@ -1,6 +1,6 @@
-"""One dual-stream block of HunyuanVideo-1.5: the fused forward, and the backward that recomputes what it did not keep.
+"""One dual-stream block of HunyuanVideo-1.5: the fused forward, and a backward that recomputes what was not saved.
 
-For the video tokens x and the text tokens t, each stream with weights and modulation of its own:
+The video tokens x and the text tokens are two streams, each with its own weights and modulation:
 
     y  = LayerNorm(x) (1 + scale_msa) + shift_msa                    adaln
     q, k, v = y W_qkv + b;  q, k = RoPE(RMSNorm(q, k))               one product; qk_norm_rope
@@ -8,25 +8,27 @@ For the video tokens x and the text tokens t, each stream with weights and modul
     x1 = x + gate_msa (o W_o + b);  y2 = LayerNorm(x1) (1 + scale_mlp) + shift_mlp      gated_residual_adaln
     x2 = x1 + gate_mlp (gelu(y2 W_1 + b) W_2 + b)                    linear_gelu_tanh, gated_residual
 
-which is `HunyuanVideo15TransformerBlock.forward` of diffusers with the padding, the mask and the roundings between the
-elementwise steps left out. The last block's text output is never read, so there the text has keys and values only.
+This is `HunyuanVideo15TransformerBlock.forward` of diffusers without padding, mask, or rounding between the elementwise
+steps. Nothing reads the text output of the last block, so its text stream has keys and values only.
 
-What the forward keeps for the backward (S = one tensor of all tokens, lse is S/64 in bfloat16):
+What the forward saves for the backward (S = one tensor of all tokens; lse is S/64 in bfloat16):
 
-    none       x, qkv, o, lse, o W_o, y2 W_1: 10 S; matrix products are not repeated, elementwise work is
-    selective  x, o, lse: 2 S; attention is not repeated, matrix products are, but for W_2
-    full       x: 1 S
+    none       x, qkv, o, lse, o W_o, y2 W_1: 10 S; only elementwise work is recomputed
+    selective  x, o, lse: 2 S; matrix products are recomputed except the one with W_2, attention is not
+    full       x: 1 S; attention is recomputed too
 
-The product with W_2 is not repeated for many tokens: its result only matters for the gradient of the gate,
+The product h W_2 is never recomputed for its own sake. The backward needs it only for the gradient of the gate, and
 
-    dgate = sum_n dx2 (h W_2^T + b) = rowsum(W_2 * (dx2^T h)) + b sum_n dx2,    and   dW_2 = gate * (dx2^T h).
+    dgate = sum_n dx2 (h W_2^T + b) = rowsum(W_2 * (dx2^T h)) + b sum_n dx2,    with   dW_2 = gate * (dx2^T h),
+
+so where W_2 is trained dgate costs no product of its own.
 
 Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,8 @@ from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import Kernels
 from sage_fast.models.attention.attention import attention, attention_backward
-from sage_fast.models.hunyuan15.offload import Kept, keep
+from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
     Gradients,
     Projection,
@@ -46,33 +49,13 @@ from sage_fast.models.hunyuan15.projection import (
     projection,
     weight_backward,
 )
+from sage_fast.models.transformer import Checkpointing
 
-Checkpointing = Literal["none", "selective", "full"]
 EPS = 1e-6
 
 _FEW_TOKENS = 1024
-"""Up to so many tokens the branch is computed again for the gate: that reads W_2 once, the formula above thrice."""
-
-
-class JointAttention(Protocol):
-    """Attention over the joint sequence. Under sequence parallelism it is where tokens and heads are exchanged."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's tokens: q, k, v (B, N + L, H, D) with the video tokens first.
-
-        q may hold the video tokens alone; where it holds all, out has text rows too. lse is whatever `backward` needs
-        of it.
-        """
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v.
-
-        Under sequence parallelism gradients of the text are this rank's part of them: the ranks' parts add up.
-        """
-        ...
+"""Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2 once, the formula above three
+times."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +88,7 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class Stream:
-    """Weights of the video or the text stream. q, out and ff are None where the stream's output is never read."""
+    """Weights of the video or the text stream. q, out and ff_* are None where nothing reads the stream's output."""
 
     q: Projection | None
     k: Projection
@@ -123,7 +106,7 @@ class Stream:
         return [layer for layer in (self.q, self.k, self.v) if layer is not None]
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Stream":
-        """The same weights as autograd kept them."""
+        """The same weights as autograd saved them."""
 
         def layer(old: Projection | None) -> Any:
             return None if old is None else old.rebuilt(tensors)
@@ -149,7 +132,7 @@ class Streams(NamedTuple):
 
 
 def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
-    """The weights of a diffusers `HunyuanVideo15TransformerBlock`, and the same as one flat list of tensors."""
+    """The weights of a diffusers `HunyuanVideo15TransformerBlock`, by name and as one flat list of tensors."""
     flat: list[Tensor] = []
 
     def read(module: nn.Module) -> Projection:
@@ -169,7 +152,7 @@ def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
     )
     if last:
         k, v = read(attn.add_k_proj), read(attn.add_v_proj)
-        # The key's norm stands in for the query's: the kernel wants one, and its result is not used.
+        # The kernel wants a query norm. The key's stands in; what it computes is not read.
         text = Stream(None, k, v, *norms(attn.norm_added_k, attn.norm_added_k), None, None, None)
     else:
         context: Any = block.ff_context
@@ -197,146 +180,182 @@ class Modulation(NamedTuple):
     gate_mlp: Tensor
 
 
+class StreamInput(NamedTuple):
+    """What a block is given of one stream: tokens x (B, tokens, D) and modulation (B, 6 D)."""
+
+    x: Tensor
+    modulation: Tensor
+
+
+class Rotary(NamedTuple):
+    """Rotary tables cos and sin, (N, head dim) float32, of the video tokens that are computed here."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 def block_forward(
     settings: BlockSettings,
     streams: Streams,
     flat: Sequence[Tensor],
-    x: Tensor,
-    text: Tensor,
-    modulation: Tensor,
-    text_modulation: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    video: StreamInput,
+    text: StreamInput,
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor]:
     """Run one block; with autograd where a gradient is wanted.
 
     Args:
         settings: how.
         streams, flat: the weights, from `read_block`.
-        x: (B, N, D) video tokens, or this rank's share of them. text: (B, L, D) text tokens, L >= 1.
-        modulation, text_modulation: (B, 6 D).
-        cos, sin: (N, head dim) float32 rotary tables of the video tokens in x.
+        video: N tokens, or this rank's share of them.
+        text: L >= 1 tokens.
+        rotary: tables of the video tokens.
 
     Returns:
-        The streams after the block, shaped as they came; in the last block the text as it came in.
+        Video (B, N, D) and text (B, L, D) after the block; in the last block the text as it came in.
     """
-    tensors = (x, text, modulation, text_modulation, *flat)
+    tensors = (*video, *text, *flat)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        out, text_out = _BlockFunction.apply(settings, streams, cos, sin, *tensors)
-        return out, text if text_out is None else text_out
+        out, text_out = _BlockFunction.apply(settings, streams, rotary, *tensors)
+        return out, text.x if text_out is None else text_out
     with torch.no_grad():
-        block = _Block(settings, streams, x, text, modulation, text_modulation, cos, sin)
-        return block.forward()
+        return _Block(settings, streams, video, text, rotary).forward()
 
 
 class _Joint:
     """Rows of the joint sequence, (B, N + L, width), written stream by stream.
 
-    With one sample the rows of a stream lie together, so that a matrix product writes them in place; with more they
-    are copied.
+    With one sample the rows of a stream are contiguous, so a matrix product writes them in place. With more they are
+    copied.
     """
 
-    def __init__(self, like: Tensor, num_video: int, num_text: int, width: int) -> None:
-        self.buffer = like.new_empty(like.shape[0], num_video + num_text, width)
-        self.parts = self.buffer[:, :num_video], self.buffer[:, num_video:]
+    def __init__(self, like: Tensor, num_tokens: int, width: int) -> None:
+        self.buffer = like.new_empty(like.shape[0], num_tokens, width)
 
-    def rows(self, part: int) -> Tensor:
-        """Rows (B * tokens, width) to fill for stream 0 (video) or 1 (text); hand them to `put`."""
-        target = self.parts[part]
+    def rows(self, tokens: slice) -> Tensor:
+        """Rows (B * tokens, width) of a stream to fill and then hand to `put`."""
+        target = self.buffer[:, tokens]
         return target[0] if len(target) == 1 else target.new_empty(target.shape[0] * target.shape[1], target.shape[2])
 
-    def put(self, part: int, rows: Tensor) -> None:
+    def put(self, tokens: slice, rows: Tensor) -> None:
         """Take the filled rows."""
-        target = self.parts[part]
+        target = self.buffer[:, tokens]
         if len(target) > 1:
             target.copy_(rows.view(target.shape))
 
 
+class HeadGradients(NamedTuple):
+    """Gradients of a stream's raw projections q, k and v, (B, tokens, H, head dim). q is None without queries."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+
+    def rows(self) -> list[Tensor]:
+        """Those that exist as (B * tokens, D), in the order of `Stream.qkv`."""
+        return [part.flatten(2).flatten(0, 1) for part in self if part is not None]
+
+
+@dataclass
+class _Pass:
+    """One stream in one pass of a block; each stage fills in what later ones need. Tensors are (B, tokens, ...)."""
+
+    weights: Stream
+    modulation: Modulation
+    x: Tensor
+    tokens: slice
+    """Where its tokens lie in the joint sequence."""
+    attended: Tensor | None = None
+    """o W_o + b, before the gate."""
+    hidden: Tensor | None = None
+    """y2 W_1 + b, the input of the GELU."""
+    grad: Tensor | None = None
+    """Backward: of x2, then of x1, at last of x. None while nothing has reached the stream."""
+    modulation_grads: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """Whether anything reads the stream's output."""
+        return self.weights.out is not None
+
+    def joined_modulation_grads(self) -> Tensor | None:
+        """(B, 6 D); what a stream without output lacks is zero. None where no gradient was wanted."""
+        if not self.modulation_grads:
+            return None
+        parts = zip(Modulation._fields, self.modulation, strict=True)
+        return torch.cat([self.modulation_grads.get(n, torch.zeros_like(value)) for n, value in parts], dim=1)
+
+
 class _Block:
-    """One pass of one block. Each stage fills in what the later ones need and skips what is there already."""
+    """One pass of one block. Each stage fills in what later ones need and skips what is there already."""
 
     qkv: tuple[Tensor, ...] | None = None
     """Raw projections: (B, N + L, 3 D) of both streams for one sample, else (B, N, 3 D) and (B, L, 3 D)."""
     out: Tensor | None = None
     lse: Tensor | None = None
-    branches: tuple[Tensor, ...] | None = None
-    """Output of the attention projections, before the gate."""
-    hidden: tuple[Tensor, ...] | None = None
-    """Input of the GELU."""
 
     def __init__(
-        self,
-        settings: BlockSettings,
-        streams: Streams,
-        x: Tensor,
-        text: Tensor,
-        modulation: Tensor,
-        text_modulation: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        self, settings: BlockSettings, streams: Streams, video: StreamInput, text: StreamInput, rotary: Rotary
     ) -> None:
-        self.settings, self.kernels, self.streams = settings, settings.kernels, streams
-        self.inputs = x, text
-        self.modulations = Modulation(*modulation.chunk(6, dim=1)), Modulation(*text_modulation.chunk(6, dim=1))
-        self.cos, self.sin = cos, sin
-        self.num_video, self.num_text = x.shape[1], text.shape[1]
-        self.head_dim = cos.shape[1]
-        # Streams whose output is read.
-        self.live = (0,) if streams.text.out is None else (0, 1)
+        self.settings, self.kernels, self.rotary = settings, settings.kernels, rotary
+        self.num_video = video.x.shape[1]
+        self.num_tokens = self.num_video + text.x.shape[1]
+        self.head_dim = rotary.cos.shape[1]
+
+        def begin(weights: Stream, given: StreamInput, tokens: slice) -> _Pass:
+            return _Pass(weights, Modulation(*given.modulation.chunk(6, dim=1)), given.x, tokens)
+
+        self.video = begin(streams.video, video, slice(0, self.num_video))
+        self.text = begin(streams.text, text, slice(self.num_video, self.num_tokens))
+        self.streams = self.video, self.text
+        self.live = [stream for stream in self.streams if stream.live]
 
     # ---------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Both streams after the block (the text as it came in where its output is never read)."""
+        """Both streams after the block (the text as it came in where nothing reads its output)."""
         self.attend(*self.rotate(*self.project_inputs()))
         if self.settings.checkpointing != "none":
             self.qkv = None  # memory for the feed-forward
-        results = list(self.inputs)
-        residuals, normed = self.add_attention()
-        keep_hidden = self.settings.checkpointing == "none"
-        hidden = []
-        for i in self.live:
-            stream = self.streams[i]
-            assert stream.ff_in is not None and stream.ff_out is not None
-            if keep_hidden or stream.ff_in.low_rank or stream.ff_in.bias is None:
-                hidden.append(project(normed[i], stream.ff_in))
-                activated = self.kernels.gelu_tanh(hidden[-1])
-            else:
-                activated = self.kernels.linear_gelu_tanh(normed[i], stream.ff_in.weight, stream.ff_in.bias)
-            branch = project(activated, stream.ff_out)
-            results[i] = self.kernels.gated_residual(residuals[i], branch, self.modulations[i].gate_mlp)
-        if keep_hidden:
-            self.hidden = tuple(hidden)
-        return results[0], results[1]
+        out, text_out = (self.feed_forward(stream) if stream.live else stream.x for stream in self.streams)
+        return out, text_out
+
+    def feed_forward(self, stream: _Pass) -> Tensor:
+        """x2 of a live stream."""
+        ff_in, ff_out = stream.weights.ff_in, stream.weights.ff_out
+        assert ff_in is not None and ff_out is not None
+        residual, normed = self.add_attention(stream)
+        saves_hidden = self.settings.checkpointing == "none"
+        if saves_hidden or ff_in.low_rank or ff_in.bias is None:
+            hidden = project(normed, ff_in)
+            activated = self.kernels.gelu_tanh(hidden)
+            stream.hidden = hidden if saves_hidden else None
+        else:
+            # Nothing needs the hidden layer again, so the GELU can run in the epilogue of its product.
+            activated = self.kernels.linear_gelu_tanh(normed, ff_in.weight, ff_in.bias)
+        branch = project(activated, ff_out)
+        return self.kernels.gated_residual(residual, branch, stream.modulation.gate_mlp)
 
     def normed_inputs(self) -> list[Tensor]:
         """y of both streams."""
-        return [
-            self.kernels.adaln(x, m.scale_msa, m.shift_msa, EPS)
-            for x, m in zip(self.inputs, self.modulations, strict=True)
-        ]
+        return [self.kernels.adaln(s.x, s.modulation.scale_msa, s.modulation.shift_msa, EPS) for s in self.streams]
 
     def project_inputs(self, normed: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Raw projections: video (B, N, 3 D), text (B, L, 3 D or 2 D), and the joint values (B, N + L, D)."""
-        width = self.inputs[0].shape[2]
+        width = self.video.x.shape[2]
         if self.qkv is None:
             normed = normed or self.normed_inputs()
-            if self.inputs[0].shape[0] == 1:
-                joint = _Joint(normed[0], self.num_video, self.num_text, 3 * width)
-                for i in (0, 1):
-                    layers = self.streams[i].qkv
-                    project_qkv(normed[i], layers, joint.rows(i)[:, (3 - len(layers)) * width :])
+            if len(self.video.x) == 1:
+                joint = _Joint(normed[0], self.num_tokens, 3 * width)
+                for y, stream in zip(normed, self.streams, strict=True):
+                    layers = stream.weights.qkv
+                    project_qkv(y, layers, joint.rows(stream.tokens)[:, (3 - len(layers)) * width :])
                 self.qkv = (joint.buffer,)
             else:
-                self.qkv = tuple(
-                    project_qkv(y, stream.qkv, y.new_empty(y.shape[0] * y.shape[1], len(stream.qkv) * width)).view(
-                        *y.shape[:2], -1
-                    )
-                    for y, stream in zip(normed, self.streams, strict=True)
-                )
+                self.qkv = tuple(_project_apart(y, s.weights.qkv) for y, s in zip(normed, self.streams, strict=True))
         if len(self.qkv) == 1:
             (both,) = self.qkv
-            text = both[:, self.num_video :, (3 - len(self.streams.text.qkv)) * width :]
+            text = both[:, self.num_video :, (3 - len(self.text.weights.qkv)) * width :]
             return both[:, : self.num_video], text, both[..., 2 * width :]
         video, text = self.qkv
         return video, text, torch.cat([video[..., -width:], text[..., -width:]], dim=1)
@@ -344,17 +363,17 @@ class _Block:
     def raw_heads(self, video: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
         q, k, _ = video.unflatten(2, (3, -1, self.head_dim)).unbind(2)
-        text_heads = text.unflatten(2, (len(self.streams.text.qkv), -1, self.head_dim))
+        text_heads = text.unflatten(2, (len(self.text.weights.qkv), -1, self.head_dim))
         return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
     def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        video, text = self.streams
+        video, text = self.video.weights, self.text.weights
         return video.q_norm, video.k_norm, text.q_norm, text.k_norm
 
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""
-        q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights(), self.cos, self.sin, EPS)
-        return q if len(self.live) == 2 else q[:, : self.num_video], k, v.unflatten(2, (-1, self.head_dim))
+        q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS)
+        return q if self.text.live else q[:, : self.num_video], k, v.unflatten(2, (-1, self.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's result and its log-sum-exp."""
@@ -362,190 +381,217 @@ class _Block:
             self.out, self.lse = self.settings.attention.forward(q, k, v, self.num_video)
         return self.out, self.lse
 
-    def attention_rows(self, i: int) -> Tensor:
-        """Attention's result for stream i, (B * tokens, D)."""
+    def attention_rows(self, stream: _Pass) -> Tensor:
+        """Attention's result for one stream, (B * tokens, D)."""
         assert self.out is not None
-        part = self.out[:, : self.num_video] if i == 0 else self.out[:, self.num_video :]
-        return part.flatten(2).flatten(0, 1)
+        return self.out[:, stream.tokens].flatten(2).flatten(0, 1)
 
-    def add_attention(self) -> tuple[list[Tensor], list[Tensor]]:
-        """x1 and y2 of the live streams."""
-        if self.branches is None:
-            self.branches = tuple(
-                project(self.attention_rows(i), layer).view(self.inputs[i].shape)
-                for i in self.live
-                if (layer := self.streams[i].out) is not None
-            )
-        residuals, normed = [], []
-        for i in self.live:
-            m = self.modulations[i]
-            residual, y = self.kernels.gated_residual_adaln(
-                self.inputs[i], self.branches[i], m.gate_msa, m.scale_mlp, m.shift_mlp, EPS
-            )
-            residuals.append(residual)
-            normed.append(y)
-        return residuals, normed
+    def add_attention(self, stream: _Pass) -> tuple[Tensor, Tensor]:
+        """x1 and y2 of a live stream."""
+        if stream.attended is None:
+            assert stream.weights.out is not None
+            stream.attended = project(self.attention_rows(stream), stream.weights.out).view(stream.x.shape)
+        m = stream.modulation
+        return self.kernels.gated_residual_adaln(stream.x, stream.attended, m.gate_msa, m.scale_mlp, m.shift_mlp, EPS)
 
-    # --------------------------------------------------------------------------------------------------- keeping
+    # ---------------------------------------------------------------------------------------------------- saving
 
-    def kept(self) -> list[Tensor]:
+    def saved(self) -> list[Tensor]:
         """What the forward leaves for the backward, besides the weights and the modulation."""
-        x, text = self.inputs
+        inputs = [stream.x for stream in self.streams]
         if self.settings.checkpointing == "full":
-            return [x, text]
+            return inputs
         assert self.out is not None and self.lse is not None
         if self.settings.checkpointing == "selective":
-            return [x, text, self.out, self.lse]
-        assert self.qkv is not None and self.branches is not None and self.hidden is not None
-        return [x, text, self.out, self.lse, *self.branches, *self.hidden, *self.qkv]
+            return [*inputs, self.out, self.lse]
+        assert self.qkv is not None
+        attended = [stream.attended for stream in self.live if stream.attended is not None]
+        hidden = [stream.hidden for stream in self.live if stream.hidden is not None]
+        return [*inputs, self.out, self.lse, *attended, *hidden, *self.qkv]
 
-    def restore(self, kept: Sequence[Tensor]) -> None:
-        """Take back what `kept` returned, after the inputs."""
-        if len(kept) > 2:
-            self.out, self.lse = kept[2:4]
-        if len(kept) > 4:
-            n = len(self.live)
-            self.branches = tuple(kept[4 : 4 + n])
-            self.hidden = tuple(kept[4 + n : 4 + 2 * n])
-            self.qkv = tuple(kept[4 + 2 * n :])
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Take back what `saved` returned, after the inputs."""
+        if len(saved) > 2:
+            self.out, self.lse = saved[2:4]
+        if len(saved) > 4:
+            rest = iter(saved[4:])
+            for stream in self.live:
+                stream.attended = next(rest)
+            for stream in self.live:
+                stream.hidden = next(rest)
+            self.qkv = tuple(rest)
 
     # -------------------------------------------------------------------------------------------------- backward
 
     def backward(
         self, grad: Tensor, text_grad: Tensor | None, gradients: Gradients, *, modulation: bool, inputs: bool
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the inputs (x, text) and of their modulations.
+    ) -> None:
+        """Leave the gradients of both streams in their `grad` and `modulation_grads`.
 
         Args:
-            grad, text_grad: gradients of the two results; None for a text output that is never read.
+            grad, text_grad: gradients of the two results; None for a text output that nothing reads.
             gradients: takes those of the weights.
-            modulation: whether the modulation's gradients are wanted.
+            modulation: whether the gradients of the modulation are wanted.
             inputs: whether anything before the block wants a gradient.
         """
-        grads = [grad.contiguous()] + ([] if text_grad is None else [text_grad.contiguous()])
-        modulation_grads: list[dict[str, Tensor]] = [{}, {}]
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.qkv)
-        projected = rotated = normed = None
+        self.video.grad = grad.contiguous()
+        self.text.grad = None if text_grad is None else text_grad.contiguous()
+        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.weights.qkv)
+        normed = projected = rotated = None
         if self.out is None:
+            # "full" saved the inputs alone: attention runs again, and the q, k, v products that lead to it.
             normed = self.normed_inputs()
             projected = self.project_inputs(normed)
+            # Only dW_qkv reads y again. Without it, the feed-forward's backward has the memory.
             normed = normed if trains_qkv else None
             rotated = self.rotate(*projected)
             self.attend(*rotated)
-        residuals, normed_residuals = self.add_attention()
-
-        joint = _Joint(self.inputs[0], self.num_video, self.num_text if len(self.live) == 2 else 0, grad.shape[2])
-        for i in self.live:
-            grads[i], branch_grad = self._residual_backward(
-                i, grads[i], residuals[i], normed_residuals[i], gradients, modulation_grads[i] if modulation else None
-            )
-            layer = self.streams[i].out
-            assert layer is not None
-            rows = self.attention_rows(i) if gradients.wants(layer) else None
-            joint.put(i, project_backward(branch_grad.flatten(0, 1), rows, layer, gradients, out=joint.rows(i)))
-        # Before the projections are computed again: the feed-forward's backward is where memory peaks.
-        self.branches = self.hidden = None
-        del residuals, normed_residuals, branch_grad, rows
+        # First through what comes after attention. It needs no q, k, v, so "selective" recomputes them only afterwards:
+        # memory peaks in the backward of the feed-forward.
+        out_grad = self.residuals_backward(gradients, modulation)
         if normed is None and (self.qkv is None or trains_qkv):
-            normed = self.normed_inputs()
+            normed = self.normed_inputs()  # elementwise; it is never saved
+        # q, k, v before norm and rotation: saved by "none", recomputed here by "selective" and above by "full". Norm
+        # and rotation are elementwise and run again in any case.
         projected = projected or self.project_inputs(normed)
-        q, k, v = rotated or self.rotate(*projected)
-        out, lse = self.attend(q, k, v)
-        out_grad = joint.buffer.unflatten(2, (-1, self.head_dim))
-        dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, out, lse, self.num_video)
-        if len(self.live) == 1:
-            padded = torch.zeros_like(dk)
-            padded[:, : self.num_video] = dq
-            dq = padded
-        *raw_grads, dq_norm, dk_norm, dq_text_norm, dk_text_norm = self.kernels.qk_norm_rope_backward(
-            dq, dk, *self.raw_heads(*projected[:2]), *self.norm_weights(), self.cos, self.sin, EPS
-        )
-        gradients.put(self.streams.video.norms, dq_norm)
-        gradients.put(self.streams.video.norms + 1, dk_norm)
-        if len(self.live) == 2:
-            gradients.put(self.streams.text.norms, dq_text_norm)
-        gradients.put(self.streams.text.norms + 1, dk_text_norm)
+        rotated = rotated or self.rotate(*projected)
+        head_grads = self.attention_backward(out_grad, projected, rotated, gradients)
+        del projected, rotated, out_grad
+        for i, (stream, heads) in enumerate(zip(self.streams, head_grads, strict=True)):
+            y = normed[i] if normed is not None else None
+            self.projections_backward(stream, heads, y, gradients, modulation=modulation, inputs=inputs)
 
-        value_grads = dv[:, : self.num_video].flatten(2), dv[:, self.num_video :].flatten(2)
-        results: list[Tensor | None] = [None, None]
-        for i, stream in enumerate(self.streams):
-            heads = raw_grads[2 * i : 2 * i + 2] if len(stream.qkv) == 3 else raw_grads[2 * i + 1 : 2 * i + 2]
-            parts = [part.flatten(2).flatten(0, 1) for part in heads] + [value_grads[i].flatten(0, 1)]
-            x = normed[i].flatten(0, 1) if normed is not None else None
-            y_grad: Tensor | None = None
-            for part, layer in zip(parts, stream.qkv, strict=True):
-                y_grad = project_backward(part, x, layer, gradients, out=y_grad, accumulate=y_grad is not None)
-            if not inputs and not modulation:
-                continue
-            assert y_grad is not None
-            m = self.modulations[i]
-            dx, dscale, dshift = self.kernels.adaln_backward(
-                y_grad.view(self.inputs[i].shape),
-                self.inputs[i],
-                m.scale_msa,
-                m.shift_msa.dtype,
-                EPS,
-                modulation,
-                grads[i] if i in self.live else None,
+    def residuals_backward(self, gradients: Gradients, modulation: bool) -> Tensor:
+        """From x2 to attention's result: dL/do, (B, tokens, H, head dim); leaves dL/dx1 in the live streams' `grad`."""
+        num_tokens = self.num_tokens if self.text.live else self.num_video
+        joint = _Joint(self.video.x, num_tokens, self.video.x.shape[2])
+        for stream in self.live:
+            layer = stream.weights.out
+            assert layer is not None
+            branch_grad = self.residual_backward(stream, gradients, modulation).flatten(0, 1)
+            rows = self.attention_rows(stream) if gradients.wants(layer) else None
+            joint.put(
+                stream.tokens, project_backward(branch_grad, rows, layer, gradients, out=joint.rows(stream.tokens))
             )
-            results[i] = dx
-            if modulation:
-                modulation_grads[i] |= {"scale_msa": dscale, "shift_msa": dshift}
-        return results, [_join_modulation(g, m) for g, m in zip(modulation_grads, self.modulations, strict=True)]
+            stream.attended = stream.hidden = None  # memory for q, k, v
+        return joint.buffer.unflatten(2, (-1, self.head_dim))
 
-    def _residual_backward(
-        self,
-        i: int,
-        grad: Tensor,
-        residual: Tensor,
-        normed: Tensor,
-        gradients: Gradients,
-        modulation_grads: dict[str, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Through the feed-forward branch and the attention residual of stream i: (dx1, gradient of o W_o)."""
-        stream, m, kernels = self.streams[i], self.modulations[i], self.kernels
-        assert stream.ff_in is not None and stream.ff_out is not None and self.branches is not None
-        hidden = self.hidden[i] if self.hidden is not None else project(normed, stream.ff_in)
-        wants_gate = modulation_grads is not None
-        branch_grad, _ = kernels.gated_residual_backward(grad, None, m.gate_mlp, hidden.dtype)
-        branch_rows = branch_grad.flatten(0, 1)
-        hidden_grad, activated = kernels.gelu_tanh_backward(
-            input_backward(branch_rows, stream.ff_out),
-            hidden.flatten(0, 1),
-            wants_gate or gradients.wants(stream.ff_out),
-        )
-        gate_grad: Tensor | None = None
-        weight_grad: Tensor | None = None
-        if wants_gate:
-            trained = gradients.wanted[stream.ff_out.first] and not stream.ff_out.low_rank
-            if trained and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
-                gate_grad, weight_grad = _gate_gradient(grad[0], activated, stream.ff_out, m.gate_mlp)
-            else:
-                branch = project(activated, stream.ff_out).view(grad.shape)
-                _, gate_grad = kernels.gated_residual_backward(grad, branch, m.gate_mlp, hidden.dtype)
-        weight_backward(branch_rows, activated, stream.ff_out, gradients, weight_grad)
-        rows = normed.flatten(0, 1) if gradients.wants(stream.ff_in) else None
-        normed_grad = project_backward(hidden_grad, rows, stream.ff_in, gradients).view(normed.shape)
-        dx, attention_grad, dgate, dscale, dshift = kernels.gated_residual_adaln_backward(
-            grad,
+    def residual_backward(self, stream: _Pass, gradients: Gradients, modulation: bool) -> Tensor:
+        """One live stream from x2 to o W_o, whose gradient is returned; dL/dx1 replaces dL/dx2 in `grad`."""
+        # x1 and y2 are elementwise in x and o W_o. That product is saved by "none" and recomputed otherwise.
+        residual, normed = self.add_attention(stream)
+        normed_grad = self.feed_forward_backward(stream, normed, gradients, modulation)
+        m = stream.modulation
+        # Without a gradient of the gate the kernel does not read o W_o.
+        attended = stream.attended if modulation else None
+        assert stream.grad is not None
+        stream.grad, attended_grad, dgate, dscale, dshift = self.kernels.gated_residual_adaln_backward(
+            stream.grad,
             normed_grad,
             residual,
-            self.branches[i] if wants_gate else None,
+            attended,
             m.gate_msa,
             m.scale_mlp,
             residual.dtype,
             m.shift_mlp.dtype,
             EPS,
         )
-        if modulation_grads is not None:
-            assert gate_grad is not None
-            modulation_grads |= {
-                "gate_msa": dgate,
-                "scale_mlp": dscale,
-                "shift_mlp": dshift,
-                "gate_mlp": gate_grad,
-            }
-        return dx, attention_grad
+        if modulation:
+            stream.modulation_grads |= {"gate_msa": dgate, "scale_mlp": dscale, "shift_mlp": dshift}
+        return attended_grad
+
+    def feed_forward_backward(self, stream: _Pass, normed: Tensor, gradients: Gradients, modulation: bool) -> Tensor:
+        """dL/dy2 (B, tokens, D) from dL/dx2 in `stream.grad`, through W_2, the GELU and W_1."""
+        ff_in, ff_out, gate, grad = stream.weights.ff_in, stream.weights.ff_out, stream.modulation.gate_mlp, stream.grad
+        assert ff_in is not None and ff_out is not None and grad is not None
+        # y2 W_1: the GELU's derivative needs it. Saved by "none", recomputed otherwise.
+        hidden = stream.hidden if stream.hidden is not None else project(normed, ff_in)
+        branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
+        branch_grad = branch_grad.flatten(0, 1)
+        # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
+        hidden_grad, activated = self.kernels.gelu_tanh_backward(
+            input_backward(branch_grad, ff_out), hidden.flatten(0, 1), modulation or gradients.wants(ff_out)
+        )
+        weight_grad: Tensor | None = None
+        if modulation:
+            whole = gradients.wanted[ff_out.first] and not ff_out.low_rank
+            if whole and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
+                # h W_2 is not recomputed: dx2^T h, which dW_2 takes in any case, holds the gate's gradient too.
+                gate_grad, weight_grad = _gate_gradient(grad[0], activated, ff_out, gate)
+            else:
+                # h W_2 is recomputed for the gate's gradient alone: dx2^T h is not at hand (W_2 frozen or low-rank),
+                # mixes the samples' gates, or costs more than the product (few tokens).
+                branch = project(activated, ff_out).view(grad.shape)
+                _, gate_grad = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
+            stream.modulation_grads["gate_mlp"] = gate_grad
+        weight_backward(branch_grad, activated, ff_out, gradients, weight_grad)
+        rows = normed.flatten(0, 1) if gradients.wants(ff_in) else None
+        return project_backward(hidden_grad, rows, ff_in, gradients).view(normed.shape)
+
+    def attention_backward(
+        self,
+        out_grad: Tensor,
+        projected: tuple[Tensor, Tensor, Tensor],
+        rotated: tuple[Tensor, Tensor, Tensor],
+        gradients: Gradients,
+    ) -> tuple[HeadGradients, HeadGradients]:
+        """Through attention, rotation and norm: gradients of the raw projections of video and text."""
+        q, k, v = rotated
+        # Attention's result and lse are saved, but by "full", which has recomputed them: no product is repeated here.
+        out, lse = self.attend(q, k, v)
+        dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, out, lse, self.num_video)
+        if not self.text.live:
+            # The kernel takes as many queries as keys; queries that do not exist have a gradient of zero.
+            padded = torch.zeros_like(dk)
+            padded[:, : self.num_video] = dq
+            dq = padded
+        video, text, _ = projected
+        dq, dk, dq_text, dk_text, *norm_grads = self.kernels.qk_norm_rope_backward(
+            dq, dk, *self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS
+        )
+        dq_norm, dk_norm, dq_text_norm, dk_text_norm = norm_grads
+        first, first_text = self.video.weights.norms, self.text.weights.norms
+        gradients.put(first, dq_norm)
+        gradients.put(first + 1, dk_norm)
+        if self.text.live:
+            gradients.put(first_text, dq_text_norm)
+        gradients.put(first_text + 1, dk_text_norm)
+        return (
+            HeadGradients(dq, dk, dv[:, self.video.tokens]),
+            HeadGradients(dq_text if self.text.live else None, dk_text, dv[:, self.text.tokens]),
+        )
+
+    def projections_backward(
+        self,
+        stream: _Pass,
+        heads: HeadGradients,
+        y: Tensor | None,
+        gradients: Gradients,
+        *,
+        modulation: bool,
+        inputs: bool,
+    ) -> None:
+        """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
+        rows = y.flatten(0, 1) if y is not None else None
+        y_grad: Tensor | None = None
+        for part, layer in zip(heads.rows(), stream.weights.qkv, strict=True):
+            # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
+            y_grad = project_backward(part, rows, layer, gradients, out=y_grad, accumulate=y_grad is not None)
+        if not inputs and not modulation:
+            return  # the first block under LoRA: nothing before it is trained
+        assert y_grad is not None
+        m = stream.modulation
+        stream.grad, dscale, dshift = self.kernels.adaln_backward(
+            y_grad.view(stream.x.shape), stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
+        )
+        if modulation:
+            stream.modulation_grads |= {"scale_msa": dscale, "shift_msa": dshift}
+
+
+def _project_apart(y: Tensor, layers: Sequence[Projection]) -> Tensor:
+    """q, k, v of one stream of several samples, (B, tokens, 3 D or 2 D)."""
+    out = y.new_empty(y.shape[0] * y.shape[1], len(layers) * y.shape[2])
+    return project_qkv(y, layers, out).view(*y.shape[:2], -1)
 
 
 def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:
@@ -557,49 +603,43 @@ def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Ten
     return gate_grad[None].to(gate.dtype), product.mul_(gate[0, :, None])
 
 
-def _join_modulation(grads: dict[str, Tensor], like: Modulation) -> Tensor | None:
-    """(B, 6 D) of the parts; what a dead stream lacks is zero."""
-    if not grads:
-        return None
-    return torch.cat([grads.get(name, torch.zeros_like(getattr(like, name))) for name in Modulation._fields], dim=1)
-
-
 class _BlockFunction(torch.autograd.Function):
-    """`_Block` for autograd: inputs are the settings, then x, text, their modulations and the flat list of weights."""
+    """`_Block` for autograd: takes settings, weights, tables, both streams with their modulation, the flat weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, settings: BlockSettings, streams: Streams, cos: Tensor, sin: Tensor, *tensors: Tensor
+        ctx: Any, settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        x, text, modulation, text_modulation, *flat = tensors
-        block = _Block(settings, streams, x, text, modulation, text_modulation, cos, sin)
+        x, modulation, text, text_modulation, *flat = tensors
+        block = _Block(settings, streams, StreamInput(x, modulation), StreamInput(text, text_modulation), rotary)
         out, text_out = block.forward()
-        ctx.settings, ctx.streams, ctx.cos, ctx.sin = settings, streams, cos, sin
-        ctx.kept = keep(ctx, block.kept(), (modulation, text_modulation, *flat), settings.offload)
-        return out, text_out if len(block.live) == 2 else None
+        ctx.settings, ctx.streams, ctx.rotary = settings, streams, rotary
+        ctx.saved = save_activations(ctx, block.saved(), (modulation, text_modulation, *flat), settings.offload)
+        return out, text_out if block.text.live else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        kept_state: Kept = ctx.kept
-        kept, (modulation, text_modulation, *flat) = kept_state.take(ctx)
+        activations: SavedActivations = ctx.saved
+        saved, (modulation, text_modulation, *flat) = activations.load(ctx)
         streams = Streams(*(stream.rebuilt(flat) for stream in ctx.streams))
-        block = _Block(ctx.settings, streams, kept[0], kept[1], modulation, text_modulation, ctx.cos, ctx.sin)
-        block.restore(kept)
-        _, _, _, _, wants_x, wants_text, wants_modulation, wants_text_modulation, *wanted = ctx.needs_input_grad
+        video, text = StreamInput(saved[0], modulation), StreamInput(saved[1], text_modulation)
+        block = _Block(ctx.settings, streams, video, text, ctx.rotary)
+        block.restore(saved)
+        _, _, _, wants_x, wants_modulation, wants_text, wants_text_modulation, *wanted = ctx.needs_input_grad
         gradients = Gradients(wanted)
-        inputs, modulations = block.backward(
+        block.backward(
             grad,
-            text_grad if len(block.live) == 2 else None,
+            text_grad if block.text.live else None,
             gradients,
             modulation=wants_modulation or wants_text_modulation,
             inputs=wants_x or wants_text,
         )
         return (
-            *(None, None, None, None),
-            inputs[0] if wants_x else None,
-            inputs[1] if wants_text else None,
-            modulations[0] if wants_modulation else None,
-            modulations[1] if wants_text_modulation else None,
+            *(None, None, None),
+            block.video.grad if wants_x else None,
+            block.video.joined_modulation_grads() if wants_modulation else None,
+            block.text.grad if wants_text else None,
+            block.text.joined_modulation_grads() if wants_text_modulation else None,
             *gradients.values,
         )

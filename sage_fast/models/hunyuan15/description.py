@@ -1,12 +1,7 @@
-"""What a model family says of its model before anything is loaded: the planner's view of it.
-
-`sage_fast.config.registry.DESCRIPTIONS` names one function per family that returns a `ModelDescription`; a family of
-your own has a function `describe_model` in the module that `model.family` names.
-"""
+"""What is known of a HunyuanVideo-1.5 before it is loaded: the planner's view of it."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,7 +10,8 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.hunyuan15.requirements import local_folder
+from sage_fast.models.family import Decoding, ModelDescription
+from sage_fast.models.hunyuan15.requirements import model_folder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 
 HUNYUAN_VIDEO_15: dict[str, Any] = {
@@ -45,17 +41,6 @@ TEXT_TOKENS = 250
 
 VAE_GB, TEXT_ENCODER_GB = 2.5, 14.2
 """Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How some videos are decoded at once, and the activations that takes.
-
-    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in tiles.
-    """
-
-    peak_bytes: float
-    tiled: bool = False
 
 
 @cache
@@ -108,52 +93,38 @@ def _decode_flops(latent: tuple[int, int, int, int]) -> int:
     return int(counter.get_total_flops())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """A model to plan for. The defaults are the published HunyuanVideo-1.5.
-
-    transformer: `config.json` of diffusers' class. text_tokens: of a prompt and of the empty prompt alike.
-    latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
-    decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
-    decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
-    decoder_gb, encoder_gb: weights of the video decoder and of the largest prompt encoder, in 1e9 bytes.
-
-    Example: `ModelDescription()` is the 8.3 B model.
-    """
-
-    transformer: Mapping[str, Any] = field(default_factory=lambda: dict(HUNYUAN_VIDEO_15))
-    text_tokens: int = TEXT_TOKENS
-    latent_shape: Callable[[int, int, int], tuple[int, int, int, int]] = field(
-        default_factory=lambda: _published_decoder().latent_shape
-    )
-    decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding] = field(default=vae_decoding)
-    decode_flops: Callable[[tuple[int, int, int, int], bool], float] = field(default=vae_decode_flops)
-    decoder_gb: float = VAE_GB
-    encoder_gb: float = TEXT_ENCODER_GB
-
-    @property
-    def width(self) -> int:
-        """Hidden size D."""
-        return int(self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"])
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.transformer["num_layers"])
+def published_model(**changes: Any) -> ModelDescription:
+    """The published HunyuanVideo-1.5, with other values for some fields of the description."""
+    fields: dict[str, Any] = {
+        "transformer": dict(HUNYUAN_VIDEO_15),
+        "text_tokens": TEXT_TOKENS,
+        "latent_shape": _published_decoder().latent_shape,
+        "decoding": vae_decoding,
+        "decode_flops": vae_decode_flops,
+        "decoder_gb": VAE_GB,
+        "encoder_gb": TEXT_ENCODER_GB,
+    }
+    return ModelDescription(**fields | changes)
 
 
-def describe_model(model: ModelConfig) -> ModelDescription:
-    """HunyuanVideo-1.5: the transformer of `model.path` where that is here in diffusers' layout, else the published."""
-    folder = local_folder(model.path) if model.path else None
-    file = folder / "transformer" / "config.json" if folder else None
-    if file is None or not file.is_file():
-        return ModelDescription()
-    transformer = HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8")))
+def describe_local(model: ModelConfig) -> ModelDescription:
+    """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
+    folder = model_folder(model.path) if model.path else None
+    if folder is None:
+        return published_model()
+    changes: dict[str, Any] = {}
+    if stored := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
+        changes["decoder_gb"] = stored / 1e9
+    file = folder / "transformer" / "config.json"
+    if file.is_file():
+        transformer = HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8")))
 
-    def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        _, *size = _published_decoder().latent_shape(num_frames, height, width)
-        return int(transformer["out_channels"]), size[0], size[1], size[2]
+        def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+            _, *size = _published_decoder().latent_shape(num_frames, height, width)
+            return int(transformer["out_channels"]), size[0], size[1], size[2]
 
-    return ModelDescription(transformer=transformer, latent_shape=latent_shape)
+        changes |= {"transformer": transformer, "latent_shape": latent_shape}
+    return published_model(**changes)
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:

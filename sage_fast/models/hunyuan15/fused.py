@@ -6,12 +6,12 @@
     pipe("a red fox", ...)
     acceleration.undo()
 
-The forward of the instance and of its blocks is replaced; class, parameters, their names and `state_dict` stay, so LoRA
-adapters, `save_pretrained` and FSDP work as before. What is computed is what diffusers computes, without what a
+The forward of the instance and of its blocks is replaced. Class, parameters, their names and `state_dict` stay, so LoRA
+adapters, `save_pretrained` and FSDP work as before. The result is that of diffusers, computed without what a
 text-to-video model does not need: padded text, the zero image tokens and with them the mask, the zero condition
 channels, and the last block's text output. Timesteps stay float32.
 
-Samples whose prompts have as many tokens run as one dense batch; a batch of ragged prompts runs as several.
+Samples whose prompts have equally many tokens run as one dense batch; a batch of ragged prompts runs as several.
 
 Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D width.
 """
@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -32,16 +32,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sage_fast.config.schema import ModelConfig
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.attention.joint import JointAttention, SequenceLayout
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
-    Checkpointing,
-    JointAttention,
     LocalAttention,
+    Rotary,
+    StreamInput,
     block_forward,
     read_block,
 )
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -50,26 +52,6 @@ AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
 _WEAK_CACHES = ("_glyphs", "_masks", "_images")
-
-
-class SequenceLayout(Protocol):
-    """Which video tokens this rank computes, under sequence parallelism; text tokens are on every rank.
-
-    The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
-    exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
-    """
-
-    def split(self, tokens: Tensor, dim: int) -> Tensor:
-        """This rank's share of all video tokens, which lie along `dim`; differentiable."""
-        ...
-
-    def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
-        """All `num_video` video tokens from the ranks' shares; differentiable."""
-        ...
-
-    def attention(self, local: JointAttention, num_video: int) -> JointAttention:
-        """What the blocks of a video of so many tokens attend with; `local` is attention on one device."""
-        ...
 
 
 class Acceleration:
@@ -93,10 +75,10 @@ class Acceleration:
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
-        self.adaln = adaln
+        self.adaln, self.compiled = adaln, compile
         self.table: ModulationTable | None = None
-        self.rotary: tuple[Tensor, Tensor]
-        """cos and sin of the video tokens of the forward that runs, those that are computed here."""
+        self.rotary: Rotary
+        """Tables of the forward that runs, for the video tokens that are computed here."""
         self.num_video = 0
         """Video tokens of the forward that runs, on all ranks that share them."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
@@ -118,9 +100,9 @@ class Acceleration:
     # ------------------------------------------------------------------------------------------------- switching
 
     def install(self) -> None:
-        """Replace the forward of this instance and of its blocks, and lay query, key and value weights together.
+        """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
 
-        ValueError where somebody else has replaced a forward before.
+        ValueError if a forward has been replaced already.
         """
         for name, module in self.transformer.named_modules():
             if "forward" in module.__dict__ and (module is self.transformer or name.startswith("transformer_blocks")):
@@ -140,7 +122,7 @@ class Acceleration:
     def undo(self) -> None:
         """Restore diffusers' forward. Weights keep their values, names and devices.
 
-        ValueError where a hook was put around the fused forward since; remove it first.
+        ValueError if a hook has been put around the fused forward since; remove it first.
         """
         for module in (self.transformer, *self.blocks):
             if getattr(module.__dict__.get("forward"), "func", None) not in (_fused_forward, _fused_block):
@@ -163,7 +145,7 @@ class Acceleration:
         checkpointing: Checkpointing = self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
-        # Blocks keep their settings for the backward, so what they exchange by is that of their own forward.
+        # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
         key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
@@ -188,13 +170,13 @@ class Acceleration:
 
         Args:
             latents: (B, C', F, H, W); C' is the model's in_channels, or its latent channels alone.
-            timestep: (B,) float32 sigma * 1000. On the CPU it is known without waiting for the GPU.
+            timestep: (B,) float32 sigma * 1000. On the CPU it can be read without waiting for the GPU.
             prompts: B records.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
-        # Products write into given memory, which autocast does not follow; the weights' dtype is what counts.
+        # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = self.transformer.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
             return self._grouped(latents, timestep, prompts)
@@ -227,7 +209,7 @@ class Acceleration:
             x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
         table = self.modulation(known, timestep)
         # Not through the blocks' arguments, which FSDP may cast to bfloat16.
-        self.rotary = cos, sin
+        self.rotary = Rotary(cos, sin)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations)
@@ -243,7 +225,7 @@ class Acceleration:
         return F.silu(embed.timestep_embedder(embed.time_proj(timestep).to(weight.dtype)))
 
     def embed_latents(self, latents: Tensor) -> Tensor:
-        """(B, C', F, H, W) to video tokens (B, N, D). Condition channels that are not given are zero."""
+        """(B, C', F, H, W) to video tokens (B, N, D). Missing condition channels are zero."""
         embedder: Any = self.transformer.x_embedder
         proj: nn.Conv3d = embedder.proj
         channels = latents.shape[1]
@@ -268,7 +250,7 @@ class Acceleration:
         return torch.cat([glyphs, text], dim=1)
 
     def _embed_glyph(self, glyph: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """ByT5 tokens (Lg, Dg) projected to (Lg, D); kept per prompt while the weights are frozen."""
+        """ByT5 tokens (Lg, Dg) projected to (Lg, D); cached per prompt while the weights are frozen."""
         transformer: Any = self.transformer
         weights = [*transformer.context_embedder_2.parameters(), transformer.cond_type_embed.weight]
         frozen = not any(p.requires_grad for p in weights) and not torch.is_inference_mode_enabled()
@@ -294,7 +276,7 @@ class Acceleration:
         return ModulationTable(self.blocks, self.embed_time, transformer.time_embed, offload=offload)
 
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
-        """Modulation of all blocks from the table, (2 K, B, 6 D); None where blocks compute their own."""
+        """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
         if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
             return None
         if not can_tabulate(self.transformer):
@@ -307,8 +289,8 @@ class Acceleration:
         return self.table.lookup(timestep.tolist() if known is None else known, timestep.device)
 
     def forget(self) -> None:
-        """Drop what was computed from frozen weights. Needed after writing to them through `.data`, which leaves no
-        trace; every other change of weights is seen.
+        """Drop what was cached from frozen weights. Needed after writing to them through `.data`, which leaves no
+        trace; any other change of the weights is noticed.
         """
         if self.table is not None:
             self.table.forget()
@@ -371,7 +353,7 @@ class Acceleration:
         return found[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: caches hold tensors by identity and are left behind."""
+        """What a copy or a pickle contains: not the caches, which hold tensors by identity."""
         own = {name: value for name, value in self.__dict__.items() if name not in _WEAK_CACHES}
         return own | {"_settings": {}, "_rope": {}}
 
@@ -392,16 +374,16 @@ def accelerate(
 ) -> Acceleration:
     """Give one transformer the fused forward, for training and for generating.
 
-    Its signature stays diffusers'; besides, `prompts` (a list of `PromptEmbeds`) may stand for all conditions, with
-    `hidden_states` the float32 latents alone.
+    Its signature stays that of diffusers. In place of all conditions it also takes `prompts`, a list of `PromptEmbeds`,
+    with the float32 latents alone as `hidden_states`.
 
     Args:
         transformer: a text-to-video HunyuanVideo-1.5, with or without LoRA adapters.
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
-        checkpointing: what blocks keep for the backward pass, see `block.py`.
+        checkpointing: what blocks save for the backward pass, see `block.py`.
         deterministic: only attention backends whose backward gives the same bits every time.
-        offload_activations: keep it in CPU memory.
+        offload_activations: save it in CPU memory.
         adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
         compile: torch.compile the text refiner.
 
@@ -409,7 +391,7 @@ def accelerate(
         The handle whose `undo()` restores diffusers' forward.
 
     Raises:
-        ValueError: a variant of the model that is not supported, or options that cannot be had.
+        ValueError: an unsupported variant of the model, or options that cannot be satisfied.
     """
     config = transformer.config
     if "_acceleration" in transformer.__dict__:
@@ -430,7 +412,7 @@ def accelerate(
     )
     weight = next(transformer.parameters())
     if weight.device.type != "meta":
-        # Options that cannot be had are refused now, not in the middle of a run.
+        # Options that cannot be satisfied are refused now, not in the middle of a run.
         acceleration.settings(weight.device, transformer.dtype)
     acceleration.install()
     return acceleration
@@ -440,7 +422,7 @@ def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelCo
     """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
 
     Returns:
-        The handle whose `undo()` restores diffusers' forward, as is needed before an adapter is added; None for stock.
+        The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
 
     Raises:
         ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
@@ -489,7 +471,8 @@ def _fused_block(
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(settings, streams, flat, x, text, modulation, text_modulation, *acceleration.rotary)
+    video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
+    return block_forward(settings, streams, flat, video, words, acceleration.rotary)
 
 
 def _fused_forward(
@@ -513,7 +496,7 @@ def _fused_forward(
         raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")
     if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"timestep is {timestep.dtype}, and rounded so it is another noise level. Pass float32; with FSDP2, use "
+            f"timestep is {timestep.dtype}; rounding it makes it another noise level. Pass float32; with FSDP2, use "
             "MixedPrecisionPolicy(cast_forward_inputs=False)."
         )
     if prompts is None:

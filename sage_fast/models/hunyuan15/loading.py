@@ -20,14 +20,19 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.family import Components
+from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hunyuan15.official_layout import convert_glyph_encoder, convert_transformer, convert_vae
+from sage_fast.models.hunyuan15.requirements import (
+    DEFAULT_REPOSITORY,
+    OFFICIAL_REPOSITORY,
+    checkpoint_root,
+    official_encoders,
+)
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled or 720p_t2v_distilled"
 
 SHIFTS = {"480p": 5.0, "720p": 9.0}
@@ -43,25 +48,20 @@ _PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that is whole and can be trained.
+class PublishedModel(WeightFacts):
+    """A model that is whole and can be trained.
 
-    root: folder of its parts. variant: the transformer of the official layout, such as 480p_t2v; None in diffusers'
-    layout. guidance_distilled: the file that says that guidance is distilled into the weights, or None. shift: the
-    timestep shift it was published with, or None where nothing says.
+    root: folder of its parts. variant: the transformer of the official layout, such as 480p_t2v; None in diffusers'.
 
-    Example: `Checkpoint(root=Path("ckpts"), variant="480p_t2v", guidance_distilled=None, shift=5.0)`
+    Example: `PublishedModel(root=Path("ckpts"), variant="480p_t2v", guidance_distilled=None, shift=5.0)`
     """
 
     root: Path
-    variant: str | None
-    guidance_distilled: str | None
-    shift: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFiles:
-    """Folders of a checkpoint's parts, each readable by `from_pretrained`.
+class ModelFiles:
+    """Folders of a model's parts, each readable by `from_pretrained`.
 
     Example: in diffusers' layout `transformer` is `<model.path>/transformer`.
     """
@@ -85,8 +85,8 @@ def load_components(model: ModelConfig) -> Components:
         OSError: a folder cannot be written to.
     """
     cache = cache_folder(model)
-    checkpoint = find_checkpoint(model)
-    files = checkpoint_files(checkpoint, cache)
+    found = find_model(model)
+    files = model_files(found, cache)
     dtype = getattr(torch, model.dtype)
     on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
     vae_dtype = ("float16" if on_gpu else "float32") if model.vae_dtype == "auto" else model.vae_dtype
@@ -104,8 +104,8 @@ def load_components(model: ModelConfig) -> Components:
             _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
             memory_gib=model.decode_memory_gib,
         ),
-        guidance_distilled=checkpoint.guidance_distilled,
-        shift=checkpoint.shift,
+        guidance_distilled=found.guidance_distilled,
+        shift=found.shift,
     )
 
 
@@ -131,8 +131,8 @@ def cache_folder(model: ModelConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 
-def find_checkpoint(model: ModelConfig, *, download: bool = True) -> Checkpoint:
-    """The checkpoint that `model.path` names, checked as far as it can be without loading or converting anything.
+def find_model(model: ModelConfig, *, download: bool = True) -> PublishedModel:
+    """The model that `model.path` names, checked as far as it can be without loading or converting anything.
 
     Args:
         download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
@@ -161,14 +161,14 @@ def find_checkpoint(model: ModelConfig, *, download: bool = True) -> Checkpoint:
     )
 
 
-def checkpoint_files(checkpoint: Checkpoint, cache: Path) -> CheckpointFiles:
-    """The parts of a checkpoint; what has to be converted is converted into `cache`, once.
+def model_files(found: PublishedModel, cache: Path) -> ModelFiles:
+    """The parts of a model; what has to be converted is converted into `cache`, once.
 
     ValueError for weights that do not fit their configuration, OSError where `cache` cannot be written to.
     """
-    root = checkpoint.root
-    if checkpoint.variant is None:
-        return CheckpointFiles(
+    root = found.root
+    if found.variant is None:
+        return ModelFiles(
             transformer=root / "transformer",
             vae=root / "vae",
             text_encoder=root / "text_encoder",
@@ -178,22 +178,14 @@ def checkpoint_files(checkpoint: Checkpoint, cache: Path) -> CheckpointFiles:
         )
     converted = cache / "converted"
     glyph_encoder = convert_glyph_encoder(root / "text_encoder", converted / "glyph_encoder")
-    return CheckpointFiles(
-        transformer=convert_transformer(root / "transformer" / checkpoint.variant, converted / checkpoint.variant),
+    return ModelFiles(
+        transformer=convert_transformer(root / "transformer" / found.variant, converted / found.variant),
         vae=convert_vae(root / "vae", converted / "vae"),
         text_encoder=root / "text_encoder" / "llm",
         tokenizer=root / "text_encoder" / "llm",
         glyph_encoder=glyph_encoder,
         glyph_tokenizer=glyph_encoder,
     )
-
-
-def checkpoint_root(folder: Path) -> Path:
-    """The checkpoint of a path that may name one transformer of the official layout, ckpts/transformer/480p_t2v."""
-    folder = folder.expanduser()
-    if folder.parent.name == "transformer" and (folder / "config.json").is_file():
-        return folder.parents[1]
-    return folder
 
 
 def _download(repository: str, download: bool) -> Path:
@@ -222,7 +214,7 @@ def _download(repository: str, download: bool) -> Path:
 # ---------------------------------------------------------------------------------------------- diffusers' layout
 
 
-def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
+def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
     index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
@@ -246,7 +238,7 @@ def _check_diffusers(root: Path, repository: str | None) -> Checkpoint:
     distilled = guider.is_file() and _read_json(guider).get("guidance_scale") == 1.0
     scheduler = root / "scheduler" / "scheduler_config.json"
     shift = _read_json(scheduler).get("shift") if scheduler.is_file() else None
-    return Checkpoint(
+    return PublishedModel(
         root=root,
         variant=None,
         guidance_distilled=str(guider) if distilled else None,
@@ -270,7 +262,7 @@ def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
         if wanted not in variants:
             raise ValueError(
                 f"model.variant is {wanted!r}, but {root / 'transformer'} holds {', '.join(variants)}. Choose one of "
-                f"them, or run: {_command('tencent/HunyuanVideo-1.5', root, f'transformer/{wanted}/*')}"
+                f"them, or run: {_command(OFFICIAL_REPOSITORY, root, f'transformer/{wanted}/*')}"
             )
         return wanted
     usable = [v for v in variants if re.fullmatch(r"\d+p_t2v(_distilled)?", v)]
@@ -281,29 +273,21 @@ def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
     return usable[0] if usable else variants[0]
 
 
-def _check_official(root: Path, variant: str) -> Checkpoint:
+def _check_official(root: Path, variant: str) -> PublishedModel:
     transformer = root / "transformer" / variant
-    official = "tencent/HunyuanVideo-1.5"
     config = _read_json(transformer / "config.json")
     _refuse_official(transformer, config)
-    _require_weights(transformer, "diffusion_pytorch_model", _command(official, root, f"transformer/{variant}/*"))
-    _require(root / "vae" / "config.json", _command(official, root, "vae/*"))
-    _require_weights(root / "vae", "diffusion_pytorch_model", _command(official, root, "vae/*"))
-    text, llm, small = root / "text_encoder", root / "text_encoder" / "llm", root / "text_encoder" / "byt5-small"
-    glyph = text / "Glyph-SDXL-v2"
-    for folder, names, command in (
-        (llm, ["config.json", "tokenizer_config.json"], f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}"),
-        (small, ["config.json", "tokenizer_config.json"], f"hf download google/byt5-small --local-dir {small}"),
-        (
-            glyph,
-            ["assets/color_idx.json", "assets/multilingual_10-lang_idx.json", "checkpoints/byt5_model.pt"],
-            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
-        ),
-    ):
-        for name in names:
-            _require(folder / name, command)
-    _require_weights(llm, "model", f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}")
-    return Checkpoint(
+    stem, vae = "diffusion_pytorch_model", _command(OFFICIAL_REPOSITORY, root, "vae/*")
+    _require_weights(transformer, stem, _command(OFFICIAL_REPOSITORY, root, f"transformer/{variant}/*"))
+    _require(root / "vae" / "config.json", vae)
+    _require_weights(root / "vae", stem, vae)
+    for _, folder, files, command in official_encoders(root):
+        for file in files:
+            if file == "*.safetensors":
+                _require_weights(folder, "model", command)
+            else:
+                _require(folder / file, command)
+    return PublishedModel(
         root=root,
         variant=variant,
         guidance_distilled=str(transformer) if variant.endswith("_distilled") else None,

@@ -1,6 +1,6 @@
 """The timestep modulation of frozen AdaLN weights, computed once per noise level.
 
-A block's modulation depends on the timestep alone. Where its weights are frozen and a run visits a fixed set of noise
+A block's modulation depends on the timestep alone. If its weights are frozen and a run visits a fixed set of noise
 levels, it is a table (53 MB in bfloat16 for 20 levels of the 8.3 B model), and 5.4 GB of weights need not be on the
 GPU.
 
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MAX_LEVELS = 512
-"""Noise levels that are kept; the table starts anew beyond them."""
+"""Most noise levels in a table; beyond them it is emptied."""
 
 
 class ModulationTable:
     """Modulation of all blocks by timestep.
 
-    A row is computed from its timestep alone, whatever batch asks for it first, so that it has the same bits in every
-    run. Rows are dropped when the weights change in place or are replaced; a change through `.data` cannot be seen,
-    call `forget` after one.
+    A row is computed from its timestep alone, whichever batch asks for it first, so it has the same bits in every run.
+    Rows are dropped when the weights change in place or are replaced. A change through `.data` goes unnoticed: call
+    `forget` after one.
 
     Args:
         blocks: the transformer's blocks, K of them.
         embed: silu of the time embedding (1, D) of a timestep (1,).
         time_embed: the module whose weights `embed` uses.
-        offload: keep the AdaLN weights in CPU memory and bring them to the device for new timesteps only.
+        offload: hold the AdaLN weights in CPU memory and copy them to the device for new timesteps only.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModulationTable:
             self._rows, self._version = {}, version
         for timestep in timesteps:
             if timestep not in self._rows:
-                # Rows made while generating in inference mode must serve a training as well.
+                # Rows computed in inference mode, while generating, must serve training as well.
                 with torch.inference_mode(False):
                     embedded = self.embed(torch.tensor([timestep], dtype=torch.float32, device=device))
                     self._rows[timestep] = torch.stack([_apply(layer, embedded)[0] for layer in self.layers])
@@ -90,7 +90,7 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 def can_tabulate(transformer: nn.Module) -> bool:
     """Whether the modulation is a function of the timestep that does not change during a run.
 
-    So it is where the time embedding and the AdaLN layers of all blocks are plain, whole on this device and frozen.
+    True if the time embedding and the AdaLN layers of all blocks are plain, whole on this device, and frozen.
     """
     modules: Any = transformer
     layers = [layer for block in modules.transformer_blocks for layer in adaln_layers(block)]

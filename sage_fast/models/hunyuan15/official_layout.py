@@ -280,7 +280,7 @@ def convert_glyph_encoder(source: Path, target: Path) -> Path:
             ) from error
         prefix, suffix = f".{target.name}.", ".partial"
         if alone:
-            # Left by a process that was killed.
+            # What a killed process left behind.
             for folder in target.parent.glob(f"{prefix}*{suffix}"):
                 shutil.rmtree(folder)
         target.mkdir(exist_ok=True)
@@ -364,7 +364,7 @@ def _write_shards(
     ]
     todo = [(path, names) for path, names in zip(paths, shards, strict=True) if _source_of(path) != identity]
     target.mkdir(parents=True, exist_ok=True)
-    # Of another source, or left half-written by a process that was killed.
+    # Of another source, or half-written by a process that was killed.
     for path in target.iterdir():
         if path not in paths and (alone or path.suffix == ".safetensors"):
             path.unlink()
@@ -418,7 +418,7 @@ def _is_current(target: Path, identity: str) -> bool:
 
 
 def _mark(target: Path, identity: str) -> None:
-    # Temporary files are those of another process, which may be at the same work.
+    # Temporary files belong to another process, which may be converting the same model.
     finished = [path for path in sorted(target.iterdir()) if path.name != MARKER and path.suffix != ".partial"]
     files = {path.name: path.stat().st_size for path in finished}
     _write_json(target / MARKER, {"source": identity, "files": files})

@@ -43,7 +43,7 @@ class Projection:
         return flat + [tensor for update in self.low_rank for tensor in (update.a, update.b)]
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Projection":
-        """The same layer over the tensors that autograd kept; `tensors` is the block's flat list."""
+        """The same layer over the tensors that autograd saved; `tensors` is the block's flat list."""
         rest = iter(tensors[self.first :])
         weight = next(rest)
         bias = None if self.bias is None else next(rest)
@@ -114,11 +114,11 @@ def project(x: Tensor, layer: Projection, out: Tensor | None = None) -> Tensor:
 def project_qkv(x: Tensor, layers: Sequence[Projection], out: Tensor) -> Tensor:
     """Apply several layers of one input and one width into the columns of `out`.
 
-    One matrix product serves all where their weights lie one after another in memory (`stack_weights`), and one more
-    all their low-rank updates' first factors.
+    One matrix product serves all layers if their weights are adjacent in memory (`stack_weights`), and one more serves
+    the first factors of all their low-rank updates.
 
     Args:
-        x: (..., K). layers: n of them, M wide each. out: (R, n M) rows to write into.
+        x: (..., K). layers: n of them, each of output width M. out: (R, n M) rows to write into.
     """
     rows = x.flatten(0, -2)
     weight = stacked([layer.weight for layer in layers])
@@ -153,7 +153,7 @@ class Gradients:
         self.values: list[Tensor | None] = [None] * len(wanted)
 
     def wants(self, layer: Projection) -> bool:
-        """Whether any tensor of a layer needs a gradient that its input is needed for."""
+        """Whether any gradient that is wanted of a layer needs the layer's input: all but the bias's do."""
         first, bias = layer.first, layer.bias is not None
         return self.wanted[first] or any(self.wanted[first + 1 + bias : first + 1 + bias + 2 * len(layer.low_rank)])
 
@@ -228,7 +228,7 @@ def weight_backward(
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`; on CUDA float32 leaves the product's accumulator without a rounding to 16 bits between."""
+    """a @ b in `dtype`; on CUDA a float32 result comes from the accumulator without rounding to 16 bits in between."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
@@ -239,7 +239,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Several tensors as one along their first dimension, without a copy; None unless they lie one after another."""
+    """Several tensors as one along their first dimension, without a copy; None unless they are adjacent in memory."""
     first = tensors[0]
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
     for tensor in tensors:
@@ -258,10 +258,10 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def stack_weights(layers: Iterable[nn.Linear]) -> None:
-    """Move weights, and biases, one after another in memory, so that one matrix product serves all layers.
+    """Make the weights adjacent in memory, and the biases too, so that one matrix product serves all layers.
 
-    The parameters stay what they are, under their names; only their storage is shared. Layers that differ in dtype,
-    device or input width, or have no bias, are left alone.
+    The parameters and their names stay; only their storage is shared. Layers that differ in dtype, device or input
+    width, or have no bias, are left alone.
     """
     layers = list(layers)
     for name in ("weight", "bias"):
@@ -281,7 +281,7 @@ def stack_weights(layers: Iterable[nn.Linear]) -> None:
 
 @torch.no_grad()
 def unstack_weights(layers: Iterable[nn.Linear]) -> None:
-    """Give every weight and bias a storage of its own again."""
+    """Give every weight and bias its own storage again."""
     for layer in layers:
         layer.weight.data = layer.weight.data.clone()
         if layer.bias is not None:

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from sage_fast.config.files import exclusive, fingerprint, replacing
-from sage_fast.records import PromptEmbeds
+from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +93,25 @@ class HunyuanPromptEncoder:
             OSError: the cache cannot be written.
         """
         unique = list(dict.fromkeys(texts))
+        self._warn_of_short_prompts(unique)
         found = self._read(unique)
         if len(found) < len(unique):
-            # Another rank may be at work on the same prompts: wait for it and look again.
+            # Another rank may be encoding the same prompts: wait for it, then look again.
             with exclusive(self.cache):
                 found |= self._read([t for t in unique if t not in found])
                 self._encode([t for t in unique if t not in found], known=len(found))
                 found |= self._read([t for t in unique if t not in found])
         return [found[text] for text in texts]
+
+    @staticmethod
+    def _warn_of_short_prompts(texts: Sequence[str]) -> None:
+        # A prompt or two may be a trial, or the empty one of guidance.
+        if len(texts) > 2 and (median := statistics.median(map(word_count, texts))) < SHORT_CAPTION:
+            logger.warning(
+                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200. "
+                "`sage-fast prompts rewrite` expands short ones.",
+                median,
+            )
 
     # ------------------------------------------------------------------------------------------ cache
 
@@ -128,7 +140,7 @@ class HunyuanPromptEncoder:
                 continue
             try:
                 with safe_open(path, framework="pt") as file:
-                    # Copied out of the mapped file, whose pages would die with it under a run that goes on for days.
+                    # Copied, because the run may outlive the mapped file.
                     tensors = {name: file.get_tensor(name).clone() for name in ("text", "glyph")}
                     metadata = file.metadata() or {}
                 if metadata.get("prompt") != text or metadata.get("checksum") != _checksum(tensors):
@@ -148,7 +160,7 @@ class HunyuanPromptEncoder:
     # ------------------------------------------------------------------------------------------ encoders
 
     def _encode(self, texts: Sequence[str], *, known: int) -> None:
-        """Load the encoders, write the conditioning of the texts into the cache, and let the encoders go."""
+        """Load the encoders, write the conditioning of the texts into the cache, and free the encoders."""
         if not texts:
             return
         logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(texts), self.device, known, self.cache)
@@ -240,7 +252,7 @@ class HunyuanPromptEncoder:
 def _load(model_class: Any, folder: Path) -> Any:
     """A transformers model in the data type of its files, ready for inference. ValueError when weights are missing."""
     verbosity = transformers_logging.get_verbosity()
-    # What is missing is said below; that the whole Qwen2.5-VL has a head which its language model lacks is known.
+    # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
     transformers_logging.set_verbosity_error()
     try:
         model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)

@@ -14,6 +14,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 
@@ -26,11 +27,6 @@ def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         padded[row, :length] = t
         mask[row, :length] = True
     return padded, mask
-
-
-def velocity_dtype(transformer: HunyuanVideo15Transformer3DModel) -> torch.dtype:
-    """Type of the velocities: float32, or float64 of a float64 model (an oracle in tests)."""
-    return torch.promote_types(transformer.dtype, torch.float32)
 
 
 def velocity(
@@ -88,8 +84,3 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
         f"{last}.attn.norm_added_q",
         f"{last}.ff_context",
     )
-
-
-def is_dead(name: str, dead: Sequence[str]) -> bool:
-    """Whether a module's or parameter's qualified name lies in one of the `dead` modules."""
-    return any(name == module or name.startswith(module + ".") for module in dead)

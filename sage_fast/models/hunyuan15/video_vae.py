@@ -33,7 +33,7 @@ class VAEDecoder:
     """Latents (B, C, F, H, W) to videos uint8 (B, 4F-3, 3, 16H, 16W), on the CPU.
 
     Args:
-        vae: is taken over: it goes to the device of the latents, and its encoder, which nothing here needs, is dropped.
+        vae: owned by the decoder from now on: moved to the device of the latents, and stripped of its encoder.
         memory_gib: what the activations of a decode may take, in GiB. As many samples as fit are decoded at once; a
             sample that does not fit by itself is decoded in diffusers' overlapping tiles of 256 pixels, as the official
             code decodes everything. None decodes each sample whole, one at a time.
@@ -86,7 +86,7 @@ class VAEDecoder:
         """Videos uint8 (B, 4F-3, 3, 16H, 16W) RGB on the CPU, of latents (B, C, F, H, W) on any device.
 
         Pixels p in [-1, 1] become round(255 clamp(p / 2 + 1/2, 0, 1)) in float32, ties to even, which is what the stock
-        pipeline's images are. Each sample is decoded for itself.
+        pipeline's images are. Each sample is decoded independently.
 
         Raises:
             DecodeError: a latent or a decoded pixel is not finite.

@@ -94,7 +94,7 @@ def parse_caption(text: str) -> Caption:
 
 
 class WordEncoder:
-    """Prompt encoder of the toy world: one fixed one-hot vector a word, scaled to unit root mean square.
+    """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to unit root mean square.
 
     The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). There is no glyph
     branch.
@@ -104,7 +104,7 @@ class WordEncoder:
         self._table = torch.eye(EMBED_DIM) * EMBED_DIM**0.5
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
-        """One record a text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
+        """One record per text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
 
         ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
         """

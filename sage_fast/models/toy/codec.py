@@ -16,7 +16,7 @@ PIXEL_STD = 0.19
 
 
 def _cosine_basis(size: int) -> Tensor:
-    """Orthonormal DCT-II matrix, float64 (size, size), a basis vector a row."""
+    """Orthonormal DCT-II matrix, float64 (size, size), one basis vector per row."""
     index = torch.arange(size, dtype=torch.float64)
     basis = torch.cos(math.pi / size * (index[None] + 0.5) * index[:, None]) * math.sqrt(2 / size)
     basis[0] /= math.sqrt(2)

@@ -12,8 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.family import Components
-from sage_fast.models.hunyuan15.description import Decoding, ModelDescription
+from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
 from sage_fast.models.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
 
@@ -125,11 +124,19 @@ def describe_model(model: ModelConfig) -> ModelDescription:
         latent_shape=PatchCodec().latent_shape,
         decoding=_decoding,
         decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
-        decoder_gb=0.0,
-        encoder_gb=0.0,
     )
 
 
 def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
     """One product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once."""
     return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))
+
+
+class Toy(ModelFamily):
+    """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
+
+    def load(self, model: ModelConfig) -> Components:
+        return load_components(model)
+
+    def describe(self, model: ModelConfig) -> ModelDescription:
+        return describe_model(model)

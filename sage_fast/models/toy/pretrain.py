@@ -18,7 +18,6 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.models.toy.captions import WordEncoder, caption_of
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import (
@@ -31,6 +30,7 @@ from sage_fast.models.toy.components import (
 )
 from sage_fast.models.toy.manifold import manifold_for
 from sage_fast.models.toy.renderer import HEIGHT, NUM_FRAMES, WIDTH
+from sage_fast.models.transformer import velocity
 
 MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
 

@@ -4,7 +4,7 @@ The finite set of scenes (6 colours x 4 shapes x 5 motions x 15 positions = 1,80
 manifold of the toy world: every legal video can be written down, so the distance of a sample from it can be
 measured.
 
-Geometry is in units of 1/16 of the shorter side of the frame, so a 16 x 16 frame has one unit a pixel.
+Geometry is in units of 1/16 of the shorter side of the frame, so a 16 x 16 frame has one unit per pixel.
 """
 
 from collections.abc import Sequence

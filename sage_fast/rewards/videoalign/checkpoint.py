@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_fast.rewards.clip import checkpoint_folder
+from sage_fast.models.hub import checkpoint_folder
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS
 
 DEFAULT_BASE_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
@@ -29,7 +29,7 @@ SCORES = ("VQ", "MQ", "TA")
 _FETCH_CHECKPOINT = "`hf download KwaiVGI/VideoReward --local-dir {}`"
 _FETCH_BASE_MODEL = f"`hf download {DEFAULT_BASE_MODEL} --local-dir FOLDER`"
 
-# What the settings of a checkpoint must be for this reward to give its scores; anything else was trained otherwise.
+# Settings that this reward assumes; a checkpoint with others was trained differently.
 _REQUIRED: tuple[tuple[str, str, object], ...] = (
     ("data_config", "prompt_template_type", "detailed_special"),
     ("data_config", "sample_type", "uniform"),

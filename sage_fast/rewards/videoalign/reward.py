@@ -6,7 +6,7 @@ three special tokens into scores. https://arxiv.org/abs/2501.13918, https://gith
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
-from sage_fast.rewards.frames import resolve_device
+from sage_fast.config.schema import VideoConfig
+from sage_fast.models.hub import Requirement, missing_files, require
+from sage_fast.rewards.base import RewardCosts, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
 from sage_fast.rewards.videoalign.positions import Rotary, round_frequencies, sequential_positions, vision_rotation
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
+
+DEFAULT_FOLDER = "models/VideoReward"
+"""What `plan` and `doctor` look at where the required option `path` is not set."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -57,6 +62,33 @@ class VideoAlignReward:
 
     Example: `VideoAlignReward("checkpoints/VideoReward", fps=24).score(videos, prompts)["VQ"]` has shape (B,).
     """
+
+    @staticmethod
+    def requirements(options: Mapping[str, Any]) -> list[Requirement]:
+        """See `Reward`."""
+        path = str(options.get("path", DEFAULT_FOLDER))
+        # It is read from a folder only: the id of a repository would not do.
+        folder = Path(path).expanduser()
+        own = Requirement(
+            name="VideoAlign",
+            where=path,
+            missing=missing_files(
+                folder, ["model_config.json", "checkpoint-*/model.pth|checkpoint-*/adapter_model.safetensors"]
+            ),
+            fetch=f"hf download KwaiVGI/VideoReward --local-dir {path}",
+        )
+        base = str(options.get("base_model", DEFAULT_BASE_MODEL))
+        full = any(folder.glob("checkpoint-*/model.pth"))
+        # With model.pth only configuration and tokenizer of the base model are read.
+        patterns = ["config.json", "tokenizer_config.json", *([] if full else ["*.safetensors"])]
+        include = " --include '*.json' '*.txt'" if full else ""
+        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, include)]
+
+    @staticmethod
+    def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
+        """See `Reward`. Weights in bfloat16; activations, and seconds with frames resized on the CPU, are assumed."""
+        folder = str(options.get("path", DEFAULT_FOLDER))
+        return RewardCosts(weights=4.5e9, folder=folder, working=1.0e9, seconds=0.5)
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_fast.models.video_files import read_video_and_rate, write_video
+
 PATCH_SIZE = 14
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
@@ -123,23 +125,11 @@ def through_mp4(video: Tensor, fps: float) -> tuple[Tensor, float]:
     Returns:
         The decoded video, same shape, uint8 on the CPU, and the frame rate that the file declares.
     """
-    import av
-
-    from sage_fast.run.media import write_video
-
     height, width = video.shape[2:]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "video.mp4")
         write_video(path, video, fps)
-        with av.open(path) as container:
-            stream = container.streams.video[0]
-            assert stream.average_rate is not None  # write_video has just set it
-            declared = float(stream.average_rate)
-            decoded = [
-                torch.from_numpy(frame.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray())
-                for frame in container.decode(stream)
-            ]
-    frames = torch.stack(decoded).permute(0, 3, 1, 2)
+        frames, declared = read_video_and_rate(path)
     # The file holds tiny videos enlarged and odd sizes padded by a row or column, for the sake of players.
     factor = frames.shape[2] // height
     frames = frames[:, :, : height * factor, : width * factor]

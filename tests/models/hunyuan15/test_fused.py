@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
-from sage_fast.models.hunyuan15.velocity import dead_modules, is_dead, velocity
+from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
+from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import add_lora, cast_weights, save_lora
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.registry import MODEL_FAMILIES, resolve
 from sage_fast.config.schema import ModelConfig
+from sage_fast.models.family import model_family
+from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.hunyuan15.loading import cache_folder, load_components
 from sage_fast.policy.lora import cast_weights
 from sage_fast.run.run import Run, build_trainer
@@ -67,7 +68,7 @@ def test_both_layouts_are_the_same_model(
 
 
 def test_it_is_a_family_of_the_registry() -> None:
-    assert resolve("hunyuan15", MODEL_FAMILIES, "model.family") is load_components
+    assert isinstance(model_family("hunyuan15"), HunyuanVideo15)
 
 
 # ---------------------------------------------------------------------------------------------- data types

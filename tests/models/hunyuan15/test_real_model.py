@@ -15,7 +15,7 @@ from diffusers import HunyuanVideo15Pipeline
 
 from sage_fast.checkpoint import open_checkpoint
 from sage_fast.commands.cli import main
-from sage_fast.run import media
+from sage_fast.models import video_files
 from sage_fast.run.metrics import read_metrics
 from tests.tiny.checkpoints import save_diffusers_layout
 from tests.tiny.clip import build_tiny_clip
@@ -141,7 +141,7 @@ def test_generate_with_the_base_model_the_run_and_the_adapter(world: World, tmp_
         assert main(["generate", *world.words, "--output", str(tmp_path / name), *more]) == 0
         assert (tmp_path / name / "contact_sheet.png").exists()
     base, trained, lora = (
-        torch.stack([media.read_video(p) for p in sorted((tmp_path / name).glob("*.mp4"))]).int()
+        torch.stack([video_files.read_video(p) for p in sorted((tmp_path / name).glob("*.mp4"))]).int()
         for name in ("base", "trained", "adapter")
     )
     assert base.shape == (2, 5, 3, 192, 144), "two prompts; small videos are enlarged for players"

@@ -68,6 +68,14 @@ def test_records_hold_the_valid_tokens_alone(encoder: HunyuanPromptEncoder) -> N
     assert all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (short.text, short.glyph, quoting.glyph))
 
 
+@pytest.mark.parametrize(("words", "warned"), [(5, True), (80, False)])
+def test_short_prompts_are_told(
+    encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture, words: int, warned: bool
+) -> None:
+    encoder.encode([f"{number} " + "a " * (words - 1) for number in range(3)])
+    assert warned == (f"The median prompt has {words} words" in caplog.text)
+
+
 def test_order_repetition_and_batches_do_not_matter(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     texts = ["a cat", QUOTING, "", "a dog", "a cat"]
     together = encoder_of(diffusers_checkpoint, tmp_path / "one").encode(texts)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.hunyuan15.streamed import StoredWeights, open_transformer, save_transformer
+from sage_fast.models.family import model_family
+from sage_fast.models.streamed import StoredWeights, save_transformer
 from tests.models.hunyuan15.oracle import tiny_transformer
 from tests.tiny.checkpoints import build_pipeline, save_diffusers_layout, save_official_layout
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -82,7 +83,9 @@ def test_public_weights_stay_on_disk(tmp_path: Path, layout: str) -> None:
         pipeline = build_pipeline()
         save_official_layout(tmp_path / "model", pipeline, "480p_t2v")
         expected = pipeline.transformer.state_dict()
-    transformer, weights = open_transformer(ModelConfig(family="hunyuan15", path=str(tmp_path / "model")))
+    transformer, weights = model_family("hunyuan15").open_transformer(
+        ModelConfig(family="hunyuan15", path=str(tmp_path / "model"))
+    )
     assert isinstance(weights, StoredWeights) and {p.device.type for p in transformer.parameters()} == {"meta"}
     assert set(weights) == set(expected) and len(weights) == len(expected)
     for name, value in expected.items():
@@ -95,9 +98,9 @@ import re, sys
 from pathlib import Path
 import torch
 from sage_fast.checkpoint import open_checkpoint
-from sage_fast.models.hunyuan15.streamed import save_transformer
+from sage_fast.models.streamed import save_transformer
 from tests.models.hunyuan15.oracle import tiny_transformer
-from tests.models.hunyuan15.test_streamed import wide_transformer
+from tests.models.test_streamed import wide_transformer
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 folder = Path(sys.argv[1])
 saved = open_checkpoint(folder / "checkpoints/update-000001").tensors["weights"]

@@ -1,6 +1,6 @@
 """A whole transformer to disk, one tensor in memory at a time.
 
-What `save_pretrained` would write, name by name and file by file, from tensors that are read when it is their turn. A
+What `save_pretrained` would write, name by name and file by file, from tensors that are read one by one. A
 transformer of 8.3 B float32 weights takes 33 GB, which the machine that exports it need not have.
 
 Layout of a .safetensors file: https://huggingface.co/docs/safetensors/index#format
@@ -10,17 +10,14 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.files import replacing
-from sage_fast.config.schema import ModelConfig
-from sage_fast.models.family import load_components
-from sage_fast.models.hunyuan15.loading import cache_folder, checkpoint_files, find_checkpoint
 
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
@@ -48,27 +45,8 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def open_transformer(model: ModelConfig) -> tuple[HunyuanVideo15Transformer3DModel, Mapping[str, Tensor]]:
-    """The base transformer of a run: its modules, and its weights by name.
-
-    Those of the public checkpoints stay on disk, and the modules on the meta device; another family is loaded.
-
-    Raises:
-        ValueError, OSError: as its `load_components`.
-    """
-    if model.family != "hunyuan15":
-        loaded = load_components(model).transformer
-        return loaded, loaded.state_dict()
-    folder = checkpoint_files(find_checkpoint(model), cache_folder(model)).transformer
-    with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel.from_config(
-            HunyuanVideo15Transformer3DModel.load_config(folder, local_files_only=True)
-        )
-    return transformer, StoredWeights(folder)
-
-
 def save_transformer(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     read: Callable[[str], Tensor],
     folder: Path,
     dtype: torch.dtype,

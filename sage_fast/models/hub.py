@@ -1,0 +1,110 @@
+"""Folders of weights: here, in the hub's local cache, or missing, and then the command that fetches them.
+
+A path may be a folder or the id of a repository on the Hugging Face hub, which counts as present when it is in the
+local cache. Nothing is downloaded here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them.
+
+    Example: `Requirement(name="VideoAlign", where="models/VideoReward", missing=["model_config.json"], fetch="hf ...")`
+    """
+
+    name: str
+    where: str
+    missing: list[str]
+    fetch: str
+
+    @property
+    def absent(self) -> bool:
+        """Whether the folder is not there at all."""
+        return local_folder(self.where) is None
+
+
+def require(name: str, path: str, patterns: Sequence[str], repository: str, include: str = "") -> Requirement:
+    """A requirement that one repository of the hub fulfils.
+
+    Args:
+        path: a folder, or the id of the repository or of another one like it.
+        patterns: glob patterns of its files; `a|b` is matched by either.
+        repository: where the files come from when `path` is a folder.
+        include: options of `hf download` that fetch less than everything.
+    """
+    if is_repository(path) and not Path(path).is_dir():
+        fetch = f"hf download {path}{include}"
+    else:
+        fetch = f"hf download {repository}{include} --local-dir {path}"
+    return Requirement(name=name, where=path, missing=missing_files(local_folder(path), patterns), fetch=fetch)
+
+
+def missing_files(folder: Path | None, patterns: Sequence[str]) -> list[str]:
+    """Patterns that no file of the folder matches; `a|b` is matched by either."""
+    return [p for p in patterns if folder is None or not any(any(folder.glob(part)) for part in p.split("|"))]
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder that a path means: itself, or a repository's snapshot in the hub's local cache; None for neither."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_repository(path):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def is_repository(path: str) -> bool:
+    """Whether a path that is no folder here is meant as `owner/name` on the hub. Where its parent is a folder here, as
+    in models/VideoReward, a folder is meant.
+    """
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).parent.is_dir()
+
+
+def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
+    """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
+
+    Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
+
+    Args:
+        path: folder or hub id.
+        key: the config key it comes from.
+        files: options of `hf download` that fetch less than everything.
+
+    Raises:
+        OSError: there is none; the message says how to fetch it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except HFValidationError as error:
+        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
+    except LocalEntryNotFoundError as error:
+        raise OSError(
+            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with `hf download {path}{files}`, or "
+            f"set {key} to a folder that holds it."
+        ) from error
+
+
+def stored_bytes(path: str) -> int:
+    """Bytes of the weight files in a folder or in the hub's local cache; 0 where there are none."""
+    folder = local_folder(path)
+    if folder is None:
+        return 0
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.suffix in (".safetensors", ".pth"))

@@ -1,0 +1,80 @@
+"""A reward that nobody else knows: what it says of itself is what `plan` and `doctor` say."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig, VideoConfig
+from sage_fast.models.hub import Requirement, require
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import make_plan
+from sage_fast.planning.text import to_json
+from sage_fast.rewards.base import RewardCosts
+from sage_fast.tools.diagnosis import examine
+from sage_fast.tools.machine import Check
+
+NAME = f"{__name__}:Judge"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Judge:
+    """Holds 3 GB, keeps 1 byte a pixel, and takes 7 seconds."""
+
+    def __init__(self, path: str = "judges/strict", device: str = "cuda") -> None:
+        raise AssertionError("a plan builds no reward")
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return {"verdict": torch.zeros(len(videos))}
+
+    @staticmethod
+    def requirements(options: Mapping[str, Any]) -> list[Requirement]:
+        return [require("the judge", options.get("path", "judges/strict"), ["judge.safetensors"], "judges/strict")]
+
+    @staticmethod
+    def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
+        tables = float(video.num_frames * video.height * video.width)
+        return RewardCosts(weights=3e9, folder=options.get("path"), tables=tables, working=2e9, seconds=7.0)
+
+
+def config(tmp_path: Path, **options: object) -> RunConfig:
+    """The toy run with the reward in place of its own; with diffusers' own forward nothing has to be traced."""
+    words = [f"--reward.rewards=['{NAME}']", "--reward.weights={verdict: 1.0}", f"--output_dir={tmp_path / 'run'}"]
+    words += ["--model.forward=stock", f"--reward.options={json.dumps({NAME: options})}"]
+    return load_config(ROOT / "configs/toy_cpu.yaml", words)
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_its_bytes_and_seconds_are_in_the_plan(tmp_path: Path) -> None:
+    def planned(**options: object) -> dict[str, Any]:
+        return to_json(make_plan(config(tmp_path, **options), DEVICES["h100"]), [])
+
+    found = planned()
+    assert found["memory"]["rollout"]["reward models"] == 3e9
+    assert found["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
+    assert found["memory"]["reward"]["scoring"] == 2e9
+    assert found["phases"]["reward"]["seconds"] == pytest.approx(7.0)
+    # The files that are here count in place of the published ones.
+    (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
+    assert planned(path=str(tmp_path))["memory"]["rollout"]["reward models"] == 1000
+
+
+def test_doctor_asks_for_its_files(tmp_path: Path) -> None:
+    def file(**options: object) -> Check:
+        (found,) = [check for check in examine(config(tmp_path, **options)) if check.name == "the judge"]
+        return found
+
+    assert (file().status, file().fix) == ("missing", "hf download judges/strict")
+    folder = str(tmp_path)
+    assert file(path=folder).fix == f"hf download judges/strict --local-dir {folder}"
+    (tmp_path / "judge.safetensors").touch()
+    assert file(path=folder).status == "ok"

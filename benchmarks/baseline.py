@@ -18,12 +18,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
-from benchmarks import harness
+from benchmarks import harness, results
+from benchmarks.results import Result
 
 FILE = Path(__file__).with_name("budgets.yaml")
 FLOOR, WIDTH = 0.03, 4.0
@@ -33,7 +33,10 @@ PASSING = ("ok", "faster", "not measured")
 MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
 
-Result = Mapping[str, Any]
+CEILINGS = {"bytes": "copy", "flop": "matmul"}
+"""What a row counts -> the ceiling it stands under."""
+COMPARED = ("kernels", "transformer", "block", "decode", "host")
+"""Suites whose ratios are held; what a disk does is not, nor what CPU memory left room for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,90 +111,41 @@ def over(ours: Mapping[str, float], theirs: Mapping[str, float], scale: float = 
 
 
 def ratios(result: Result) -> dict[str, Ratio]:
-    """Every ratio that a result holds, by name. What failed its parity has none."""
-    return _kernel_ratios(result) | _policy_ratios(result) | _suite_ratios(result)
-
-
-def _kernel_ratios(result: Result) -> dict[str, Ratio]:
-    """Fused kernels over eager and compiled code, and over a copy of the same bytes."""
+    """Every ratio that a result holds, by name: ours over each contender of the same step and shape and over the
+    device's ceiling, and ours of memory. What failed its parity has none.
+    """
     found: dict[str, Ratio] = {}
-    for row in result.get("kernels", []):
-        seconds = row["seconds"]
-        if row["op"] in result.get("parity_failures", {}) or "fused" not in seconds:
+    rows = results.rows(result)
+    ceilings = {work: (name, rows.get(("ceilings", name, ""))) for work, name in CEILINGS.items()}
+    for (suite, step, shape), contenders in rows.items():
+        ours = contenders.get("ours")
+        if suite not in COMPARED or ours is None:
             continue
-        name = f"kernel {row['op']} {row['case']} {row['direction']}"
-        for other in sorted(seconds.keys() - {"fused"}):
-            found[f"{name} / {other}"] = over(seconds["fused"], seconds[other])
-        if "copy" in result:
-            copy = result["copy"]
-            found[f"{name} / copy"] = over(seconds["fused"], copy["seconds"], copy["bytes"] / row["bytes"])
-    return found
-
-
-def _suite_ratios(result: Result) -> dict[str, Ratio]:
-    """Blocks, decoding and the host's share, over every contender beside them."""
-    timings: dict[str, dict[str, Any]] = {}
-    for row in result.get("blocks", []):
-        if "seconds" in row:
-            timings.setdefault(f"block {row['direction']} {row['shape']}", {})[row["contender"]] = row["seconds"]
-    for row in result.get("vae", []):
-        if row["passed"]:
-            timings[f"decode {row['shape']}"] = row["seconds"]
-    host = result.get("host", {})
-    if host.get("passed"):
-        timings["host"] = host["seconds"]
-    return {
-        f"{name} / {other}": over(seconds["ours"], theirs)
-        for name, seconds in timings.items()
-        if "ours" in seconds
-        for other, theirs in seconds.items()
-        if other != "ours"
-    }
-
-
-def _policy_ratios(result: Result) -> dict[str, Ratio]:
-    """Ratios of the steps of the full-size transformer, their share of the matrix product's time, and their memory."""
-    red = result.get("policy_failures", {})
-    cells = {
-        name: cell
-        for name, cell in result.get("policy_cells", {}).items()
-        if cell["status"] == "done" and name.split()[-1] not in red
-    }
-    found: dict[str, Ratio] = {}
-    for name, cell in cells.items():
-        step, shape, contender = name.split()
-        if contender != "ours":
-            continue
-        for other in ("P1", "P2", "P2c"):
-            # The split and the single pass stand beside the peer's training step.
-            for peer in dict.fromkeys((f"{step} {shape} {other}", f"train {shape} {other}")):
-                if peer in cells and (peer.startswith(f"{step} ") or step not in ("forward", "rollout", "train")):
-                    found[f"policy {name} / {peer}"] = over(cell["seconds"], cells[peer]["seconds"])
-        if "matmul" in result:
-            product = result["matmul"]
-            work = cell["tflop"] * 1e12 / (2 * product["size"] ** 3)
-            found[f"policy {name} / matmul"] = over(cell["seconds"], product["seconds"], 1.0 / work)
-        if cell.get("peak_memory_gb") is not None:
-            found[f"policy {name} GB of memory"] = Ratio(value=cell["peak_memory_gb"], error=0.0, floor=MEMORY_BAND)
+        name = results.name_of(suite, step, shape)
+        # The split gradient and the single pass stand beside the peers' training step.
+        beside = rows.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
+        peers = {who: row for who, row in (beside | contenders).items() if who != "ours"}
+        found |= {f"{name} / {who}": over(ours["seconds"], row["seconds"]) for who, row in peers.items()}
+        for work, (ceiling, top) in ceilings.items():
+            if work in ours and top is not None:
+                scale = top["device"][work] / ours[work]
+                found[f"{name} / {ceiling}"] = over(ours["seconds"], top["device"]["seconds"], scale)
+        if "peak_memory_gb" in ours:
+            found[f"{name} GB of memory"] = Ratio(value=ours["peak_memory_gb"], error=0.0, floor=MEMORY_BAND)
     return found
 
 
 def failures(result: Result) -> dict[str, str]:
-    """What failed in a run, by the beginning of the names of its ratios."""
-    found = {f"kernel {op} ": "PARITY FAILED" for op in result.get("parity_failures", {})}
-    if "ours" in result.get("policy_failures", {}):
-        found["policy "] = "PARITY FAILED"
-    for name, cell in result.get("policy_cells", {}).items():
-        if name.endswith(" ours") and cell["status"].startswith(("failed", "out of memory")):
-            found[f"policy {name} "] = cell["status"].split(":")[0].upper()
-    for row in result.get("blocks", []):
-        if row["contender"] == "ours" and row.get("status", "").startswith("failed"):
-            found[f"block {row['direction']} {row['shape']} "] = "FAILED"
-    if not result.get("block_parity", {}).get("ours", {}).get("passed", True):
-        found["block "] = "PARITY FAILED"
-    found |= {f"decode {row['shape']} ": "PARITY FAILED" for row in result.get("vae", []) if not row["passed"]}
-    if not result.get("host", {}).get("passed", True):
-        found["host "] = "PARITY FAILED"
+    """What of ours failed in a run, by the beginning of the names of its ratios."""
+    found: dict[str, str] = {}
+    for cell, record in result["cells"].items():
+        status, name = record["status"], cell.removesuffix("ours")
+        if name == cell:
+            continue
+        if status.startswith(("failed", "out of memory")):
+            found[name] = status.split(":")[0].upper()
+        elif status.endswith("has not passed") or (status == "done" and not results.counts(result, record)):
+            found[name] = "PARITY FAILED"
     return found
 
 
@@ -223,12 +177,12 @@ def newest(folder: Path) -> Path | None:
     return files[-1] if files else None
 
 
-def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
+def compare_newest(given: Path | None = None, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
     """Compare a run with the baseline of its device.
 
     Args:
         given: JSON file of the run; None is the newest result of this machine's GPU.
-        results: folder of the results.
+        folder: of the results.
         file: names the baselines.
 
     Raises:
@@ -237,10 +191,10 @@ def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, f
     if given is None:
         if not torch.cuda.is_available():
             return Comparison(message="baseline: no GPU here, so no seconds are compared", ok=True)
-        folder = harness.result_file(harness.environment(), results).parent
-        given = newest(folder)
+        own = harness.result_file(harness.environment(), folder).parent
+        given = newest(own)
         if given is None:
-            return Comparison(message=f"baseline: no result of {folder.name} yet, nothing to compare", ok=True)
+            return Comparison(message=f"baseline: no result of {own.name} yet, nothing to compare", ok=True)
     now = json.loads(given.read_text("utf-8"))
     if "environment" not in now:
         raise ValueError(f"{given} does not say on which device it was made. Give a file that a benchmark wrote.")
@@ -251,7 +205,7 @@ def compare_newest(given: Path | None = None, results: Path = harness.RESULTS, f
     if name is None:
         message = f"baseline: none is committed for {device}, nothing to compare; name one in {file.name} (baselines)"
         return Comparison(message=message, ok=True)
-    path = results / device / name
+    path = folder / device / name
     if not path.is_file():
         raise ValueError(f"{file.name} names {name} as the baseline of {device}, but {path} does not exist.")
     if path.resolve() == given.resolve():

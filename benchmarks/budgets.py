@@ -1,266 +1,242 @@
-"""What a transformer block costs, counted on the meta device at the true size: FLOPs, bytes, launches, kept memory.
+"""The limits of `budgets.yaml`, and what is measured to hold them: counts, which do not depend on the machine.
 
-Counts do not depend on the machine, so they guard on a CPU what a GPU would show as time. An op of sage_kernels or of
-attention is one operator; bytes are those of its arguments and results (`sage_kernels.tracer`). In units of
-
-    S = (N + L) * D * bytes per element,     one tensor of all tokens
-
-N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products and attention.
+Each entry of the file says what it limits, what it guards against and where the limit comes from. A measurement without
+a limit is an error, and so is a limit that nothing measures.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
 
-import torch
-from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+import yaml
 
-from benchmarks import waits
-from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
-from sage_fast import accelerate
-from sage_fast.config.schema import LoraConfig
-from sage_fast.models.hunyuan15.block import Rotary
+import benchmarks  # noqa: F401  first, because it decides where kernels run
+from benchmarks.counts import compiled, iteration, processes, traced
+from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
 from sage_fast.models.transformer import Checkpointing
-from sage_fast.planning.work import unused_work
-from sage_fast.policy.lora import add_lora
-from sage_fast.records import PromptEmbeds
-from sage_kernels.tracer import Traffic, count
+from sage_kernels.aot import launched_kernels
+from sage_kernels.registry import specs
 
-Trained = Literal["nothing", "lora", "everything"]
-"""Which weights need gradients; the gradient of the block's inputs is wanted in any case."""
+BUDGETS = Path(__file__).with_name("budgets.yaml")
+ARCHITECTURE = 90
+"""Whose compiled kernels are held: H100 and H200."""
 
-PRODUCTS = frozenset(
-    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
-)
-"""Operators that are not elementwise."""
+PHASES = ("rollout", "anchor", "update")
+"""Of an iteration, where the transformer may run."""
+
+Rule = Literal["at most", "at least", "exactly"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """One operator that ran."""
+class Budget:
+    """One limit.
+
+    Example:
+        >>> Budget(name="compile.graph_breaks", unit="", rule="exactly", limit=0, guards="", source="").holds(1)
+        False
+    """
 
     name: str
-    traffic: int
-    """Bytes read and written."""
-    largest: int
-    """Elements of its largest result."""
-    results: tuple[int, ...]
-    """Bytes of each result."""
+    """group.quantity, and the case behind slashes."""
+    unit: str
+    rule: Rule
+    limit: float
+    guards: str
+    """What would break it."""
+    source: str
+    """Where the limit comes from."""
 
+    @property
+    def group(self) -> str:
+        """The measurement it belongs to, a key of `MEASUREMENTS`."""
+        return self.name.split(".")[0]
 
-class Record(TorchDispatchMode):
-    """Context manager that lists the operators that move memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-        self.syncs: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and list it."""
-        name = func.overloadpacket.__name__
-        for answer in waits.answer(func, args, kwargs or {}):
-            self.syncs.append(name)
-            return answer
-        results: list[Any] = []
-        traffic: Traffic = count(lambda: results.append(func(*args, **(kwargs or {}))))
-        if traffic.operators:
-            tensors = [t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, Tensor)]
-            self.calls.append(
-                Call(
-                    name=name,
-                    traffic=traffic.total,
-                    largest=max(t.numel() for t in tensors),
-                    results=tuple(t.nbytes for t in tensors),
-                )
-            )
-        return results[0]
-
-    def elementwise(self) -> int:
-        """Bytes of everything but matrix products and attention."""
-        return sum(call.traffic for call in self.calls if call.name not in PRODUCTS)
+    def holds(self, value: float | None) -> bool:
+        """Whether a measured value is within the limit; nothing measured is not."""
+        if value is None:
+            return False
+        return {"at most": value <= self.limit, "at least": value >= self.limit, "exactly": value == self.limit}[
+            self.rule
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockCost:
-    """Cost of one block in the middle of the transformer, one sample.
+class Verdict:
+    """A budget beside what was measured; None where nothing was.
 
-    Example: with LoRA and selective checkpointing `forward` is 13.25 and `kept` 2.02.
+    Example: `Verdict(budget=..., measured=13.25, ok=True)`
     """
 
-    forward: float
-    """Elementwise bytes of the forward, in S."""
-    backward: float
-    """Elementwise bytes of the backward without what is recomputed, in S."""
-    recomputed: float
-    """Elementwise bytes of forward ops that the backward runs again, in S."""
-    forward_flops: int
-    """As torch counts them."""
-    backward_flops: int
-    """The same of the backward, with the products and the attention that it computes again."""
-    launches: int
-    """Operators of the forward."""
-    kept: float
-    """Activations kept from the forward for the backward, in S. Weights do not count."""
-    largest: int
-    """Elements of the largest tensor that either pass makes."""
-    syncs: tuple[str, ...]
-    """Operators of either pass that wait for the GPU."""
+    budget: Budget
+    measured: float | None
+    ok: bool
 
 
-RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh"})
+def read_budgets(path: Path = BUDGETS) -> list[Budget]:
+    """The limits of a file, a table of limits being one budget per case.
 
-
-def meta_transformer(num_layers: int, trained: Trained) -> HunyuanVideo15Transformer3DModel:
-    """The true configuration with fewer layers, bfloat16, on the meta device."""
-    with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel(**HUNYUAN_VIDEO_15 | {"num_layers": num_layers})
-    for parameter in transformer.parameters():
-        parameter.data = parameter.data.bfloat16()
-    if trained != "everything":
-        transformer.requires_grad_(False)
-    if trained == "lora":
-        add_lora(transformer, rank=32, alpha=None, target_modules=LoraConfig().target_modules, seed=0)
-    return transformer.eval()
-
-
-def block_cost(
-    shape: Shape,
-    trained: Trained,
-    checkpointing: Checkpointing,
-    *,
-    prepare: Callable[[HunyuanVideo15Transformer3DModel], None] | None = None,
-) -> BlockCost:
-    """Count one block.
-
-    Args:
-        shape: video size and text length.
-        trained: which weights need gradients. Frozen AdaLN weights come from the table.
-        checkpointing: what is kept.
-        prepare: called with the accelerated transformer before it is counted.
+    Raises:
+        ValueError: an entry lacks a field, has one too many, an unknown rule or group, or a limit that is no number.
     """
-    transformer = accelerated(3, trained, checkpointing)
-    if prepare is not None:
-        prepare(transformer)
-    block = transformer.transformer_blocks[1]
-    width = transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"]
-    tokens = shape.video_tokens + shape.text_tokens
-    unit = tokens * width * 2
+    found: list[Budget] = []
+    required = {"name", "unit", "limit", "guards", "source"}
 
-    def activation(*size: int) -> Tensor:
-        return torch.empty(*size, dtype=torch.bfloat16, device="meta")
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(f"{path.name}: {what}")
 
-    x = activation(1, shape.video_tokens, width).requires_grad_()
-    text = activation(1, shape.text_tokens, width).requires_grad_()
-    modulation = (None, None) if trained == "everything" else (activation(1, 6 * width), activation(1, 6 * width))
-    table = torch.empty(shape.video_tokens, transformer.config["attention_head_dim"], device="meta")
-    own = {p.untyped_storage()._cdata for p in transformer.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own and tensor.numel() > 6 * width:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
-    transformer._acceleration.rotary = Rotary(table, table)
-    with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
-        outputs = block(x, text, activation(1, width), *modulation)
-    cotangents = [torch.empty_like(output) for output in outputs]
-    with backward_flops, Record() as backward:
-        torch.autograd.backward(outputs, cotangents)
-    # The activation that the GELU's backward returns besides its gradient is recomputed as well.
-    again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
-    again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
-    return BlockCost(
-        forward=forward.elementwise() / unit,
-        backward=(backward.elementwise() - again) / unit,
-        recomputed=again / unit,
-        forward_flops=int(forward_flops.get_total_flops()),
-        backward_flops=int(backward_flops.get_total_flops()),
-        launches=len(forward.calls),
-        kept=sum(kept.values()) / unit,
-        largest=max(call.largest for call in (*forward.calls, *backward.calls)),
-        syncs=(*forward.syncs, *backward.syncs),
-    )
+    for entry in yaml.safe_load(path.read_text("utf-8"))["budgets"]:
+        name = entry.get("name")
+        if not required <= entry.keys() <= required | {"rule"}:
+            refuse(f"{name!r} has the fields {sorted(entry)}; it needs {sorted(required)}, and may have rule.")
+        if entry.get("rule", "at most") not in get_args(Rule):
+            refuse(f"{name} has the rule {entry['rule']!r}; rules are {list(get_args(Rule))}.")
+        if name.split(".")[0] not in MEASUREMENTS:
+            refuse(f"nothing measures {name}; a name begins with {list(MEASUREMENTS)}.")
+        for case, limit in _cases(entry["limit"]):
+            if isinstance(limit, bool) or not isinstance(limit, int | float):
+                refuse(f"the limit of {name}{case} is {limit!r}; it must be a number.")
+            if f"{name}{case}" in [budget.name for budget in found]:
+                refuse(f"{name}{case} stands there more than once.")
+            found.append(Budget(**{"rule": "at most", **entry, "name": f"{name}{case}", "limit": limit}))
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardCost:
-    """Cost of one forward of the accelerated transformer, one sample without glyph tokens.
+def _cases(limit: Any) -> Iterator[tuple[str, Any]]:
+    """("/lora/full", number) of every case of a table, ("", number) of a single limit."""
+    if not isinstance(limit, Mapping):
+        yield "", limit
+        return
+    for key, inner in limit.items():
+        for case, value in _cases(inner):
+            yield f"/{key}{case}", value
 
-    Example: of two blocks at 352x624x81, `ForwardCost(flops=9147157970944, largest=147603456, syncs=())`
+
+# ------------------------------------------------------------------------------------------ measurements
+
+
+def measure_block() -> dict[str, float]:
+    """One block in the middle, at 352x624x81 with 250 text tokens."""
+    found: dict[str, float] = {}
+    for trained, checkpointing in itertools.product(get_args(traced.Trained), get_args(Checkpointing)):
+        cost = traced.block_cost(A, trained, checkpointing)
+        counted = vars(cost) | {"host_syncs": len(cost.syncs)}
+        del counted["syncs"]
+        found |= {f"block.{name}/{trained}/{checkpointing}": value for name, value in counted.items()}
+    return found
+
+
+def measure_forward() -> dict[str, float]:
+    """The whole packed forward of one sample at the true configuration."""
+    layers = HUNYUAN_VIDEO_15["num_layers"]
+    found: dict[str, float] = {}
+    for shape in (A, B):
+        # A transformer each: the second forward of one would find its modulation in the table.
+        transformer = traced.accelerated(layers, "nothing")
+        cost = traced.forward_cost(shape, transformer)
+        found |= {
+            "forward.parameters": sum(weight.numel() for weight in transformer.parameters()),
+            f"forward.flops/{shape.name}": cost.flops,
+            f"forward.flops_beyond_closed_form/{shape.name}": cost.flops - traced.needed_flops(shape, layers),
+            f"forward.largest_tensor/{shape.name}": cost.largest,
+            f"forward.host_syncs/{shape.name}": len(cost.syncs),
+        }
+    return found
+
+
+def measure_iteration() -> dict[str, float]:
+    """An iteration of the trainer, by the way of computing the gradient, the guidance scale and the anchor's age."""
+    found: dict[str, float] = {}
+    for update in get_args(iteration.Update):
+        for scale in (1, 6):
+            for anchor, cost in iteration.count_iterations(update, scale).items():
+                case = f"{update}/{scale}/{anchor}"
+                elsewhere = sum(number for phase, number in cost.forwards.items() if phase not in PHASES)
+                found |= {f"iteration.forwards/{case}/{phase}": cost.forwards.get(phase, 0.0) for phase in PHASES}
+                found[f"iteration.forwards_elsewhere/{case}"] = elsewhere
+                found[f"iteration.optimizer_updates/{case}"] = cost.updates
+    return found
+
+
+def measure_loop() -> dict[str, float]:
+    """What the step loops of an iteration wait for, with guidance and an anchor that lies behind."""
+    found: dict[str, float] = {}
+    for update in get_args(iteration.Update):
+        cost = iteration.watch_iteration(update, 6)
+        found |= {f"loop.host_syncs/{update}/{phase}": cost.waits.get(phase, 0) for phase in PHASES}
+        found[f"loop.host_syncs/{update}/elsewhere"] = sum(n for p, n in cost.waits.items() if p not in PHASES)
+        found[f"loop.collectives/{update}"] = cost.collectives
+    return found
+
+
+def measure_kernels() -> dict[str, float]:
+    """The Triton kernels as compiled for sm_90."""
+    known = specs()
+    rows = compiled.compiled_kernels(ARCHITECTURE)
+    found: dict[str, float] = {}
+    for op in known:
+        found[f"kernels.registers/{op}"] = max((row.registers for row in rows if row.op == op), default=0)
+    launched = {name for spec in known.values() for name in launched_kernels(spec, ARCHITECTURE)}
+    found["kernels.local_memory"] = max(row.stack + row.local for row in rows)
+    found["kernels.spills"] = sum(row.spills for row in rows)
+    found["kernels.narrowest_stream"] = min(width for row in rows for width in row.widths.values())
+    found["kernels.unlisted"] = len(launched ^ {row.kernel for row in rows})
+    return found
+
+
+def measure_imports() -> dict[str, float]:
+    """Importing the package and its command line, each in a process of its own."""
+    found: dict[str, float] = {}
+    for module in ("sage_fast", "sage_fast.commands.cli"):
+        cost = processes.import_cost(module)
+        found |= {
+            f"imports.seconds/{module}": cost.seconds,
+            f"imports.project_modules/{module}": cost.project,
+            f"imports.standard_modules/{module}": cost.standard,
+            f"imports.third_party/{module}": len(cost.third_party),
+        }
+    return found
+
+
+def measure_memory() -> dict[str, float]:
+    """Peak memory of the toy run."""
+    growth = processes.toy_run_growth()
+    return {} if growth is None else {"memory.toy_run": growth}
+
+
+MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
+    "block": measure_block,
+    "forward": measure_forward,
+    "compile": lambda: {"compile.graph_breaks": traced.graph_breaks()},
+    "iteration": measure_iteration,
+    "loop": measure_loop,
+    "kernels": measure_kernels,
+    "imports": measure_imports,
+    "memory": measure_memory,
+}
+"""Group of budgets -> what measures all of it."""
+
+NEEDS_PROC = ("memory",)
+"""Groups that a system without /proc cannot measure; there they are left out and named."""
+
+
+def judge(found: Sequence[Budget], groups: Sequence[str]) -> list[Verdict]:
+    """Measure the groups and hold the budgets to them.
+
+    Raises:
+        RuntimeError: something is measured for which there is no budget.
     """
-
-    flops: int
-    """As torch counts them."""
-    largest: int
-    """Elements of the largest tensor."""
-    syncs: tuple[str, ...]
-    """Operators that wait for the GPU."""
-
-
-def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> ForwardCost:
-    """Count one forward of an accelerated transformer as the trainer calls it."""
-    call: Any = transformer
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
-        call(**_inputs(shape, transformer))
-    return ForwardCost(
-        flops=int(counter.get_total_flops()),
-        largest=max(found.largest for found in record.calls),
-        syncs=tuple(record.syncs),
-    )
-
-
-def forward_flops(shape: Shape, num_layers: int, checkpointing: Checkpointing = "selective") -> int:
-    """FLOPs that torch counts in one forward of the accelerated transformer, one sample without glyph tokens."""
-    transformer = accelerated(num_layers, "nothing", checkpointing)
-    call: Any = transformer
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call(**_inputs(shape, transformer))
-    return int(counter.get_total_flops())
-
-
-def accelerated(
-    num_layers: int, trained: Trained, checkpointing: Checkpointing = "selective"
-) -> HunyuanVideo15Transformer3DModel:
-    """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
-    transformer = meta_transformer(num_layers, trained)
-    # Not from the table, whose rows a forward computes for noise levels that it has not met.
-    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
-    return transformer
-
-
-def _inputs(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Any]:
-    """Arguments of a forward: latents and prompt on the device, the timestep on the host."""
-    prompt = PromptEmbeds(
-        text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
-        glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
-    )
-    latents = torch.empty(1, *shape.latent, device="meta")
-    return {"hidden_states": latents, "timestep": torch.full((1,), 640.0), "prompts": [prompt]}
-
-
-def graph_breaks() -> int:
-    """Graph breaks of the text refiner, the part that `model.compile` compiles."""
-    refiner = meta_transformer(1, "nothing").context_embedder
-    text = torch.empty(1, A.text_tokens, HUNYUAN_VIDEO_15["text_embed_dim"], dtype=torch.bfloat16, device="meta")
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    torch._dynamo.reset()
-    breaks.clear()
-    with torch.no_grad():
-        torch._dynamo.explain(refiner)(text, torch.empty(1, device="meta"), None)
-    return int(sum(breaks.values()))
-
-
-def needed_flops(shape: Shape, num_layers: int) -> float:
-    """The closed form of the packed forward, less what does not reach a text-to-video velocity: the condition
-    channels, and the last block's text queries, projections and feed-forward.
-    """
-    config = HUNYUAN_VIDEO_15 | {"num_layers": num_layers}
-    return forward_work(config, shape).total - unused_work(config, shape.video_tokens, shape.text_tokens).total
+    verdicts = []
+    for group in groups:
+        measured = MEASUREMENTS[group]()
+        mine = [budget for budget in found if budget.group == group]
+        unlimited = sorted(measured.keys() - {budget.name for budget in mine})
+        if unlimited:
+            raise RuntimeError(f"{BUDGETS.name} has no limit for {', '.join(unlimited)}; add them there.")
+        if not measured and group in NEEDS_PROC:
+            continue
+        for budget in mine:
+            value = measured.get(budget.name)
+            verdicts.append(Verdict(budget=budget, measured=value, ok=budget.holds(value)))
+    return verdicts

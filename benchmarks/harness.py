@@ -1,8 +1,8 @@
-"""What every benchmark needs: a clock of the device, the ceilings of this machine, where results go."""
+"""What every measurement needs: a clock of the device, its ceilings, its state, and where results go."""
 
 import contextlib
 import datetime
-import importlib.util
+import gc
 import json
 import math
 import os
@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,14 @@ L2_BYTES = 256 * 2**20
 """Bytes over which repeated calls are spread, several times the largest L2 cache: each call finds it cold."""
 STRETCH_SECONDS = 4e-3
 """Length of one timed stretch on a GPU, the sum of many calls."""
+FEWEST_ROUNDS = 3
+"""Rounds of a measurement whose time is short."""
 
 _started: list[torch.cuda.Event] = []
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    kinds: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, AssertionError)
-    if importlib.util.find_spec("triton") is not None:
-        from triton.errors import TritonError
-
-        kinds += (TritonError,)
-    return kinds
-
-
-FAILURES = _failures()
-"""What a library raises when a measurement cannot be made here; it is recorded and the run goes on, to exit status 1.
-Out of memory is a RuntimeError."""
-
-
 def device_clock() -> float:
-    """A clock for pytest-benchmark that reads device time: calls alternate between start and stop.
+    """A clock of device time, which pytest-benchmark can use too: calls alternate between start and stop.
 
     On a GPU the start call makes the device wait, so that the calls in between are queued when it goes on and the time
     holds no launch overhead of Python; the stop call returns the seconds between. On a CPU it is a plain clock.
@@ -112,39 +100,79 @@ def copies_beyond_cache(nbytes: int) -> int:
     return max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1)))) if torch.cuda.is_available() else 1
 
 
-def samples(call: Callable[[], object], *, calls: int, rounds: int, warmup: int = 3) -> list[float]:
-    """Seconds of one call in each round of `calls` calls, by `device_clock`."""
+def measure(
+    call: Callable[[], object],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 1,
+    limit: float = math.inf,
+    left: float = math.inf,
+    clock: Callable[[], float] = device_clock,
+    before: Callable[[], object] = lambda: None,
+) -> Quantiles:
+    """Seconds of one call over rounds of `calls` calls.
+
+    There are fewer rounds when they would take more than `limit` seconds in all, but `FEWEST_ROUNDS` as long as these
+    end within `left` seconds, and one in any case. `before` precedes every round and is not timed.
+    """
     for _ in range(warmup):
         call()
-    seconds = []
-    for _ in range(rounds):
-        start = device_clock()
+    began = time.monotonic()
+    seconds: list[float] = []
+    while len(seconds) < rounds:
+        after = time.monotonic() - began + (calls * seconds[-1] if seconds else 0.0)
+        if seconds and after > (left if len(seconds) < FEWEST_ROUNDS else limit):
+            break
+        before()
+        start = clock()
         for _ in range(calls):
             call()
-        seconds.append((device_clock() - start) / calls)
-    return seconds
+        seconds.append((clock() - start) / calls)
+    return Quantiles.of(seconds)
 
 
-def measure(call: Callable[[], object], *, calls: int, rounds: int, warmup: int = 3) -> Quantiles:
-    """Quantiles of `samples`."""
-    return Quantiles.of(samples(call, calls=calls, rounds=rounds, warmup=warmup))
-
-
-def copy_bandwidth(device: torch.device, *, smoke: bool) -> dict[str, Any]:
-    """Bandwidth of a device copy, bytes read plus bytes written: the ceiling of every memory-bound kernel."""
+def copy_call(device: torch.device, *, smoke: bool) -> tuple[Callable[[], object], int]:
+    """A device copy and the bytes it reads and writes: the ceiling of every memory-bound kernel."""
     numel = 2**20 if smoke else 2**30
     source, target = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = measure(lambda: target.copy_(source), calls=1 if smoke else 5, rounds=3 if smoke else 20)
-    return {"bytes": 2 * numel, "seconds": asdict(seconds), "gb_per_s": 2 * numel / seconds.median / 1e9}
+    return lambda: target.copy_(source), 2 * numel
 
 
-def matmul_peak(device: torch.device, *, smoke: bool) -> dict[str, Any]:
-    """Rate of a large bfloat16 product: the ceiling of everything that multiplies matrices."""
+def matmul_call(device: torch.device, *, smoke: bool) -> tuple[Callable[[], object], int]:
+    """A large bfloat16 product and its operations: the ceiling of everything that multiplies matrices."""
     size = 64 if smoke else 8192
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    seconds = measure(lambda: a @ b, calls=1 if smoke else 5, rounds=3 if smoke else 20)
-    return {"size": size, "seconds": asdict(seconds), "tflop_per_s": 2 * size**3 / seconds.median / 1e12}
+    return lambda: a @ b, 2 * size**3
 
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what is queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset the peak of allocated memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gb(device: torch.device) -> float | None:
+    """1e9 bytes at the peak since `forget_peak`; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+
+
+def release(module: torch.nn.Module | None = None) -> None:
+    """Give memory back to the device, the gradients of a module included."""
+    if module is not None:
+        module.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------------ state of the machine
 
 CLOCK_LIMITS = {
     0x1: "idle",
@@ -158,16 +186,6 @@ CLOCK_LIMITS = {
     0x100: "display clocks",
 }
 """Bits of NVML's clocks event reasons: what keeps the clocks below their maximum."""
-
-
-def clock_limits(bits: int) -> list[str]:
-    """Names of the set bits.
-
-    Example:
-        >>> clock_limits(0x24)
-        ['power cap', 'thermal, software']
-    """
-    return [name for bit, name in CLOCK_LIMITS.items() if bits & bit]
 
 
 def gpu_state() -> dict[str, Any] | None:
@@ -189,12 +207,17 @@ def gpu_state() -> dict[str, Any] | None:
         handle = _nvml_handle(pynvml)
     except pynvml.NVMLError as error:
         return {"error": str(error)}
+
+    def clock_limits() -> list[str]:
+        bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return [name for bit, name in CLOCK_LIMITS.items() if bits & bit]
+
     readings: dict[str, Callable[[], Any]] = {
         "driver": pynvml.nvmlSystemGetDriverVersion,
         "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "sm_mhz_max": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "memory_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-        "clock_limits": lambda: clock_limits(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "clock_limits": clock_limits,
         "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         "energy_j": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
         "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
@@ -227,8 +250,6 @@ def telemetry() -> Iterator[dict[str, Any]]:
     try:
         yield record
     finally:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         record["seconds"] = time.monotonic() - began
         end = gpu_state()
         if start is not None and end is not None:

@@ -27,109 +27,57 @@ FILE = harness.RESULTS / "predicted" / "levers.json"
 TRANSFORMER_PHASES = ("rollout", "anchor", "update")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lever:
     """An option and what it is compared with.
 
-    without, with_it: overrides on the recipe. exact: whether the objective's gradient stays what it is. note: for the
-    reader.
+    name, note: for the reader. option: override with it. without: override in its place; None is the recipe as it is.
+    both: overrides on both sides. exact: whether the objective's gradient stays what it is.
 
-    Example: `Lever(name="selective checkpointing", without=("--model.checkpointing=full",), with_it=(), exact=True)`
+    Example: `Lever("split guidance", "training.guidance=split", "training.guidance=paired", note="for memory")`
     """
 
     name: str
-    without: tuple[str, ...]
-    with_it: tuple[str, ...]
-    exact: bool
+    option: str
+    without: str | None = None
     note: str = ""
+    both: tuple[str, ...] = ()
+    exact: bool = True
+
+    def overrides(self, *, on: bool) -> list[str]:
+        """Of the recipe, on one side."""
+        own = self.option if on else self.without
+        return [f"--{text}" for text in (*self.both, own) if text is not None]
 
 
-_NO_KL = "--objective.kl_mode=none"
-LEVERS = (
+_NO_KL = "objective.kl_mode=none"
+_FULL = ("model.checkpointing=full",)
+_FUSED = "against diffusers' own without padding and at the same speed of attention; both keep block inputs alone"
+_TABLE = "for memory; auto has the table and keeps the weights where they are"
+_CONDITIONAL = "same rollout, gradient through the conditional branch alone"
+EXACT = (
+    Lever("fused forward", "model.forward=fused", "model.forward=stock", _FUSED, both=_FULL),
+    Lever("selective checkpointing", "model.checkpointing=selective", *_FULL, "attention is not computed again"),
     Lever(
-        name="fused forward",
-        without=("--model.forward=stock", "--model.checkpointing=full"),
-        with_it=("--model.forward=fused", "--model.checkpointing=full"),
-        exact=True,
-        note="against diffusers' own without padding and at the same speed of attention; both keep block inputs alone",
+        "attention backend", "model.attention=flash3", "model.attention=flash2", "auto takes the fastest one installed"
     ),
+    Lever("AdaLN table", "model.adaln=offload", "model.adaln=weights", _TABLE),
+    Lever("split guidance", "training.guidance=split", "training.guidance=paired", "for memory"),
     Lever(
-        name="selective checkpointing",
-        without=("--model.checkpointing=full",),
-        with_it=("--model.checkpointing=selective",),
-        exact=True,
-        note="attention is not computed again",
+        "single pass",
+        "training.update=single_pass",
+        "training.update=two_phase",
+        "without a KL to an anchor",
+        both=(_NO_KL,),
     ),
-    Lever(
-        name="attention backend",
-        without=("--model.attention=flash2",),
-        with_it=("--model.attention=flash3",),
-        exact=True,
-        note="auto takes the fastest one installed",
-    ),
-    Lever(
-        name="AdaLN table",
-        without=("--model.adaln=weights",),
-        with_it=("--model.adaln=offload",),
-        exact=True,
-        note="for memory; auto has the table and keeps the weights where they are",
-    ),
-    Lever(
-        name="split guidance",
-        without=("--training.guidance=paired",),
-        with_it=("--training.guidance=split",),
-        exact=True,
-        note="for memory",
-    ),
-    Lever(
-        name="single pass",
-        without=(_NO_KL, "--training.update=two_phase"),
-        with_it=(_NO_KL, "--training.update=single_pass"),
-        exact=True,
-        note="without a KL to an anchor",
-    ),
-    Lever(
-        name="no KL to an anchor",
-        without=("--objective.kl_mode=dual",),
-        with_it=(_NO_KL,),
-        exact=False,
-        note="no anchor pass",
-    ),
-    Lever(
-        name="SDE window",
-        without=(),
-        with_it=("--rollout.sde_window.size=5",),
-        exact=False,
-        note="noise and gradient in 5 of 20 steps",
-    ),
-    Lever(
-        name="timestep fraction",
-        without=(),
-        with_it=("--training.timestep_fraction=0.5",),
-        exact=False,
-        note="half of the steps trained",
-    ),
-    Lever(
-        name="guidance off",
-        without=(),
-        with_it=("--rollout.guidance_scale=1",),
-        exact=False,
-        note="another policy: the conditional branch alone",
-    ),
-    Lever(
-        name="condition-only gradient",
-        without=(),
-        with_it=("--training.guidance=conditional",),
-        exact=False,
-        note="same rollout, gradient through the conditional branch alone",
-    ),
-    Lever(
-        name="fewer steps",
-        without=(),
-        with_it=("--rollout.num_steps=10",),
-        exact=False,
-        note="10 in place of 20",
-    ),
+)
+OTHER = (
+    Lever("no KL to an anchor", _NO_KL, "objective.kl_mode=dual", "no anchor pass", exact=False),
+    Lever("SDE window", "rollout.sde_window.size=5", note="noise and gradient in 5 of 20 steps", exact=False),
+    Lever("timestep fraction", "training.timestep_fraction=0.5", note="half of the steps trained", exact=False),
+    Lever("guidance off", "rollout.guidance_scale=1", note="another policy: the conditional branch alone", exact=False),
+    Lever("condition-only gradient", "training.guidance=conditional", note=_CONDITIONAL, exact=False),
+    Lever("fewer steps", "rollout.num_steps=10", note="10 in place of 20", exact=False),
 )
 
 
@@ -152,24 +100,11 @@ def side(overrides: Sequence[str], file: str = RECIPE) -> tuple[Plan, dict[str, 
     return plan, {"seconds": seconds(plan), "peak_gb": plan.memory.peak / 1e9, "phases": phases}
 
 
-def option_of(lever: Lever) -> str:
-    """The option in which the two sides differ, as `key: value`."""
-    (option,) = set(lever.with_it) - set(lever.without)
-    return option.removeprefix("--").replace("=", ": ")
-
-
 def record(lever: Lever) -> dict[str, Any]:
     """A lever with its factor."""
-    without, with_it = (side(overrides)[1] for overrides in (lever.without, lever.with_it))
-    return {
-        "name": lever.name,
-        "option": option_of(lever),
-        "exact": lever.exact,
-        "note": lever.note,
-        "without": without,
-        "with": with_it,
-        "factor": without["seconds"] / with_it["seconds"],
-    }
+    without, with_it = (side(lever.overrides(on=on))[1] for on in (False, True))
+    head = {"name": lever.name, "option": lever.option.replace("=", ": "), "exact": lever.exact, "note": lever.note}
+    return head | {"without": without, "with": with_it, "factor": without["seconds"] / with_it["seconds"]}
 
 
 def fresh_anchor() -> dict[str, Any]:
@@ -193,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks levers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=FILE, help="JSON file")
     options = parser.parse_args(argv)
-    rows = [record(lever) for lever in LEVERS]
-    rows.insert(sum(row["exact"] for row in rows), fresh_anchor())
+    rows = [*map(record, EXACT), fresh_anchor(), *map(record, OTHER)]
     device = DEVICES[DEVICE]
     result: dict[str, Any] = {"predicted": True, "commit": git_commit(ROOT), "recipe": RECIPE, "device": device.name}
     result |= {"source": device.source, "recipes": {file: side((), file)[1] for file in RECIPES}, "levers": rows}
@@ -203,7 +137,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row['name']:36} {row['factor']:5.2f}x  {row['with']['peak_gb']:5.1f} GB  {row['option']}")
     print(f"written to {options.output}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,7 +12,7 @@ Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -200,3 +200,32 @@ def fused(
         yield velocity
     finally:
         acceleration.undo()
+
+
+def contender(
+    name: str,
+    transformer: HunyuanVideo15Transformer3DModel,
+    shape: Shape,
+    backend: str,
+    *,
+    checkpointing: Checkpointing = "none",
+    compiler: str | None = None,
+    cast_adapters: bool = True,
+) -> AbstractContextManager[Velocity]:
+    """ours, P1, P2 or P2c, to be switched on by `with`.
+
+    Args:
+        checkpointing: of ours; the peers keep block inputs alone where it is "full", and everything otherwise.
+        compiler: backend of torch.compile, for P2c.
+    """
+    if name == "ours":
+        return fused(transformer, backend=backend, checkpointing=checkpointing)
+    if name == "P1":
+        return padded(transformer, shape)
+    return packed(
+        transformer,
+        backend=backend,
+        checkpointing=checkpointing == "full",
+        compiler=compiler if name == "P2c" else None,
+        cast_adapters=cast_adapters,
+    )

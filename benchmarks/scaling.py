@@ -1,6 +1,6 @@
 """The tables of docs/scaling.md, from the planner. Nothing is timed and no GPU is needed.
 
-    python -m benchmarks.scaling            write them into the page
+    python -m benchmarks scaling            write them into the page
 
 The page holds each between `<!-- plan NAME: begin -->` and `<!-- plan NAME: end -->`; a test compares the two.
 """
@@ -9,8 +9,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 
+from benchmarks.report import markdown, renewed
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.models.hunyuan15.description import published_model
@@ -36,19 +38,17 @@ INTERNET = 1e9 / 8
 SHARE_OF_MULTIPROCESSORS = 0.2
 """What a collective takes from the computation beside it; assumed (NCCL's default is up to 32 of an H100's 132)."""
 
+Row = dict[str, str]
+"""Column -> cell."""
+
 
 @cache
 def recipe(mode: str, size: str, gpus: int, *overrides: str, text_tokens: int | None = None) -> Plan:
-    """The preset for 8 GPUs on so many, with whatever is overridden; HSDP by nodes for all weights."""
+    """The 8-GPU preset on `gpus` GPUs, with overrides; full training shards its weights by node (HSDP)."""
     spread = ["--distributed.dp_replicate=null"]
     config = load_config(ROOT / f"configs/hv15_{size}_{mode}_8gpu.yaml", [*spread, *overrides])
     description = None if text_tokens is None else published_model(text_tokens=text_tokens)
     return make_plan(config, DEVICE, gpus=gpus, sizes={}, description=description)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _number(value: float) -> str:
@@ -91,7 +91,7 @@ def phases(mode: str) -> str:
         rows.append([size, "bound on weak scaling", "", "", *bounds, ""])
     header = ["size", "phase", "PFLOP", "computing s"]
     header += [f"{gpus} GPUs: sent GB; s" for gpus in GPUS] + ["waiting s"]
-    return _table(header, rows)
+    return markdown(header, rows)
 
 
 def _exchange(plan: Plan, phase: str) -> str:
@@ -104,100 +104,82 @@ def _exchange(plan: Plan, phase: str) -> str:
     return f"{sent}; {_number(seconds)}" if found else "none"
 
 
-def sequence() -> str:
+def sequence() -> Iterator[Row]:
     """What the degree of sequence parallelism costs and saves."""
-    rows = []
-    for size in SIZES:
-        for sp in (1, 2, 4, 8, 16):
-            plan = recipe("lora", size, 64, f"--distributed.sp={sp}", "--rollout.batch_size=4")
-            videos = plan.config.rollout.batch_size
-            swaps = [e for e in plan.exchanges if e.kind == "all_to_all" and e.phase != "evaluation"]
-            sent = sum(e.bytes for e in swaps) / videos / 1e9
-            seconds = sum(e.exposed(plan.device) for e in swaps) / videos
-            model = ("rollout", "anchor", "update")
-            whole = sum(phase.predicted for phase in plan.alone if phase.name in model)
-            share = sum(phase.predicted - phase.waiting for phase in plan.phases if phase.name in model)
-            rows.append(
-                [
-                    size,
-                    str(sp),
-                    f"{plan.memory.peak / 1e9:.1f}",
-                    f"{plan.memory.total('update') / 1e9:.1f}",
-                    _number(plan.seconds_per_video),
-                    _number(sent),
-                    _number(seconds),
-                    _percent(whole / (sp * share)),
-                    f"{plan.videos_per_gpu_hour:.1f}",
-                    _percent(plan.weak_scaling),
-                ]
-            )
-    header = ["size", "sp", "peak GB", "in the update", "s per video", "all-to-all GB", "and s"]
-    return _table([*header, "computing divides", "videos per GPU-hour", "bound"], rows)
+    model = ("rollout", "anchor", "update")
+    for size, sp in product(SIZES, (1, 2, 4, 8, 16)):
+        plan = recipe("lora", size, 64, f"--distributed.sp={sp}", "--rollout.batch_size=4")
+        videos = plan.config.rollout.batch_size
+        swaps = [e for e in plan.exchanges if e.kind == "all_to_all" and e.phase != "evaluation"]
+        whole = sum(phase.predicted for phase in plan.alone if phase.name in model)
+        share = sum(phase.predicted - phase.waiting for phase in plan.phases if phase.name in model)
+        yield {
+            "size": size,
+            "sp": str(sp),
+            "peak GB": f"{plan.memory.peak / 1e9:.1f}",
+            "in the update": f"{plan.memory.total('update') / 1e9:.1f}",
+            "s per video": _number(plan.seconds_per_video),
+            "all-to-all GB": _number(sum(e.bytes for e in swaps) / videos / 1e9),
+            "and s": _number(sum(e.exposed(plan.device) for e in swaps) / videos),
+            "computing divides": _percent(whole / (sp * share)),
+            "videos per GPU-hour": f"{plan.videos_per_gpu_hour:.1f}",
+            "bound": _percent(plan.weak_scaling),
+        }
 
 
-def strong() -> str:
+def strong() -> Iterator[Row]:
     """More GPUs for as many videos per update: they can only share videos."""
-    rows = []
-    for size in SIZES:
+    for size, sp in product(SIZES, (1, 2, 4, 8)):
         first = recipe("lora", size, 64, "--rollout.batch_size=1").seconds_per_rollout
-        for sp in (1, 2, 4, 8):
-            plan = recipe("lora", size, 64 * sp, f"--distributed.sp={sp}", "--rollout.batch_size=1")
-            times = first / plan.seconds_per_rollout
-            rows.append([size, str(plan.gpus), str(sp), _number(plan.seconds_per_rollout), f"{times:.1f}x"])
-    return _table(["size", "GPUs", "sp", "s per update of 64 videos", "faster"], rows)
+        plan = recipe("lora", size, 64 * sp, f"--distributed.sp={sp}", "--rollout.batch_size=1")
+        yield {
+            "size": size,
+            "GPUs": str(plan.gpus),
+            "sp": str(sp),
+            "s per update of 64 videos": _number(plan.seconds_per_rollout),
+            "faster": f"{first / plan.seconds_per_rollout:.1f}x",
+        }
 
 
-def replicas() -> str:
+def replicas() -> Iterator[Row]:
     """Weights of 512 GPUs over one node, eight, or all."""
-    rows = []
     for shard in (8, 64, 512):
-        plan = recipe("full", "480p", 512, f"--distributed.dp_shard={shard}")
+        plan, small = (recipe("full", size, 512, f"--distributed.dp_shard={shard}") for size in ("480p", "352x624"))
         found = [e for e in plan.exchanges if e.phase != "evaluation"]
         gather = next(e for e in found if e.purpose == "weights" and e.phase == "update")
         backward = [e for e in found if e.phase == "update" and e.purpose in ("weights", "gradients")]
-        small = recipe("full", "352x624", 512, f"--distributed.dp_shard={shard}")
-        state = sum(
-            plan.memory.phases["update"][name] for name in ("transformer", "optimizer state", "anchor", "gradients")
-        )
-        rows.append(
-            [
-                f"{512 // shard} x {shard}",
-                f"{state / 1e9:.1f}",
-                f"{1e3 * gather.call_seconds(DEVICE):.1f}",
-                f"{1e3 * gather.window:.1f}",
-                f"{1e3 * next(e.window for e in small.exchanges if e.phase == 'update'):.1f}",
-                _number(sum(e.seconds(DEVICE) for e in backward)),
-                _number(sum(e.exposed(DEVICE) for e in found)),
-                _percent(plan.weak_scaling),
-                _percent(small.weak_scaling),
-            ]
-        )
-    header = ["replicas x shards", "state GB", "gather of a block, ms", "forward of it at 480p, ms", "at 352x624, ms"]
-    header += ["update: exchange s", "waiting s, all", "bound, 480p", "bound, 352x624"]
-    return _table(header, rows)
+        held = plan.memory.phases["update"]
+        state = held.transformer + held.optimizer_state + held.anchor + held.gradients
+        window = next(e.window for e in small.exchanges if e.phase == "update")
+        yield {
+            "replicas x shards": f"{512 // shard} x {shard}",
+            "state GB": f"{state / 1e9:.1f}",
+            "gather of a block, ms": f"{1e3 * gather.call_seconds(DEVICE):.1f}",
+            "forward of it at 480p, ms": f"{1e3 * gather.window:.1f}",
+            "at 352x624, ms": f"{1e3 * window:.1f}",
+            "update: exchange s": _number(sum(e.seconds(DEVICE) for e in backward)),
+            "waiting s, all": _number(sum(e.exposed(DEVICE) for e in found)),
+            "bound, 480p": _percent(plan.weak_scaling),
+            "bound, 352x624": _percent(small.weak_scaling),
+        }
 
 
-def presets() -> str:
+def presets() -> Iterator[Row]:
     """The recipes that ship."""
-    rows = []
     for path in sorted((ROOT / "configs").glob("hv15_*.yaml"), key=_order):
         plan = make_plan(load_config(path), DEVICE, gpus=preset_gpus(path), sizes={})
-        layout, batch = plan.layout, plan.config.rollout.batch_size
-        rows.append(
-            [
-                f"[`{path.stem}`](../configs/{path.name})",
-                f"{layout.replicate} x {layout.shard} x {layout.sp}",
-                str(layout.data_parallel * batch),
-                f"{plan.memory.peak / 1e9:.1f}, {plan.memory.peak_phase}",
-                f"{plan.seconds_per_rollout / 60:.1f}",
-                f"{plan.videos_per_gpu_hour:.1f}",
-                f"{plan.videos_per_gpu_hour * plan.gpus:,.0f}",
-                _percent(plan.weak_scaling),
-                f"{plan.checkpoint / 1e9:.2f}",
-            ]
-        )
-    header = ["preset", "replicas x shards x sp", "videos per update", "peak GB", "min per update"]
-    return _table([*header, "videos per GPU-hour", "videos per hour", "bound", "checkpoint GB per GPU"], rows)
+        layout = plan.layout
+        yield {
+            "preset": f"[`{path.stem}`](../configs/{path.name})",
+            "replicas x shards x sp": f"{layout.replicate} x {layout.shard} x {layout.sp}",
+            "videos per update": str(layout.data_parallel * plan.config.rollout.batch_size),
+            "peak GB": f"{plan.memory.peak / 1e9:.1f}, {plan.memory.peak_phase}",
+            "min per update": f"{plan.seconds_per_rollout / 60:.1f}",
+            "videos per GPU-hour": f"{plan.videos_per_gpu_hour:.1f}",
+            "videos per hour": f"{plan.videos_per_gpu_hour * plan.gpus:,.0f}",
+            "bound": _percent(plan.weak_scaling),
+            "checkpoint GB per GPU": f"{plan.checkpoint / 1e9:.2f}",
+        }
 
 
 def preset_gpus(path: Path) -> int:
@@ -211,56 +193,39 @@ def _order(path: Path) -> tuple[bool, int, str]:
     return "full" in path.stem, preset_gpus(path), path.stem
 
 
-def beyond() -> str:
+def beyond() -> Iterator[Row]:
     """What the bound leaves out, each in per cent of an iteration."""
-    rows = []
-    for mode, name in MODES.items():
-        for size in SIZES:
-            plan = recipe(mode, size, 8)
-            iteration = plan.seconds_per_rollout
-            long = recipe(mode, size, 8, text_tokens=400).seconds_per_rollout / iteration - 1
-            busy = sum(e.seconds(DEVICE) - e.exposed(DEVICE) for e in plan.exchanges if e.phase != "evaluation")
-            every, section = plan.config.evaluation.every, plan.config.checkpoint
-            assert plan.seconds_per_evaluation is not None
-            stall = plan.checkpoint / 50e9 / section.every
-            most = recipe(mode, size, 512)
-            assert most.seconds_per_evaluation is not None
-            rows.append(
-                [
-                    f"{name}, {size}",
-                    _percent(long),
-                    _percent(SHARE_OF_MULTIPROCESSORS * busy / iteration),
-                    _percent(plan.seconds_per_evaluation / every / iteration),
-                    _percent(most.seconds_per_evaluation / every / most.seconds_per_rollout),
-                    _percent(stall / iteration),
-                ]
-            )
-    header = ["recipe", "a prompt of 400 tokens on one rank", "collectives on the multiprocessors"]
-    return _table([*header, "evaluation, 8 GPUs", "evaluation, 512 GPUs", "checkpoint's copy to the CPU"], rows)
+    for (mode, name), size in product(MODES.items(), SIZES):
+        plan, most = recipe(mode, size, 8), recipe(mode, size, 512)
+        iteration = plan.seconds_per_rollout
+        long = recipe(mode, size, 8, text_tokens=400).seconds_per_rollout / iteration - 1
+        busy = sum(e.seconds(DEVICE) - e.exposed(DEVICE) for e in plan.exchanges if e.phase != "evaluation")
+        evaluation = [(p.seconds_per_evaluation or 0.0) / p.config.evaluation.every for p in (plan, most)]
+        stall = plan.checkpoint / 50e9 / plan.config.checkpoint.every
+        yield {
+            "recipe": f"{name}, {size}",
+            "a prompt of 400 tokens on one rank": _percent(long),
+            "collectives on the multiprocessors": _percent(SHARE_OF_MULTIPROCESSORS * busy / iteration),
+            "evaluation, 8 GPUs": _percent(evaluation[0] / iteration),
+            "evaluation, 512 GPUs": _percent(evaluation[1] / most.seconds_per_rollout),
+            "checkpoint's copy to the CPU": _percent(stall / iteration),
+        }
 
 
-def failures() -> str:
+def failures() -> Iterator[Row]:
     """Hours between failures, and what is lost to them."""
     iteration = recipe("full", "480p", 64, "--distributed.sp=2", "--distributed.dp_shard=4").seconds_per_rollout / 3600
-    rows = []
     for gpus in (8, 64, 512, 4096, 16384):
         between = GPU_HOURS_PER_FAILURE / gpus
-
-        def lost(interval: float, between: float = between) -> str:
-            share = (interval / 2 + RESTART_HOURS) / between
-            return _percent(share) if share < 1 else "no progress"
-
-        rows.append(
-            [
-                f"{gpus:,}",
-                f"{between:,.0f} h" if between >= 100 else f"{between:.1f} h",
-                lost(10 * iteration),
-                lost(iteration),
-                _percent(1 - math.exp(-10 * iteration / between)),
-            ]
-        )
-    header = ["GPUs", "between failures", "lost, a checkpoint every 10 updates", "lost, one every update"]
-    return _table([*header, "chance of a failure in 10 updates"], rows)
+        lost = [(interval * iteration / 2 + RESTART_HOURS) / between for interval in (10, 1)]
+        often, always = (_percent(share) if share < 1 else "no progress" for share in lost)
+        yield {
+            "GPUs": f"{gpus:,}",
+            "between failures": f"{between:,.0f} h" if between >= 100 else f"{between:.1f} h",
+            "lost, a checkpoint every 10 updates": often,
+            "lost, one every update": always,
+            "chance of a failure in 10 updates": _percent(1 - math.exp(-10 * iteration / between)),
+        }
 
 
 def wires() -> str:
@@ -285,40 +250,36 @@ def wires() -> str:
         row("gradient of the adapters, float32", 4.0 * lora.weights.trained, "per update, from every trainer"),
         row("a full checkpoint, Muon", full.checkpoint * full.gpus, "per checkpoint, from all"),
     ]
-    return _table(["what", "size", "how often", "at 46 GB/s", "at 1 Gbit/s"], rows)
+    return markdown(["what", "size", "how often", "at 46 GB/s", "at 1 Gbit/s"], rows)
+
+
+def table(rows: Iterator[Row]) -> str:
+    """Rows with the same columns as a table."""
+    found = list(rows)
+    return markdown(list(found[0]), [list(row.values()) for row in found])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "phases-lora": lambda: phases("lora"),
     "phases-full": lambda: phases("full"),
-    "sequence": sequence,
-    "strong": strong,
-    "replicas": replicas,
-    "presets": presets,
-    "beyond": beyond,
-    "failures": failures,
+    "sequence": lambda: table(sequence()),
+    "strong": lambda: table(strong()),
+    "replicas": lambda: table(replicas()),
+    "presets": lambda: table(presets()),
+    "beyond": lambda: table(beyond()),
+    "failures": lambda: table(failures()),
     "wires": wires,
 }
 
-_BLOCK = re.compile(r"(<!-- plan (?P<name>[\w-]+): begin -->\n)(?P<body>.*?)(<!-- plan (?P=name): end -->)", re.S)
+
+def page() -> str:
+    """The page with its tables rebuilt."""
+    return renewed(PAGE.read_text("utf-8"), "plan", lambda name: TABLES[name]())
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(name, body) of the page's tables."""
-    return ((match["name"], match["body"]) for match in _BLOCK.finditer(text))
-
-
-def renewed(text: str) -> str:
-    """A page with its tables made anew."""
-    return _BLOCK.sub(lambda match: match[1] + TABLES[match["name"]]() + match[4], text)
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write the page."""
-    text = renewed(PAGE.read_text(encoding="utf-8"))
+    text = page()
     with replacing(PAGE) as path:
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        path.write_text(text, "utf-8")
+    return 0

@@ -59,8 +59,8 @@ STEPS: dict[str, Callable[[Velocity, Inputs, Kernels], None]] = {
 def guided(velocity: Velocity, inputs: Inputs) -> Tensor:
     """v_u + g (v_c - v_u)."""
     conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
-    free = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
-    return free + GUIDANCE_SCALE * (conditional - free)
+    uncond = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
+    return uncond + GUIDANCE_SCALE * (conditional - uncond)
 
 
 def split(velocity: Velocity, inputs: Inputs) -> Tensor:
@@ -69,10 +69,10 @@ def split(velocity: Velocity, inputs: Inputs) -> Tensor:
     conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
     conditional.backward(GUIDANCE_SCALE * cotangent)
     conditional = conditional.detach()
-    free = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
-    free.backward((1.0 - GUIDANCE_SCALE) * cotangent)
-    free = free.detach()
-    return free + GUIDANCE_SCALE * (conditional - free)
+    uncond = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
+    uncond.backward((1.0 - GUIDANCE_SCALE) * cotangent)
+    uncond = uncond.detach()
+    return uncond + GUIDANCE_SCALE * (conditional - uncond)
 
 
 def step(velocity: Tensor, inputs: Inputs, kernels: Kernels) -> Tensor:

@@ -1,8 +1,9 @@
-"""What the policy benchmark computes: shapes, a transformer with random weights, its inputs, its FLOPs.
+"""What the suites compute: shapes, a transformer with random weights, its inputs, its FLOPs.
 
 Letters: N video tokens, L text tokens, D width.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,23 +13,13 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
+from sage_fast.config.schema import LoraConfig
+from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.planning import work as planning
-from sage_fast.planning.work import Work
-from sage_fast.policy.lora import cast_weights
+from sage_fast.planning.work import Work as Work
+from sage_fast.policy.lora import add_lora, cast_weights, trainable_parameters
 from sage_fast.records import PromptEmbeds
-
-__all__ = [
-    "HUNYUAN_VIDEO_15",
-    "A",
-    "B",
-    "Inputs",
-    "Shape",
-    "Work",
-    "forward_work",
-    "random_inputs",
-    "random_transformer",
-]
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
 """Sampler and guidance of the reference recipe."""
@@ -143,6 +134,39 @@ def random_transformer(
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     return transformer.requires_grad_(False).eval()
+
+
+def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
+    """Add the default LoRA adapters, with weights that are not zero: zero ones would hide half of the gradients."""
+    defaults = LoraConfig()
+    add_lora(transformer, rank=defaults.rank, alpha=defaults.alpha, target_modules=defaults.target_modules, seed=0)
+    generator = torch.Generator(transformer.device).manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(transformer).items():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def oracle_of(
+    transformer: HunyuanVideo15Transformer3DModel, inputs: Inputs
+) -> tuple[HunyuanVideo15Transformer3DModel, Inputs]:
+    """The same transformer and inputs in float64."""
+
+    def wide(prompt: PromptEmbeds) -> PromptEmbeds:
+        return PromptEmbeds(text=prompt.text.double(), glyph=prompt.glyph.double())
+
+    return copy.deepcopy(transformer).double(), Inputs(
+        latents=inputs.latents.double(),
+        noise=inputs.noise.double(),
+        sigma=inputs.sigma,
+        conditional=wide(inputs.conditional),
+        unconditional=wide(inputs.unconditional),
+    )
+
+
+def attention_backend(name: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> str:
+    """The attention library that the fused forward would choose."""
+    return resolve_backend(name, device=device, dtype=dtype, head_dim=config["attention_head_dim"], deterministic=False)
 
 
 def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:

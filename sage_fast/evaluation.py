@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
@@ -29,7 +31,8 @@ from sage_fast.sde import TransitionTable
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, the weighted overall.
+    prompts: P texts. scores: name -> P floats. reward: P floats, the weighted overall. left_out: numbers, among all
+    P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
     """
@@ -37,14 +40,71 @@ class Evaluation:
     prompts: list[str]
     scores: dict[str, list[float]]
     reward: list[float]
+    left_out: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `left_out` only where it says something."""
+        tree = asdict(self)
+        if not self.left_out:
+            del tree["left_out"]
+        return tree
+
+    @classmethod
+    def from_dict(cls, tree: object) -> "Evaluation":
+        """The inverse of `to_dict`. ValueError for anything else."""
+        try:
+            evaluation = cls(**tree)  # type: ignore[arg-type]
+            counts = {len(evaluation.prompts), len(evaluation.reward), *map(len, evaluation.scores.values())}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not the scores of an evaluation ({error})") from error
+        if len(counts) != 1:
+            raise ValueError("not the scores of an evaluation (lists of different lengths)")
+        return evaluation
 
     def save(self, path: Path) -> None:
+        """Write it as JSON."""
         with replacing(path) as partial:
-            partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+            partial.write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Evaluation":
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        """Read what `save` wrote. ValueError names a file that holds something else, or a part of it."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path} is no complete evaluation: {error}") from error
+
+    def numbers(self) -> list[int]:
+        """For each scored prompt, its number among all."""
+        missing = set(self.left_out)
+        return [i for i in range(len(self.prompts) + len(missing)) if i not in missing]
+
+    def only(self, numbers: Collection[int]) -> "Evaluation":
+        """The scores of some prompts, by their numbers among all."""
+        rows = [row for row, number in enumerate(self.numbers()) if number in numbers]
+        if len(rows) == len(self.prompts):
+            return self
+        every = len(self.prompts) + len(self.left_out)
+        return Evaluation(
+            prompts=[self.prompts[row] for row in rows],
+            scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
+            reward=[self.reward[row] for row in rows],
+            left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
+        )
+
+
+def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, Evaluation]:
+    """The same two evaluations, of the prompts that were scored in both, so that they pair.
+
+    ValueError where they are not of the same prompts, or fewer than 2 are left.
+    """
+    shared = set(before.numbers()) & set(after.numbers())
+    before, after = before.only(shared), after.only(shared)
+    if before.prompts != after.prompts:
+        raise ValueError("The two evaluations are not of the same prompts, so they cannot be paired.")
+    if len(shared) < 2:
+        raise ValueError(f"{len(shared)} prompt(s) were scored in both evaluations; a comparison needs at least 2.")
+    return before, after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +298,8 @@ def evaluate(
     """Generate and score one video per sample. Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
-        scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank.
+        scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank. Its `on_failure`
+            says whether a prompt that a reward fails on ends the evaluation or is left out.
         samples: S of them.
         return_videos: numbers of the samples whose videos are returned.
         on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, on the rank that
@@ -246,6 +307,9 @@ def evaluate(
 
     Returns:
         The scores, and on rank 0 the videos by sample number, (F, 3, H, W) uint8 each.
+
+    Raises:
+        RewardError: a reward failed and was to stop, or no prompt could be scored. On all ranks.
     """
     world = scoring.world
     videos: dict[int, Tensor] = {}
@@ -270,13 +334,17 @@ def evaluate(
                 if on_video is not None:
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, _, _ = gather_scores(scoring.pending, len(samples), world)
+    scores, failed, _ = gather_scores(scoring.pending, len(samples), world)
+    if bool(failed.all()):
+        raise RewardError(f"The reward failed on all {len(samples)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
+    scores = {name: column[~failed] for name, column in scores.items()}
     return Evaluation(
-        prompts=[s.prompt.text for s in samples],
+        prompts=[s.prompt.text for s, lost in zip(samples, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
+        left_out=failed.nonzero().flatten().tolist(),
     ), dict(sorted(videos.items()))
 
 

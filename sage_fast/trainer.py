@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from sage_fast.objective import (
 )
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
+from sage_fast.policy.trained import load_adapter
 from sage_fast.records import (
     Prompt,
     Sample,
@@ -141,6 +143,8 @@ class Trainer:
         self.model_digest = base_digest(transformer)
         """Which weights the run starts from."""
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
+        if config.model.adapter is not None:
+            load_adapter(transformer, Path(config.model.adapter))
         self.engine = self._make_engine(transformer)
         self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
@@ -413,7 +417,11 @@ class Trainer:
             device=self.device,
         )
         scoring = VideoScoring(
-            decoder=self.decoder, reward=self.reward, on_failure="stop", world=self.world, progress=self.progress
+            decoder=self.decoder,
+            reward=self.reward,
+            on_failure=self.config.reward.on_failure,
+            world=self.world,
+            progress=self.progress,
         )
         with self.evaluated_weights(), self.engine.phase("evaluation"):
             return evaluate(sampling, scoring, self.eval_samples, return_videos=return_videos)

@@ -9,7 +9,14 @@ import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
-from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate, format_comparison, paired_test
+from sage_fast.evaluation import (
+    Evaluation,
+    EvaluationSampling,
+    evaluate,
+    format_comparison,
+    paired_test,
+    scored_in_both,
+)
 from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
@@ -75,3 +82,25 @@ def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConf
         scoring = VideoScoring(decoder=trainer.decoder, reward=trainer.reward, on_failure="stop", world=world)
         evaluate(sampling, scoring, trainer.eval_samples, on_video=lambda number, _: decoded[-1].append(number))
     assert decoded == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
+    before = Evaluation(prompts=["a", "c", "d"], scores={"VQ": [1.0, 3.0, 4.0]}, reward=[1.0, 3.0, 4.0], left_out=[1])
+    after = Evaluation(prompts=["a", "b", "d"], scores={"VQ": [2.0, 5.0, 7.0]}, reward=[2.0, 5.0, 7.0], left_out=[2])
+    first, last = scored_in_both(before, after)
+    assert first.prompts == last.prompts == ["a", "d"] and first.left_out == last.left_out == [1, 2]
+    assert (first.reward, last.scores["VQ"]) == ([1.0, 4.0], [2.0, 7.0])
+    with pytest.raises(ValueError, match="not of the same prompts"):
+        scored_in_both(before, Evaluation(prompts=["x", "y", "z"], scores={}, reward=[0.0] * 3, left_out=[1]))
+    with pytest.raises(ValueError, match=r"1 prompt\(s\) were scored in both"):
+        scored_in_both(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"prompts": ["a"], "sco', "[]", "7", '{"prompts": ["a"], "scores": {}, "reward": []}']
+)
+def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "update-000000.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"update-000000\.json is no complete evaluation"):
+        Evaluation.load(file)

@@ -3,7 +3,7 @@
     python -m sage_kernels.readme --write    renew it between its markers; without --write print it
 
 The bandwidth column is read from benchmarks/results/<gpu>/<date>-<commit>.json, newest last, as far as those files
-hold a list "kernels" of {"op", "case", "direction": "forward" or "backward", "dtype", "gb_per_s", "share_of_copy"}.
+hold cells of the suite "kernels" (`benchmarks.session` has their format).
 """
 
 import argparse
@@ -24,11 +24,12 @@ def bandwidths(results: Path = RESULTS) -> dict[str, str]:
     """Op -> achieved bandwidth of case B with the file it comes from, from the newest run of a GPU."""
     found: dict[str, str] = {}
     for file in sorted(results.glob("*/*.json"), key=lambda path: path.name):
-        rows = json.loads(file.read_text("utf-8")).get("kernels", [])
-        rows = [row for row in rows if row.get("case") == "B"]
+        cells = json.loads(file.read_text("utf-8")).get("cells", {}).values()
+        rows = [row for cell in cells if cell.get("suite") == "kernels" for row in cell.get("rows", [])]
+        rows = [row for row in rows if (row["contender"], row["shape"]) == ("ours", "B")]
         for op in {row["op"] for row in rows}:
             parts = [
-                f"{row['direction']} {row['gb_per_s']:.0f} GB/s ({row['share_of_copy']:.0%} of copy)"
+                f"{row['step'].removeprefix(op).strip()} {row['rate']:.0f} GB/s ({row['share']:.0%} of copy)"
                 for row in rows
                 if row["op"] == op
             ]

@@ -5,14 +5,17 @@
                          anchor.*, ema.* and optimizer.*; each rank has written a part
         lora/            the adapter that was evaluated (averaged, with EMA on), in diffusers' layout
         state.json       counters, KL controller, schedule, RNG, configuration
-        manifest.json    size and SHA-256 of every other file, written last
+        manifest.json    size and SHA-256 of every other file and of itself, written last
+    checkpoints/best.json  update and score of the best evaluation, whose checkpoint is kept
 
 A checkpoint is written into a hidden folder, synced, and renamed; a folder without a manifest, or with a file that
-does not match it, is never resumed from. It can be read by any number of processes, whatever number has written it.
+does not match it, is never resumed from. One that cannot be read is another matter: it may be whole, and stops the run.
+Any number of processes can read it, whatever number has written it, and reading it runs no code.
 
-    folder.py    names, the manifest, and which folder to trust
-    writer.py    `CheckpointWriter`: copies the tensors and writes them, if wanted while training goes on
-    reader.py    `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
+    folder.py       names, the manifest, and whether a folder is what was written
+    writer.py       `CheckpointWriter`: copies the tensors and writes them, if wanted while training goes on
+    retention.py    which checkpoints are kept
+    reader.py       `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
 """
 
 from sage_fast.checkpoint.folder import FORMAT_VERSION, MANIFEST, checkpoint_name, list_checkpoints, verify_checkpoint

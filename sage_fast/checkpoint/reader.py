@@ -1,11 +1,13 @@
 """Reading a checkpoint: into tensors of any sharding on any number of ranks, or a tensor at a time.
 
-torch describes the tensors of a distributed checkpoint in a pickle, `shards/.metadata`, and unpickling runs what is in
-it. The manifest proves that it is the one that was written, not who has written it: open checkpoints that you trust.
+Opening one runs no code, whoever has written it. torch describes the tensors of a distributed checkpoint in a pickle,
+`shards/.metadata`; it is read by an unpickler that knows the records of that description and nothing else.
 """
 
 import json
 import logging
+import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from sage_fast.checkpoint.folder import SHARDS, STATE, list_checkpoints, one_process_is_meant, verify_checkpoint
-from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
+from sage_fast.checkpoint.folder import (
+    METADATA,
+    SHARDS,
+    STATE,
+    list_checkpoints,
+    one_process_is_meant,
+    raise_together,
+    verify_checkpoint,
+)
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.distributed.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A checkpoint that has been verified. `open_checkpoint` and `find_checkpoint` make it.
+    """A checkpoint that has been verified. `open_checkpoint`, `newest_checkpoint` and `find_checkpoint` return it.
 
     folder: where it is. state: what was saved as JSON. tensors: group -> its tensors, read when they are asked for.
 
@@ -35,9 +45,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path, world: World) -> None:
         self.folder = folder
-        self.state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        self.state = _read_state(folder / STATE)
         self._world = world
-        self._shards = _Shards(folder / SHARDS)
+        self._shards = _Shards(folder)
         self.tensors: dict[str, SavedTensors] = {
             group: SavedTensors(self._shards, group, described) for group, described in self._shards.described.items()
         }
@@ -68,9 +78,8 @@ class Checkpoint:
             self._check(targets)
             self._shards.read({f"{group}.{name}": t for group, named in targets.items() for name, t in named.items()})
         except CheckpointError as error:
-            failure = str(error)
-        if failures := [text for text in self._world.gather(failure) if text is not None]:
-            raise CheckpointError(failures[0])
+            failure = error
+        raise_together(self._world, failure)
 
     def _check(self, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
         for group, named in targets.items():
@@ -109,17 +118,36 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 def open_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
-    """Verify a checkpoint and open it. Collective. Raises CheckpointError."""
+    """Verify a checkpoint and open it. Collective. Raises as `verify_checkpoint`, the same on all ranks."""
     verify_checkpoint(folder, world)
-    return Checkpoint(folder, world)
+    failure = None
+    try:
+        checkpoint = Checkpoint(folder, world)
+    except CheckpointError as error:
+        failure = error
+    raise_together(world, failure)
+    return checkpoint
 
 
 def newest_checkpoint(root: Path, world: World = ALONE) -> Checkpoint | None:
     """The newest checkpoint whose every file matches its manifest; damaged ones are skipped with a warning.
 
-    Collective: rank 0 says what there is. CheckpointError for one of another format, which was never damaged.
+    Collective: rank 0 says what there is.
+
+    Raises:
+        UnreadableCheckpointError: the folder cannot be listed, or a newer checkpoint than the one that would be taken
+        cannot be read: going on from an older one would lose work that may be there. CheckpointError: it has another
+        format.
     """
-    for folder in reversed(world.broadcast(list_checkpoints(root) if world.is_main else [])):
+    folders: list[Path] = []
+    failure = None
+    if world.is_main:
+        try:
+            folders = list_checkpoints(root)
+        except CheckpointError as error:
+            failure = error
+    raise_together(world, failure)
+    for folder in reversed(world.broadcast(folders)):
         try:
             return open_checkpoint(folder, world)
         except DamagedCheckpointError as error:
@@ -141,20 +169,15 @@ def find_checkpoint(resume: str, root: Path, world: World = ALONE) -> Checkpoint
 
 
 class _Shards(FileSystemReader):
-    """Files of torch's distributed checkpoint format; their description is read once and not at every look-up.
+    """The shards of a checkpoint; their description is read once and not at every look-up.
 
     described: group -> name -> meta tensor.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._metadata = super().read_metadata()
-        self.described: dict[str, dict[str, Tensor]] = {}
-        for key, stored in self._metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata), key
-            group, name = key.split(".", 1)
-            meta = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-            self.described.setdefault(group, {})[name] = meta
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint / SHARDS)
+        self._checkpoint = checkpoint
+        self._metadata, self.described = _read_metadata(checkpoint / METADATA)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -166,5 +189,90 @@ class _Shards(FileSystemReader):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             load(dict(targets), storage_reader=self, planner=planner, no_dist=True)
-        except (CheckpointException, OSError) as error:  # the former is no Exception: nobody would catch it
-            raise CheckpointError(f"{Path(self.path).parent} cannot be read: {error}") from error
+        except OSError as error:
+            raise UnreadableCheckpointError.of(self._checkpoint, error) from error
+        except CheckpointException as error:  # no Exception: nobody else would catch it
+            reasons = {failure[0] for failure in error.failures.values()}
+            if refused := [reason for reason in reasons if isinstance(reason, OSError) and reason.errno]:
+                raise UnreadableCheckpointError.of(self._checkpoint, refused[0]) from error
+            raise CheckpointError(f"{self._checkpoint} cannot be read: {error}") from error
+
+
+_RECORDS = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),  # looks a name such as torch.strided up in a table
+}
+"""What FileSystemWriter puts into `.metadata`, besides torch's data types. None of them runs anything when called."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the description of the shards. A pickle that names anything else ends with an UnpicklingError."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = {"pathlib._local": "pathlib"}.get(module, module)  # as Python 3.13 has it
+        if (module, name) in _RECORDS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it calls for {module}.{name}, which no checkpoint contains")
+
+
+def _read_metadata(path: Path) -> tuple[Metadata, dict[str, dict[str, Tensor]]]:
+    """torch's description of the shards, checked, and the tensors it describes: group -> name -> meta tensor.
+
+    Raises:
+        CheckpointError: it is not what `CheckpointWriter` writes, although it matches the manifest. So it is no damage,
+        which would be passed over. UnreadableCheckpointError.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        return metadata, _describe(metadata)
+    except OSError as error:
+        raise UnreadableCheckpointError.of(path, error) from error
+    except Exception as error:  # a prepared pickle can raise anything
+        raise CheckpointError(
+            f"{path} is no description of a checkpoint's tensors: {error}. Nothing in it was run. Use another "
+            "checkpoint, unless a newer version of SAGE-Fast or PyTorch has written this one: then use that version."
+        ) from error
+
+
+def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
+    """group -> name -> meta tensor. ValueError unless there is nothing but tensors (torch would unpickle other
+    objects), and every one of them lies in a shard of this checkpoint.
+    """
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for place in metadata.storage_data.values():
+        if not re.fullmatch(r"__\d+_\d+\.distcp", place.relative_path) or place.transform_descriptors:
+            raise ValueError(f"{place.relative_path!r} is no shard")
+    described: dict[str, dict[str, Tensor]] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{key!r} is no tensor")
+        group, name = key.split(".", 1)
+        described.setdefault(group, {})[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+    metadata.storage_meta = StorageMeta()  # folder and run in which it was written
+    return described
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint. Raises as `_read_metadata`."""
+    try:
+        state = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UnreadableCheckpointError.of(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}. Use another checkpoint.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no JSON object. Use another checkpoint.")
+    return state

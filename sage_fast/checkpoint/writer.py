@@ -4,10 +4,12 @@
 other about it goes over a process group of its own, because the training's collectives run at the same time.
 """
 
+import contextlib
 import json
 import logging
-import secrets
+import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +30,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from sage_fast.checkpoint.folder import (
-    PARTIAL_PATTERN,
     SHARDS,
     STATE,
     FileEntry,
@@ -36,11 +37,13 @@ from sage_fast.checkpoint.folder import (
     describe_files,
     list_checkpoints,
     one_process_is_meant,
-    partial_name,
-    sync,
+    update_of,
     write_manifest,
 )
-from sage_fast.config.errors import CheckpointError
+from sage_fast.checkpoint.partial import new_attempt, partial_name, remove_abandoned
+from sage_fast.checkpoint.retention import Best, read_best, superfluous, write_best
+from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
+from sage_fast.config.files import sync
 from sage_fast.distributed.world import ALONE, OWN_TIMEOUT, World
 
 T = TypeVar("T")
@@ -87,7 +90,8 @@ class CheckpointWriter:
 
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
-        keep_last: how many are kept.
+        keep_last: how many of the newest are kept.
+        keep_every: keep the first checkpoint at or after every multiple of this many updates as well.
         asynchronous: return from `save` when the tensors are copied, and write them from a thread.
         world: the ranks that save together.
         timeout_seconds: longest that a rank waits for the others to have written their part.
@@ -98,12 +102,14 @@ class CheckpointWriter:
         root: Path,
         *,
         keep_last: int,
+        keep_every: int | None = None,
         asynchronous: bool = False,
         world: World = ALONE,
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.root = root
         self.keep_last = keep_last
+        self.keep_every = keep_every
         self.world = world
         self._group = (
             None
@@ -111,14 +117,15 @@ class CheckpointWriter:
             else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
         )
         # Processes of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
-        self._attempt = self._gather(secrets.token_hex(4))[0]
+        self._attempt = self._gather(new_attempt())[0]
         # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._has_root = False
         self._pending: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
 
     def save(self, update: int, data: CheckpointData, extra: Extra | None = None) -> Path:
-        """Write a checkpoint, and drop all but the newest `keep_last` when it is there.
+        """Write a checkpoint, and delete those that are no longer kept when it is there.
 
         The tensors may be changed in place as soon as this returns. An earlier checkpoint that is still being written
         is waited for.
@@ -150,6 +157,18 @@ class CheckpointWriter:
         else:
             self._pending = self._thread.submit(self._write, job)
         return self._final(update)
+
+    def pin_best(self, update: int, score: float) -> None:
+        """Keep the checkpoint of an update whose evaluation has the highest score so far. Collective.
+
+        To be called again after a kill: the same update and score change nothing. What was saved before is waited for.
+        The score is rank 0's. An update without a checkpoint is not pinned.
+
+        Raises:
+            CheckpointError: that checkpoint could not be written, or the pin could not; on all ranks.
+        """
+        self.wait()
+        self._agree(update, lambda: self._pin(Best(update=update, score=score)))
 
     def wait(self) -> None:
         """Wait until what was saved is on disk. CheckpointError when some rank could not write it, on all ranks."""
@@ -195,13 +214,15 @@ class CheckpointWriter:
         return self.root / partial_name(update, self._attempt)
 
     def _make_folder(self, update: int) -> None:
-        """An empty folder to write in, in place of what a run that was killed has left behind."""
+        """An empty folder to write in; what runs that were killed have left behind makes room."""
         if not self.world.is_main:
             return
-        self.root.mkdir(parents=True, exist_ok=True)
-        for old in self.root.glob(PARTIAL_PATTERN):
-            shutil.rmtree(old)
-        (self._partial(update) / SHARDS).mkdir(parents=True)
+        if not self._has_root:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._has_root = True
+        remove_abandoned(self.root)
+        self._partial(update).mkdir()
+        (self._partial(update) / SHARDS).mkdir()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in CPU memory that is kept for the next save; pinned for those of a GPU."""
@@ -244,8 +265,12 @@ class CheckpointWriter:
             job.more()
         mine = list((partial / SHARDS).glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            (partial / STATE).write_text(job.state, encoding="utf-8")
-            mine += [p for p in partial.rglob("*") if p.is_file() and not p.match(f"{SHARDS}/__*")]
+            state = partial / STATE
+            state.write_text(job.state, encoding="utf-8")
+            others = [p for p in partial.rglob("*") if p.is_file() and not p.match(f"{SHARDS}/__*")]
+            for path in others:  # safetensors makes files that nobody else may read, whatever the umask says
+                path.chmod(stat.S_IMODE(state.stat().st_mode))
+            mine += others
         return describe_files(mine, partial)
 
     def _publish(self, update: int, files: Mapping[str, FileEntry]) -> None:
@@ -254,13 +279,40 @@ class CheckpointWriter:
             return
         partial, final = self._partial(update), self._final(update)
         write_manifest(partial, update, files)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # damaged, or of an attempt that this run has gone back behind
+            self._discard(final)
         partial.replace(final)
         sync(self.root)
+        try:
+            self._delete_superfluous(update)
+        except (OSError, CheckpointError) as error:  # the checkpoint is complete, and room is asked for another time
+            logger.warning("Checkpoints that are no longer kept could not be deleted: %s", error)
+
+    def _delete_superfluous(self, update: int) -> None:
+        best = self._read_best(newest=update)
         # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
-        for old in [p for p in list_checkpoints(self.root) if p.name <= final.name][: -self.keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
+        folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
+        pinned = None if best is None else best.update
+        for old in superfluous(folders, keep_last=self.keep_last, keep_every=self.keep_every, best=pinned):
+            self._discard(old)
+
+    def _discard(self, folder: Path) -> None:
+        """Delete a checkpoint so that nobody meets half of one."""
+        doomed = self._partial(update_of(folder)).with_suffix(".deleted.partial")
+        folder.replace(doomed)
+        shutil.rmtree(doomed)
+
+    def _pin(self, candidate: Best) -> None:
+        if not self.world.is_main or not self._final(candidate.update).is_dir():
+            return
+        best = self._read_best(newest=candidate.update)
+        if best is None or best.update == candidate.update or best.score < candidate.score:
+            write_best(self.root, candidate)
+
+    def _read_best(self, newest: int) -> Best | None:
+        """The pin, unless its checkpoint is gone or is of a part of the run that was gone back behind."""
+        best = read_best(self.root)
+        return best if best is not None and best.update <= newest and self._final(best.update).is_dir() else None
 
     # ------------------------------------------------------------------------------------------ ranks
 
@@ -293,19 +345,28 @@ class CheckpointWriter:
             raise failure
         rank, reason = failures[0]
         where = f" on rank {rank}" if self.world.size > 1 else ""
-        kept = [p.name for p in list_checkpoints(self.root)]
         raise CheckpointError(
-            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free space, raise the quota or fix "
-            "permissions, then resume with --resume auto from "
-            f"{kept[-1] if kept else 'the beginning (no earlier checkpoint)'}."
+            f"Could not write checkpoint {self._final(update)}{where}: {reason}, then resume with --resume auto from "
+            f"{self._newest_name()}."
         ) from failure
 
     def _reason(self, failure: BaseException) -> str:
-        """What went wrong, with the space that is left: torch says of a full disk that a position was unexpected."""
+        """What went wrong and what helps, with the space that is left: torch says of a full disk that a position was
+        unexpected.
+        """
+        if self._has_root and not os.path.isdir(self.root):
+            return f"{self.root} has been deleted or moved since it was last written to. Put it back"
         text = f"{type(failure).__name__}: {failure}".removesuffix(".")
-        if self.root.is_dir():
+        with contextlib.suppress(OSError):
             text += f" ({shutil.disk_usage(self.root).free / 1e9:.1f} GB free)"
-        return text
+        return f"{text}. Free space, raise the quota or fix permissions"
+
+    def _newest_name(self) -> str:
+        try:
+            folders = list_checkpoints(self.root)
+        except UnreadableCheckpointError:
+            return "the newest checkpoint"
+        return folders[-1].name if folders else "the beginning (no earlier checkpoint)"
 
 
 class _CopiesPlanner(DefaultSavePlanner):

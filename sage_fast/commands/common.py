@@ -139,7 +139,7 @@ def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mappin
     from sage_fast.checkpoint import find_checkpoint
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.schema import to_dict
-    from sage_fast.run.run import check_same_run
+    from sage_fast.run.resume import check_same_run
 
     root = Path(config.output_dir) / "checkpoints"
     found = find_checkpoint(checkpoint, root)

@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
-    device, on_gpu = choose_device(options.device, config, description.width)
-    gpus = least_gpus(config) if options.gpus is None else options.gpus
+    device, on_gpu = choose_device(options.device, config.model.device, description.width, config.num_threads)
+    gpus = least_gpus(config.distributed, config.rollout) if options.gpus is None else options.gpus
     if not on_gpu and gpus > 1:
         raise ConfigError(f"The plan is for {gpus} processes and a CPU. Give --device h100, or --gpus 1.")
     sizes = weight_sizes(config)

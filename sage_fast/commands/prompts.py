@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Do what the action says."""
     from sage_fast.config.errors import ConfigError
     from sage_fast.records import Prompt
-    from sage_fast.run.prompts import read_prompts, write_prompts
+    from sage_fast.run.prompt_files import read_prompts, write_prompts
 
     if overrides:
         raise ConfigError(f"prompts {options.action} does not take {' '.join(overrides)}; see --help.")

@@ -10,6 +10,7 @@ EPILOG = """\
 examples:
   sage-fast train configs/toy_cpu.yaml
   sage-fast train configs/toy_cpu.yaml --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
+  sage-fast train runs/dance --resume auto --optimizer.learning_rate=5e-6 --allow-changes optimizer.learning_rate
   sage-fast train configs/hv15_352x624_lora_1gpu.yaml configs/ablations/setting_b.yaml --output_dir runs/setting_b
   sage-fast train configs/toy_cpu.yaml --print_config        the resolved configuration, as YAML
   sage-fast train --keys                                     every key with its meaning and default
@@ -28,6 +29,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_config_argument(parser, nargs="*")
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument(
+        "--allow-changes",
+        action="append",
+        default=[],
+        metavar="KEY,KEY",
+        help="configuration keys that may differ from those of the checkpoint which --resume goes on from; what has "
+        "changed is recorded in metrics.jsonl and history.jsonl",
+    )
     parser.add_argument("--keys", action="store_true", help="list every configuration key and exit")
 
 
@@ -48,16 +57,18 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(dump_config(config), end="")
         return 0
 
+    from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
 
-    result = train(config)
+    result = train(config, allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0
     if not result.finished and world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
         return 0
     if not result.finished:
-        words = ["train", *options.config, *_without_resume(overrides), "--resume", "auto"]
+        allowed = [word for keys in options.allow_changes for word in ("--allow-changes", keys)]
+        words = ["train", *options.config, *_without_resume(overrides), *allowed, "--resume", "auto"]
         print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")
         return 0
     pictures = [name for name in ("reward.png", "before_after.png") if (result.output_dir / name).exists()]

@@ -1,5 +1,8 @@
 """What ends a command with a message instead of a traceback. Light: the command line imports it before torch."""
 
+import errno
+from pathlib import Path
+
 
 class SageError(Exception):
     """The message says what happened and what to change; nothing else needs to be shown."""
@@ -7,6 +10,10 @@ class SageError(Exception):
 
 class ConfigError(SageError, ValueError):
     """A configuration that cannot run; the message names the key, the value and the fix."""
+
+
+class RunDirectoryError(SageError, RuntimeError):
+    """A run directory that another run writes, that is gone, or that holds a file which cannot be used."""
 
 
 class TrainingError(SageError, RuntimeError):
@@ -27,6 +34,33 @@ class CheckpointError(SageError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint that was not written completely, or has changed since."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint, or the folder of them, that the system refuses to read. It may be whole, so nothing replaces it.
+
+    path: what could not be read. reason: why, such as "EACCES: Permission denied".
+
+    Example: `UnreadableCheckpointError(Path("runs/a/checkpoints"), "ESTALE: Stale file handle")`
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)  # the arguments, so that the error survives the way to another rank
+        self.path = path
+        self.reason = reason
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> "UnreadableCheckpointError":
+        """What the system said of `path`."""
+        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        return cls(path, f"{name}: {error.strerror or error}")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} cannot be read ({self.reason}). It may be undamaged, so nothing was started in its place. "
+            "Restore access (permissions, mount, disk) and try again. To go on without it, move that checkpoint's "
+            "folder elsewhere, or name an older checkpoint by --resume PATH."
+        )
 
 
 class RankFailure(SageError, RuntimeError):

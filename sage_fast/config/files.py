@@ -1,10 +1,12 @@
 """Writing files so that a reader, or a run killed half way, never meets half a file."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +19,9 @@ _BLOCK = 4 * 2**10
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, which takes the place of ``path`` when the block has succeeded.
 
-    Missing parent folders are created. After an error the old file, if any, is untouched and the temporary
-    one is gone.
+    Missing parent folders are created. When the block has returned, file and name are on disk. After an error the old
+    file, if any, is untouched and the temporary one is gone. The file has the permissions that the umask allows,
+    whatever library has written it.
 
     Raises:
         OSError: the folder cannot be created or written to; the message names it and says what to change.
@@ -29,6 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
     except OSError as error:
         raise type(error)(
             error.errno,
@@ -37,9 +41,28 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         ) from error
     try:
         yield temporary
+        temporary.chmod(mode)  # safetensors renames a file of its own over it, which nobody else may read
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or the names in a folder, to disk. OSError when the disk reports a failure.
+
+    Some file systems (FUSE, some network mounts) have no fsync for folders and say so: there a rename is as lasting as
+    the server makes it, and nothing more can be done from here.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def fingerprint(paths: Iterable[Path]) -> str:

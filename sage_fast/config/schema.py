@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from sage_fast.config.distributed import DistributedSettings
 from sage_fast.config.errors import ConfigError as ConfigError
+from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, REMEDY, SHAPES, fixed, free
 from sage_fast.objective import KLWeightSettings, ObjectiveSettings
 
 SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
@@ -76,48 +77,54 @@ def _is_unicode(text: str) -> bool:
 class ModelConfig:
     """Which text-to-video model is trained."""
 
-    family: str = "toy"
+    family: str = fixed("toy", SHAPES)
     """Short name of a model family, or `package.module:Class` of a `ModelFamily` or of a function that returns
     `Components`."""
-    path: str | None = None
+    path: str | None = free(None, PLACE)
     """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
-    variant: str | None = None
+    variant: str | None = fixed(None, SHAPES)
     """Which transformer of a folder that holds several, such as 480p_t2v; null takes the only one that can be used."""
-    cache_dir: str | None = None
+    cache_dir: str | None = free(None, PLACE)
     """Where prompt embeddings and converted weights are kept; null keeps them in `.sage_fast` inside `path`, or in
     ~/.cache/sage_fast where `path` is not a folder that can be written to."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = fixed("float32", SHAPES)
     """Data type of the frozen transformer weights. Trained weights are always float32."""
-    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    adapter: str | None = fixed(None, SHAPES)
+    """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
+    checkpoint. It is loaded before training (training.mode lora; lora.rank, alpha and target_modules must fit), and is
+    part of what the run calls its initial weights: the fixed anchor, and "before" in the paired evaluation."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
-    decode_memory_gib: float | None = 16.0
+    decode_memory_gib: float | None = free(16.0, MACHINE)
     """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
     is decoded in overlapping tiles. null decodes every video whole."""
-    device: str = "auto"
+    device: str = free("auto", MACHINE)
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    kernels: Literal["auto", "reference", "triton"] = "auto"
+    kernels: Literal["auto", "reference", "triton"] = free("auto", MACHINE)
     """How the steps of a rollout and the loss are computed: `triton` by the kernels of sage_kernels, `reference` by
     plain PyTorch, `auto` by Triton on a GPU and PyTorch elsewhere."""
-    forward: Literal["fused", "stock"] = "fused"
+    forward: Literal["fused", "stock"] = free("fused", MACHINE)
     """`fused` computes diffusers' transformer with packed tokens and the kernels of sage_kernels; `stock` is diffusers'
     own forward, the reference."""
-    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = "auto"
+    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = free(
+        "auto", MACHINE
+    )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
-    deterministic: bool = False
+    deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
+    checkpointing: Literal["none", "selective", "full"] = free("none", MACHINE)
     """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
     attention's result and recomputes the rest, `full` recomputes everything. `none` takes 73 GB per guidance branch of
     HunyuanVideo-1.5 at 480x832; the presets for it say `selective`."""
-    offload_activations: bool = False
+    offload_activations: bool = free(False, MACHINE)
     """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
-    adaln: Literal["auto", "weights", "table", "offload"] = "auto"
+    adaln: Literal["auto", "weights", "table", "offload"] = free("auto", MACHINE)
     """Where the timestep modulation comes from: `weights` computes it in every forward; `table` computes it once per
     noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
     `table` where the AdaLN weights are frozen and `weights` elsewhere."""
-    compile: bool = False
+    compile: bool = free(False, MACHINE)
     """torch.compile the text refiner, which depends on the timestep and is what the kernels leave. One graph serves
     prompts of every length."""
 
@@ -211,19 +218,19 @@ class RolloutConfig:
 
     sde_type: SDEType = "sage_grpo"
     """Sampler of the exploration. `ode` draws no noise, so it cannot be trained with."""
-    num_steps: int = 20
+    num_steps: int = fixed(20, PAIRS)
     """Denoising steps T."""
-    shift: float = 5.0
+    shift: float = fixed(5.0, PAIRS)
     """Timestep shift of the sigma schedule."""
     eta: float = 0.5
     """Noise scale of the sampler; 0 is the ODE."""
-    guidance_scale: float = 6.0
+    guidance_scale: float = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
     num_generations: int = 4
     """Group size G: videos per prompt that compete."""
-    batch_size: int = 4
+    batch_size: int = free(4, MACHINE)
     """Videos per rollout on each data-parallel rank; batch_size * ranks must be a multiple of num_generations."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = free(1, MACHINE)
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
     bit and the ratio starts at exactly 1."""
     shared_initial_noise: bool = False
@@ -287,25 +294,27 @@ class AdvantageConfig:
 class RewardConfig:
     """What is maximised."""
 
-    rewards: list[str] = field(default_factory=lambda: ["toy"])
+    rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
     """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments per entry of `rewards`."""
-    weights: dict[str, float] = field(default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0})
+    weights: dict[str, float] = field(
+        default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, metadata={FIXED: PAIRS}
+    )
     """Score name -> weight. Scores without a weight are logged, not trained on."""
-    on_failure: Literal["stop", "drop_group"] = "stop"
-    """When a reward raises or returns a non-finite score: end the run, or leave that prompt's group out of the update.
-    In the paired evaluation it always ends the run, after the update has been saved."""
-    placement: Literal["inline", "process"] = "inline"
+    on_failure: Literal["stop", "drop_group"] = free("stop", REMEDY)
+    """When a reward raises or returns a non-finite score: `stop` ends the run; `drop_group` leaves that prompt's group
+    out of the update, and the prompt out of the paired evaluation, which then compares the prompts scored in both."""
+    placement: Literal["inline", "process"] = free("inline", MACHINE)
     """`inline` scores between two rollouts; `process` scores in a process of its own, while the policy samples the next
     videos. The scores are the same."""
-    device: str | None = None
+    device: str | None = free(None, MACHINE)
     """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
     a policy on cuda:0; null leaves it to each reward."""
-    queue_size: int = 2
+    queue_size: int = free(2, MACHINE)
     """Batches of videos that are with the process at once, the one being scored included; a rollout that is further
     ahead waits. Each is in memory, as bytes."""
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float = free(1800.0, MACHINE)
     """Longest that the process may take to set its rewards up, and to score one batch."""
 
     def __post_init__(self) -> None:
@@ -360,7 +369,7 @@ class LoraConfig:
 class OptimizerConfig:
     """Optimizer and learning rate."""
 
-    name: Literal["muon", "adamw"] = "muon"
+    name: Literal["muon", "adamw"] = fixed("muon", SHAPES)
     """`muon` (torch.optim.Muon for matrices, AdamW for everything else) or `adamw`."""
     learning_rate: float = 1e-5
     """Learning rate after warm-up."""
@@ -391,17 +400,17 @@ class OptimizerConfig:
 class TrainingConfig:
     """The training loop."""
 
-    num_updates: int = 200
+    num_updates: int = free(200, PACE)
     """Optimizer updates in all."""
-    mode: Literal["lora", "full"] = "lora"
+    mode: Literal["lora", "full"] = fixed("lora", SHAPES)
     """Train adapters, or every weight that influences the video. `full` keeps float32 weights; it computes in
     float32, or in distributed.param_dtype where FSDP2 gathers them."""
-    update: Literal["two_phase", "single_pass"] = "two_phase"
+    update: Literal["two_phase", "single_pass"] = free("two_phase", MACHINE)
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
     adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
     targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
-    guidance: Literal["paired", "split", "conditional"] = "paired"
+    guidance: Literal["paired", "split", "conditional"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
     one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
     `conditional` differentiates the conditional branch alone, g dv_c in place of g dv_c + (1 - g) dv_u: half the
@@ -416,7 +425,7 @@ class TrainingConfig:
     """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
-    skip_nonfinite_updates: int = 0
+    skip_nonfinite_updates: int = free(0, REMEDY)
     """Updates that may be left out in all because their loss or gradient is not finite; one more stops the run. A
     skipped update counts as an update, but weights, optimizer and average stay as they are."""
 
@@ -446,19 +455,19 @@ class TrainingConfig:
 class EvaluationConfig:
     """The paired evaluation: the same prompts and the same noise before and after, by the ODE sampler."""
 
-    prompts: str | None = None
+    prompts: str | None = fixed(None, PAIRS)
     """Prompt file; null evaluates on the training prompts."""
-    num_prompts: int | None = None
+    num_prompts: int | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
-    every: int = 20
+    every: int = free(20, PACE)
     """Updates between evaluations; 0 turns evaluation off."""
-    num_steps: int | None = None
+    num_steps: int | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
-    batch_size: int = 1
+    batch_size: int = free(1, MACHINE)
     """Videos that go through the model at once."""
-    seed: int = 1_000_003
+    seed: int = fixed(1_000_003, PAIRS)
     """Seed of the evaluation noise, apart from the training noise."""
-    num_samples: int = 4
+    num_samples: int = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
 
     def __post_init__(self) -> None:
@@ -478,7 +487,10 @@ class CheckpointConfig:
     every: int = 10
     """Updates between checkpoints; the last update is always saved."""
     keep_last: int = 3
-    """Checkpoints that are kept."""
+    """The newest checkpoints that are kept. The best one by evaluation is kept besides."""
+    keep_every: int | None = None
+    """Also keep for good the first checkpoint at or after every multiple of this many updates: a slow divergence
+    outlasts the newest ones. null keeps none."""
     asynchronous: bool = True
     """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
     is reported at the next checkpoint or at the end."""
@@ -486,6 +498,9 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
         _require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        _require(
+            self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1"
+        )
 
 
 @dataclass(kw_only=True)
@@ -502,20 +517,20 @@ class LoggingConfig:
 class RunConfig:
     """GRPO post-training of a text-to-video model."""
 
-    output_dir: str
+    output_dir: str = field(metadata={FREE: PLACE})
     """Run directory: metrics.jsonl, config.yaml, checkpoints/, samples/, reward.png."""
     data: DataConfig
     """Training prompts."""
     seed: int = 0
     """Every random number of the run is a function of it."""
-    resume: str = "none"
+    resume: str = free("none", PACE)
     """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
-    a path goes on from that checkpoint."""
-    num_threads: int | None = None
+    a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts anew."""
+    num_threads: int | None = free(None, MACHINE)
     """CPU threads of torch; null leaves torch's default."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model."""
-    video: VideoConfig = field(default_factory=VideoConfig)
+    video: VideoConfig = field(default_factory=VideoConfig, metadata={FIXED: PAIRS})
     """Video size."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
@@ -527,7 +542,7 @@ class RunConfig:
     """Weight lambda of the KL terms: warm-up and feedback."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Rewards."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig, metadata={FIXED: SHAPES})
     """Adapters (training.mode lora)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer."""
@@ -535,11 +550,11 @@ class RunConfig:
     """Training loop."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation and samples."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={FREE: PACE})
     """Checkpoints."""
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig, metadata={FREE: PACE})
     """Loggers."""
-    distributed: DistributedSettings = field(default_factory=DistributedSettings)
+    distributed: DistributedSettings = field(default_factory=DistributedSettings, metadata={FREE: MACHINE})
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
@@ -559,6 +574,12 @@ class RunConfig:
             raise ConfigError(
                 "training.guidance conditional differentiates the conditional branch, which has no part in the "
                 "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
+            )
+        if self.model.adapter is not None and self.training.mode != "lora":
+            raise ConfigError(
+                f"model.adapter is {self.model.adapter!r}, but training.mode is {self.training.mode!r}, which has no "
+                "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
+                "(sage-fast export --format full)."
             )
         if self.training.update == "single_pass":
             self._check_single_pass()

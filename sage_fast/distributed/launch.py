@@ -206,9 +206,9 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def effective_resume(resume: str, environment: Mapping[str, str] = os.environ) -> str:
-    """`resume` of the configuration; in a restarted job `none` becomes `auto`, for the run has begun already."""
+    """`resume` of the configuration; in a restarted job `none` and `restart` become `auto`, for the run has begun."""
     restarts = restart_count(environment)
-    if resume != "none" or not restarts:
+    if resume not in ("none", "restart") or not restarts:
         return resume
     logger.info("Restart %d of this job: going on with the run, as with --resume auto.", restarts)
     return "auto"

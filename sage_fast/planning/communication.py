@@ -51,8 +51,8 @@ OBJECT_BYTES = 4096.0
 class Exchange:
     """A collective that every rank takes part in `count` times per iteration (per evaluation in phase `evaluation`).
 
-    sent: bytes that a rank sends in one call. window: seconds of computation that go on beside a call. alone: so many
-    of the calls have nothing beside them. host: through CPU memory.
+    sent: bytes that a rank sends in one call. window: seconds of computation that go on beside a call. alone: how
+    many of the calls have nothing beside them. host: through CPU memory.
 
     Example: the gathers of a forward of HunyuanVideo-1.5 over 8 ranks are 54 of 264e6 bytes sent.
     """
@@ -286,7 +286,7 @@ class Counter:
         keep, phase = self.gathered.keep, passes.phase
         if not self._stays(phase):
             return passes.forwards
-        behind = anchor_share(self.config)
+        behind = anchor_share(self.config.training, self.config.objective.kl_mode)
         if keep == "rollout":
             # The single pass measures the anchor within the rollout.
             measured = behind if self.config.training.update == "two_phase" else 0.0

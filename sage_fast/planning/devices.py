@@ -7,13 +7,12 @@ share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sage_fast.config.schema import RunConfig
 from sage_fast.planning.trace import Cost
 
 SMALL_MODEL = 1024
@@ -134,8 +133,7 @@ def measure_cpu(memory_gb: float) -> Device:
     a = torch.ones(768, 768)
     source, target = torch.ones(2**24), torch.zeros(2**24)
 
-    def best(function: object, rounds: int = 3) -> float:
-        assert callable(function)
+    def best(function: Callable[[], object], rounds: int = 3) -> float:
         seconds = []
         for _ in range(rounds + 1):
             start = time.perf_counter()
@@ -158,18 +156,22 @@ def measure_cpu(memory_gb: float) -> Device:
     )
 
 
-def choose_device(name: str | None, config: RunConfig, width: int) -> tuple[Device, bool]:
+def choose_device(name: str | None, device: str, width: int, num_threads: int | None = None) -> tuple[Device, bool]:
     """The device of `--device`, and whether it is a GPU.
 
-    Without a name it is the one that `model.device` means; `auto` is an H100, or for a small model the processor.
+    Args:
+        name: of `--device`; without one it is what `device` means.
+        device: `model.device`; "auto" is an H100, or for a small model the processor.
+        width: of the model.
+        num_threads: that the processor is measured with.
     """
     if name is None:
         automatic = "cpu" if width < SMALL_MODEL else "h100"
-        name = {"cpu": "cpu", "auto": automatic}.get(config.model.device, "h100")
+        name = {"cpu": "cpu", "auto": automatic}.get(device, "h100")
     if name != "cpu":
         return DEVICES[name], True
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     memory = host_memory()
     return measure_cpu(memory / 1e9 if memory else math.inf), False
 

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
 from sage_fast.rewards.base import reward_costs
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 
 HOST_LINK = 50e9
 """Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""
@@ -52,33 +52,21 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a configuration costs.
+class MemoryPlan:
+    """How a configuration fills the memory of each of its GPUs.
 
-    forward: closed form of one packed forward of one sample. phases: per video, the optimizer and what is exchanged
-    once shared out among the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among them.
-    exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory would do.
-    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    latent: (C, F, H, W) of one video. calls: of one GPU.
     """
 
     config: RunConfig
     description: ModelDescription
-    device: Device
     layout: Layout
-    memory_limit: float
     latent: tuple[int, int, int, int]
     weights: Weights
     gathered: Gathered
-    forward: Work
     calls: Calls
-    visits: Visits
     memory: Memory
-    phases: tuple[Phase, ...]
-    exchanges: tuple[Exchange, ...]
-    alone: tuple[Phase, ...]
-    seconds_per_evaluation: float | None
-    checkpoint: float
-    tiled: bool
+    memory_limit: float
 
     @property
     def gpus(self) -> int:
@@ -91,6 +79,27 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.memory_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(MemoryPlan):
+    """What a configuration costs: its memory, work, exchange and time.
+
+    forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
+    exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
+    them. exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory suffices.
+    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    """
+
+    device: Device
+    forward: Work
+    visits: Visits
+    phases: tuple[Phase, ...]
+    exchanges: tuple[Exchange, ...]
+    alone: tuple[Phase, ...]
+    seconds_per_evaluation: float | None
+    checkpoint: float
+    tiled: bool
 
     @property
     def seconds_per_video(self) -> float:
@@ -111,6 +120,62 @@ class Plan:
         here.
         """
         return sum(phase.predicted for phase in self.alone) / (self.seconds_per_video * self.layout.sp)
+
+
+def make_memory_plan(
+    config: RunConfig,
+    *,
+    on_gpu: bool,
+    gpus: int,
+    memory_gb: float,
+    limit_gb: float | None = None,
+    runtime: float | None = None,
+    description: ModelDescription | None = None,
+    sizes: Mapping[str, float] | None = None,
+) -> MemoryPlan:
+    """The part of `make_plan` that is about memory; it needs no ceilings of a device.
+
+    Args:
+        memory_gb: 1e9 bytes that the device has; it decides whether gathered weights stay.
+        limit_gb: 1e9 bytes that may be used; None is all of them.
+
+    Raises:
+        ConfigError: the model, the size of the videos or the options do not fit each other.
+    """
+    description = description or describe_model(config.model)
+    if runtime is None:
+        runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
+    try:
+        latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
+        heads = description.transformer["num_attention_heads"]
+        layout = plan_layout(config, gpus, heads, _tokens(description, latent))
+        weights = count_weights(config, description.transformer)
+        calls = model_calls(config, description, on_gpu, layout.sp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+    memory = plan_memory(
+        config,
+        description,
+        on_gpu=on_gpu,
+        calls=calls,
+        weights=weights,
+        sizes=weight_sizes(config) if sizes is None else sizes,
+        runtime=runtime,
+        layout=layout,
+        gathered=gathered,
+    )
+    return MemoryPlan(
+        config=config,
+        description=description,
+        layout=layout,
+        latent=latent,
+        weights=weights,
+        gathered=gathered,
+        calls=calls,
+        memory=memory,
+        memory_limit=(memory_gb if limit_gb is None else limit_gb) * 1e9,
+    )
 
 
 def make_plan(
@@ -138,33 +203,20 @@ def make_plan(
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    description = description or describe_model(config.model)
-    if runtime is None:
-        runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
-    try:
-        latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
-        heads = description.transformer["num_attention_heads"]
-        layout = plan_layout(config, gpus, heads, _tokens(description, latent))
-        weights = count_weights(config, description.transformer)
-        calls = model_calls(config, description, on_gpu, layout.sp)
-        calls_alone = model_calls(config, description, on_gpu)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    gathered = gathered_weights(config, weights, description.num_layers, layout, device.memory_gb * 1e9)
-    memory = plan_memory(
+    held = make_memory_plan(
         config,
-        description,
         on_gpu=on_gpu,
-        calls=calls,
-        weights=weights,
-        sizes=weight_sizes(config) if sizes is None else sizes,
+        gpus=gpus,
+        memory_gb=device.memory_gb,
+        limit_gb=memory_gb,
         runtime=runtime,
-        layout=layout,
-        gathered=gathered,
+        description=description,
+        sizes=sizes,
     )
+    description, layout, weights, calls = held.description, held.layout, held.weights, held.calls
     visited = visits(config)
-    decoding = description.decoding(latent, config.rollout.micro_batch_size, config.model, on_gpu)
-    decode_flops = description.decode_flops(latent, decoding.tiled)
+    decoding = description.decoding(held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
+    decode_flops = description.decode_flops(held.latent, decoding.tiled)
     exchanges = Counter(
         config,
         layout,
@@ -173,26 +225,19 @@ def make_plan(
         weights=weights,
         visited=visited,
         calls=calls,
-        gathered=gathered,
-        video_tokens=_tokens(description, latent),
+        gathered=held.gathered,
+        video_tokens=held.video_tokens,
         eval_batches=_evaluation_batches(config, layout),
     ).exchanges()
+    alone = model_calls(config, description, on_gpu)
     return Plan(
-        config=config,
-        description=description,
+        **{field.name: getattr(held, field.name) for field in fields(held)},
         device=device,
-        layout=layout,
-        memory_limit=(device.memory_gb if memory_gb is None else memory_gb) * 1e9,
-        latent=latent,
-        weights=weights,
-        gathered=gathered,
-        forward=forward_work(description.transformer, prod(latent[1:]), description.text_tokens),
-        calls=calls,
+        forward=forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens),
         visits=visited,
-        memory=memory,
         phases=_phases(config, device, weights, calls, visited, decode_flops, layout, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, calls_alone, visited, decode_flops, Layout(), ()),
+        alone=_phases(config, device, weights, alone, visited, decode_flops, Layout(), ()),
         seconds_per_evaluation=_evaluation_seconds(config, device, calls, decode_flops, layout, exchanges),
         checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
         tiled=decoding.tiled,

@@ -9,9 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
-from sage_fast.config.distributed import check_heads
+from sage_fast.config.distributed import DistributedSettings, check_heads
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig, check_batch
+from sage_fast.config.schema import RolloutConfig, RunConfig, check_batch
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""
@@ -23,8 +23,8 @@ GroupName = Literal["sp", "weights", "replicas", "all"]
 class Group:
     """Ranks that take part in a collective.
 
-    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its ranks on a node that has any;
-    so many network adapters carry what leaves that node.
+    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its ranks on a node that has any,
+    which is the number of network adapters that carry what leaves that node.
 
     Example: the 16 ranks that share weights over two nodes are `Group(ranks=16, nodes=2, local=8)`.
     """
@@ -85,9 +85,8 @@ class Layout:
         yield from (range(first, first + size) for first in range(0, self.gpus, size))
 
 
-def least_gpus(config: RunConfig) -> int:
+def least_gpus(section: DistributedSettings, rollout: RolloutConfig) -> int:
     """The fewest GPUs that the degrees of a configuration fit, and on which a rollout has complete groups."""
-    section, rollout = config.distributed, config.rollout
     known = (section.dp_replicate or 1) * (section.dp_shard or 1) * section.sp
     if section.dp_replicate is not None and section.dp_shard is not None:
         return known
@@ -97,7 +96,7 @@ def least_gpus(config: RunConfig) -> int:
 
 
 def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout:
-    """The degrees of a run on so many GPUs.
+    """The degrees of a run on `gpus` GPUs.
 
     Args:
         heads: attention heads of the model.

@@ -10,7 +10,7 @@ tokens, and attends with 1/P of the heads.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd, prod
 
 import torch
@@ -22,7 +22,7 @@ from sage_fast.models.hub import stored_bytes
 from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import Gathered, Weights, compute_dtype, gathered_weights, hashable
+from sage_fast.planning.weights import Gathered, Weights, compute_dtype, hashable
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -171,16 +171,61 @@ def _stock(call: Call) -> Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes by phase and component.
+class PhaseMemory:
+    """Bytes on each GPU in one phase, by what they hold. The fields are the rows of the plan, in its order.
 
-    Example: `memory.phases["update"]["kept activations"]` is 14.9e9 for LoRA at 480x832x81 with split guidance.
+    Example: `memory.phases["update"].kept_activations` is 14.9e9 for LoRA at 480x832x81 with split guidance.
     """
 
-    phases: Mapping[str, Mapping[str, float]]
+    runtime: float = 0.0
+    reward_models: float = 0.0
+    prompt_encoder: float = 0.0
+    transformer: float = 0.0
+    adapters: float = 0.0
+    optimizer_state: float = 0.0
+    anchor: float = 0.0
+    average: float = field(default=0.0, metadata={"label": "average (EMA)"})
+    video_decoder: float = 0.0
+    reward_tables: float = field(default=0.0, metadata={"label": "rewards' tables"})
+    tables: float = 0.0
+    gathered_weights: float = 0.0
+    trajectories: float = 0.0
+    videos: float = 0.0
+    gradient_accumulators: float = 0.0
+    kept_activations: float = 0.0
+    working_set: float = 0.0
+    decoding: float = 0.0
+    scoring: float = 0.0
+    anchor_velocities: float = 0.0
+    weights_in_flight: float = 0.0
+    gradients: float = 0.0
+    optimizer_step: float = 0.0
+    fragmentation: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Label -> bytes of every field."""
+        return {f.metadata.get("label", f.name.replace("_", " ")): getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def fragmented(self, on_gpu: bool) -> "PhaseMemory":
+        """With the share of what comes and goes that the allocator loses."""
+        passing = self.kept_activations + self.working_set + self.decoding + self.optimizer_step
+        passing += self.weights_in_flight
+        passing += self.scoring if on_gpu else self.trajectories + self.anchor_velocities
+        return replace(self, fragmentation=(FRAGMENTATION if on_gpu else CPU_FRAGMENTATION) * passing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory of a run by phase, in the order of `PHASES`; phases that a run does not have are left out."""
+
+    phases: Mapping[str, PhaseMemory]
 
     def total(self, phase: str) -> float:
-        return sum(self.phases[phase].values())
+        return self.phases[phase].total
 
     @property
     def peak_phase(self) -> str:
@@ -200,118 +245,143 @@ def plan_memory(
     weights: Weights,
     sizes: Mapping[str, float],
     runtime: float,
-    layout: Layout | None = None,
-    gathered: Gathered | None = None,
+    layout: Layout,
+    gathered: Gathered,
 ) -> Memory:
     """Memory of every phase.
 
     Args:
         sizes: gigabytes of the weights that are here, by reward.
         runtime: bytes of the process before it loads anything.
-        layout, gathered: how GPUs share the work and the weights; None is one GPU.
+        layout, gathered: how GPUs share the work and the weights.
     """
-    model, rollout, training, objective = config.model, config.rollout, config.training, config.objective
-    layout = layout or Layout()
-    gathered = gathered or gathered_weights(config, weights, description.num_layers, layout, 0.0)
-    item = getattr(torch, compute_dtype(config)).itemsize
-    lora = training.mode == "lora"
+    rollout, evaluation = config.rollout, config.evaluation
     latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
-    latent_bytes = 4 * prod(latent)
-    offloaded = item * weights.adaln / layout.weight_shards if lora and model.adaln == "offload" and on_gpu else 0.0
-    anchor = anchor_kind(objective.kl_mode) != "none"
-    # What there is once per trained weight is sharded with it; adapters are whole on every rank.
-    held = 1.0 if lora else 1 / layout.weight_shards
-    if not lora and gathered.sharded and config.distributed.cpu_offload:
-        held = 0.0
-    copy = 4.0 * weights.trained * held
+    has_anchor = anchor_kind(config.objective.kl_mode) != "none"
+    single_pass = config.training.update == "single_pass"
+    copy = 4.0 * weights.trained * state_share(config, layout, gathered)
+    rewards = reward_memory(config, sizes)
 
-    rewards = rewards_here(config)
-    single_pass = training.update == "single_pass"
-    accumulators = 0.0
-    if single_pass:
-        needs_kl = any(kl_uses(objective.kl_mode))
-        accumulators = copy * (rollout.batch_size + (_most_groups(rollout) if needs_kl else 0))
+    def working(phase: PhaseMemory, cost: Cost) -> PhaseMemory:
+        kept, work = cost.kept, cost.working
+        if config.model.offload_activations and on_gpu and kept:
+            # The block at work has its own activations on the GPU, and the next one's are on their way.
+            kept, work = 0.0, work + 2 * kept / description.num_layers
+        return replace(phase, kept_activations=kept, working_set=work)
 
-    always = {
-        "runtime": runtime,
-        "transformer": max(0.0, gathered.resident - offloaded),
-        "adapters": copy if lora else 0.0,
-        "optimizer state": 4.0 * weights.moments * held,
-        "anchor": copy if anchor else 0.0,
-        "average (EMA)": copy if training.ema_decay is not None else 0.0,
-        "video decoder": description.decoder_gb * GB,
-        "reward models": sum(sizes.get(name, costs.weights / GB) * GB for name, costs in rewards.items()),
-        "rewards' tables": float(sum(costs.tables for costs in rewards.values())),
-        "tables": _tables(config, description, latent, item),
-    }
-    if gathered.sharded and gathered.keep == "always":
-        always["gathered weights"] = gathered.whole
-    through, passing = _in_flight(gathered)
-    steps = rollout.num_steps
-    trajectories = {"trajectories": float(rollout.batch_size * (2 * steps + 1) * latent_bytes)}
-    if not on_gpu:
-        video = config.video
-        trajectories["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
-    anchored = dict(trajectories)
-    if anchor and not single_pass:
-        anchored["anchor velocities"] = float(rollout.batch_size * steps * latent_bytes)
-    evaluation_steps = config.evaluation.num_steps or steps
-    evaluated = config.evaluation.batch_size * (2 * evaluation_steps + 1) * latent_bytes
+    def decoding(phase: PhaseMemory, videos: int) -> PhaseMemory:
+        return replace(phase, decoding=description.decoding(latent, videos, config.model, on_gpu).peak_bytes)
 
-    def working(cost: Cost) -> dict[str, float]:
-        kept, working = cost.kept, cost.working
-        if model.offload_activations and on_gpu and kept:
-            # The block at work has its own, and the next one's are on their way.
-            working, kept = working + 2 * kept / description.num_layers, 0.0
-        return {"kept activations": kept, "working set": working}
+    resident = replace(
+        _resident(config, description, on_gpu=on_gpu, weights=weights, layout=layout, gathered=gathered),
+        runtime=runtime,
+        reward_models=rewards.models,
+        reward_tables=rewards.tables,
+        video_decoder=description.decoder_gb * GB,
+    )
+    without_gradient = replace(
+        resident,
+        gathered_weights=gathered.whole_while_sampling,
+        weights_in_flight=gathered.flying_while_sampling,
+    )
 
-    def decoding(videos: int) -> float:
-        return description.decoding(latent, videos, model, on_gpu).peak_bytes
+    encode = PhaseMemory(
+        runtime=runtime,
+        reward_models=rewards.models,
+        prompt_encoder=description.encoder_gb * GB,
+        # On a CPU the transformer is loaded before the prompts are encoded.
+        transformer=0.0 if on_gpu else resident.transformer,
+    )
 
-    collected = {"gradient accumulators": accumulators}
-    gradients = {"gradients": copy}
-    # AdamW for all weights at once makes a copy of the second moment; the others go tensor by tensor.
+    produced = _produced(config, latent, copy, on_gpu)
+    sampling = replace(without_gradient, **produced)
+    sample = working(sampling, calls.single_pass if single_pass else calls.velocity)
+    decode = decoding(sampling, rollout.micro_batch_size)
+    score = replace(sampling, scoring=rewards.at_work)
+
+    # The single pass measures the anchor within the rollout and keeps no velocity of it.
+    kept_velocities = 4.0 * prod(latent) * rollout.batch_size * rollout.num_steps
+    velocities = kept_velocities if has_anchor and not single_pass else 0.0
+    measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.velocity)
+
+    updating = replace(resident, **produced, anchor_velocities=velocities, gradients=copy)
+    update = updating
+    if not single_pass:
+        update = working(replace(updating, weights_in_flight=gathered.flying_in_update), calls.gradient)
+    # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
     foreach = on_gpu and config.optimizer.name == "adamw"
-    step = copy if foreach else 16.0 * weights.largest
-    one_video = float(max((costs.working for costs in rewards.values()), default=0.0))
-    phases: dict[str, dict[str, float]] = {
-        "encode": {
-            "runtime": runtime,
-            "reward models": always["reward models"],
-            "prompt encoder": description.encoder_gb * GB,
-        },
-        "rollout": always
-        | through
-        | trajectories
-        | collected
-        | working(calls.single_pass if single_pass else calls.velocity),
-        "decode": always | through | trajectories | collected | {"decoding": decoding(rollout.micro_batch_size)},
-        "reward": always | through | trajectories | collected | {"scoring": one_video},
-        "anchor": always | through | anchored | collected | working(calls.velocity),
-        "update": always | passing | anchored | gradients | working(calls.gradient),
-        "optimizer": always | anchored | gradients | {"optimizer step": step},
-        "evaluation": always
-        | through
-        | {"trajectories": float(evaluated)}
-        | _larger(
-            working(calls.evaluation), {"decoding": decoding(config.evaluation.batch_size)}, {"scoring": one_video}
-        ),
-    }
+    step = replace(updating, gradient_accumulators=0.0, optimizer_step=copy if foreach else 16.0 * weights.largest)
+
+    states = 2 * (evaluation.num_steps or rollout.num_steps) + 1
+    evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * evaluation.batch_size * states)
+    evaluate = max(
+        working(evaluating, calls.evaluation),
+        decoding(evaluating, evaluation.batch_size),
+        replace(evaluating, scoring=rewards.at_work),
+        key=lambda phase: phase.total,
+    )
+
+    phases = {"encode": encode, "rollout": sample, "decode": decode, "reward": score}
+    if has_anchor and not single_pass:
+        phases["anchor"] = measure_anchor
+    phases |= {"update": update, "optimizer": step}
+    if evaluation.every:
+        phases["evaluation"] = evaluate
+    return Memory(phases={name: phase.fragmented(on_gpu) for name, phase in phases.items()})
+
+
+def state_share(config: RunConfig, layout: Layout, gathered: Gathered) -> float:
+    """Share of what there is once per trained weight (gradients, moments, anchor, average) that each GPU holds.
+
+    Adapters are whole on every rank. All weights are sharded, or in CPU memory.
+    """
+    if config.training.mode == "lora":
+        return 1.0
+    return 0.0 if gathered.sharded and config.distributed.cpu_offload else 1 / layout.weight_shards
+
+
+def _resident(
+    config: RunConfig,
+    description: ModelDescription,
+    *,
+    on_gpu: bool,
+    weights: Weights,
+    layout: Layout,
+    gathered: Gathered,
+) -> PhaseMemory:
+    """What the policy and its optimizer hold in every phase from the rollout on."""
+    model, lora = config.model, config.training.mode == "lora"
+    item = getattr(torch, compute_dtype(config)).itemsize
+    share = state_share(config, layout, gathered)
+    copy = 4.0 * weights.trained * share
+    offloaded = item * weights.adaln / layout.weight_shards if lora and model.adaln == "offload" and on_gpu else 0.0
+    return PhaseMemory(
+        transformer=max(0.0, gathered.resident - offloaded),
+        gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
+        adapters=copy if lora else 0.0,
+        optimizer_state=4.0 * weights.moments * share,
+        anchor=copy if anchor_kind(config.objective.kl_mode) != "none" else 0.0,
+        average=copy if config.training.ema_decay is not None else 0.0,
+        tables=_tables(config, description, item),
+    )
+
+
+def _produced(config: RunConfig, latent: tuple[int, ...], copy: float, on_gpu: bool) -> dict[str, float]:
+    """What a rollout leaves behind for its update.
+
+    Args:
+        copy: bytes of one float32 number per trained weight.
+    """
+    rollout, video = config.rollout, config.video
+    states = 2 * rollout.num_steps + 1
+    produced = {"trajectories": 4.0 * prod(latent) * rollout.batch_size * states}
     if not on_gpu:
-        phases["encode"]["transformer"] = always["transformer"]
-    if single_pass:
-        phases["update"] = always | anchored | collected | gradients
-        del phases["anchor"]
-    elif not anchor:
-        del phases["anchor"]
-    if not config.evaluation.every:
-        del phases["evaluation"]
-    for parts in phases.values():
-        comes_and_goes = ["kept activations", "working set", "decoding", "optimizer step", "weights in flight"]
-        comes_and_goes += ["scoring"] if on_gpu else ["trajectories", "anchor velocities"]
-        share = FRAGMENTATION if on_gpu else CPU_FRAGMENTATION
-        parts["fragmentation"] = share * sum(parts.get(name, 0.0) for name in comes_and_goes)
-    return Memory(phases=phases)
+        produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
+    if config.training.update == "single_pass":
+        # A gradient per video, and with a KL one per group for its terms.
+        groups = _most_groups(rollout) if any(kl_uses(config.objective.kl_mode)) else 0
+        produced["gradient_accumulators"] = copy * (rollout.batch_size + groups)
+    return produced
 
 
 def _most_groups(rollout: RolloutConfig) -> int:
@@ -320,32 +390,42 @@ def _most_groups(rollout: RolloutConfig) -> int:
     return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
 
 
-def _in_flight(gathered: Gathered) -> tuple[dict[str, float], dict[str, float]]:
-    """Gathered weights of the phases without a gradient, and of the update."""
-    if not gathered.sharded:
-        return {}, {}
-    kept = {"gathered weights": gathered.whole}
-    flying = {"weights in flight": gathered.flying}
-    sums = {"weights in flight": (0.0 if gathered.keep == "always" else gathered.flying) + gathered.summed}
-    return {"never": flying, "rollout": kept, "always": {}}[gathered.keep], sums
-
-
-def _larger(*parts: dict[str, float]) -> dict[str, float]:
-    return max(parts, key=lambda part: sum(part.values()))
-
-
-def _tables(config: RunConfig, description: ModelDescription, latent: tuple[int, ...], item: int) -> float:
+def _tables(config: RunConfig, description: ModelDescription, item: int) -> float:
     """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
+    video, steps, evaluation = config.video, config.rollout.num_steps, config.evaluation
     if config.model.forward != "fused":
         return 0.0
-    rope = 2 * 4 * prod(latent[1:]) * description.transformer["attention_head_dim"]
+    _, *grid = description.latent_shape(video.num_frames, video.height, video.width)
+    rope = 2 * 4 * prod(grid) * description.transformer["attention_head_dim"]
     if config.model.adaln == "weights" or config.training.mode == "full":
         return float(rope)
-    levels = set(range(config.rollout.num_steps))
-    count = len(levels)
-    if config.evaluation.every and config.evaluation.num_steps not in (None, count):
-        count += config.evaluation.num_steps or 0
-    return float(rope + count * description.num_layers * 12 * description.width * item)
+    levels = steps
+    if evaluation.every and evaluation.num_steps not in (None, steps):
+        levels += evaluation.num_steps or 0
+    return float(rope + levels * description.num_layers * 12 * description.width * item)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardMemory:
+    """Bytes of the rewards on the policy's device: weights, what they keep between calls, the most one has at work."""
+
+    models: float
+    tables: float
+    at_work: float
+
+
+def reward_memory(config: RunConfig, sizes: Mapping[str, float]) -> RewardMemory:
+    """Memory of the rewards that share the policy's device.
+
+    Args:
+        sizes: gigabytes of the weights that are here, by reward.
+    """
+    rewards = rewards_here(config)
+    return RewardMemory(
+        models=sum(sizes.get(name, costs.weights / GB) * GB for name, costs in rewards.items()),
+        tables=float(sum(costs.tables for costs in rewards.values())),
+        at_work=float(max((costs.working for costs in rewards.values()), default=0.0)),
+    )
 
 
 def rewards_here(config: RunConfig) -> dict[str, RewardCosts]:

@@ -104,7 +104,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
 
 
 def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, ...]]:
-    """Sets of so many changes of different keys."""
+    """Sets of `count` changes, each of a different key."""
     keys = list(dict.fromkeys(key for key, _ in changes))
     for chosen in combinations(keys, count):
         yield from product(*([change for change in changes if change[0] == key] for key in chosen))
@@ -122,7 +122,7 @@ def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[s
         on_gpu=on_gpu,
         gpus=plan.gpus,
         memory_gb=plan.memory_limit / 1e9,
-        runtime=plan.memory.phases["rollout"]["runtime"],
+        runtime=plan.memory.phases["rollout"].runtime,
         description=plan.description,
         sizes=sizes,
     )

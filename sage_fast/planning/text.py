@@ -7,7 +7,7 @@ from typing import Any
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
-from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
+from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
 
@@ -41,30 +41,61 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    phases = list(plan.memory.phases)
-    parts = dict.fromkeys(part for phase in plan.memory.phases.values() for part in phase)
-    if "fragmentation" in parts:
-        parts["fragmentation"] = parts.pop("fragmentation")
-    unit, size = ("GB", 1e9) if plan.memory.peak >= 5e9 else ("MB", 1e6)
-    digits = 1 if unit == "GB" else 0
-    shown = [p for p in parts if max(v.get(p, 0.0) for v in plan.memory.phases.values()) >= 0.5 * size / 10**digits]
+    columns = {phase: memory.parts() for phase, memory in plan.memory.phases.items()}
+    unit, size, digits = _unit(plan)
+    visible = 0.5 * size / 10**digits
+    shown = [part for part in PhaseMemory().parts() if max(c[part] for c in columns.values()) >= visible]
     width = max(map(len, [*shown, "total"]))
-    columns = [max(len(phase), 7) for phase in phases]
     where = f"on each {plan.device.name}" if plan.gpus > 1 else f"on {plan.device.name}"
     yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
 
     def row(name: str, cells: Sequence[str]) -> str:
-        aligned = "  ".join(f"{cell:>{column}}" for cell, column in zip(cells, columns, strict=True))
+        aligned = "  ".join(f"{cell:>{max(len(phase), 7)}}" for cell, phase in zip(cells, columns, strict=True))
         return f"  {name:<{width}}  {aligned}"
 
-    yield row("", phases)
+    yield row("", list(columns))
     for part in shown:
-        values = [plan.memory.phases[phase].get(part) for phase in phases]
-        yield row(part, ["" if not value else f"{value / size:.{digits}f}" for value in values])
-    yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in phases])
+        yield row(part, [f"{c[part] / size:.{digits}f}" if c[part] else "" for c in columns.values()])
+    yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
     yield ""
+
+
+def _unit(plan: Plan) -> tuple[str, float, int]:
+    """(unit of memory, its bytes, digits behind the point)."""
+    return ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
+
+
+SUMMARY = {
+    "weights": ("transformer", "gathered_weights", "weights_in_flight"),
+    "gradients, optimizer, anchor": (
+        "adapters",
+        "gradients",
+        "optimizer_state",
+        "anchor",
+        "average",
+        "gradient_accumulators",
+    ),
+    "trajectories": ("trajectories", "anchor_velocities", "videos"),
+    "prompt encoder": ("prompt_encoder",),
+    "VAE": ("video_decoder",),
+    "rewards": ("reward_models", "reward_tables"),
+    "runtime": ("runtime",),
+    "activations": ("kept_activations",),
+    "working set": ("working_set", "tables", "optimizer_step", "fragmentation"),
+    "decoding": ("decoding",),
+    "scoring": ("scoring",),
+}
+"""What a summary of a plan's memory shows -> fields of `PhaseMemory`."""
+
+
+def summary(memory: Memory) -> dict[str, float]:
+    """Gigabytes of each group of `SUMMARY`, each at its own peak, so they add up to more than the peak of a phase."""
+    return {
+        group: max(sum(getattr(phase, name) for name in names) for phase in memory.phases.values()) / 1e9
+        for group, names in SUMMARY.items()
+    }
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -158,7 +189,7 @@ def _span(seconds: float) -> str:
 def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
     if not options:
         return
-    unit, size, digits = ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
+    unit, size, digits = _unit(plan)
     if plan.fits:
         yield "what could be changed, one at a time; none changes what is computed"
     elif options[0].plan.fits:
@@ -268,7 +299,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
-        "memory": {phase: dict(parts) for phase, parts in plan.memory.phases.items()},
+        "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {
             phase.name: {
                 "linear_flops": phase.cost.linear,

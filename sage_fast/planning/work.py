@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import RunConfig, TrainingConfig
 from sage_fast.objective import anchor_kind
 from sage_fast.rollout import rollout_table
 
@@ -92,7 +92,7 @@ def visits(config: RunConfig) -> Visits:
     ]
     trained = [max(1, round(training.timestep_fraction * count)) for count in trainable if count]
     steps = sum(trained) / len(trained) if trained else 0.0
-    behind = steps * anchor_share(config)
+    behind = steps * anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(
@@ -114,9 +114,9 @@ def visits(config: RunConfig) -> Visits:
     )
 
 
-def anchor_share(config: RunConfig) -> float:
+def anchor_share(training: TrainingConfig, kl_mode: str) -> float:
     """Share of the rollouts whose anchor lies behind the policy; the others need no forward for it."""
-    kind, training = anchor_kind(config.objective.kl_mode), config.training
+    kind = anchor_kind(kl_mode)
     rollouts = training.num_updates // training.updates_per_rollout
     if kind == "none":
         return 0.0

@@ -1,6 +1,7 @@
 """Trained weights into a freshly loaded transformer, for sampling and export: no optimizer, nothing trainable."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -86,6 +89,50 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
             key = re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name)
             parameter.data = values[key].to(parameter.device, torch.float32)
     transformer.requires_grad_(False)
+
+
+@torch.no_grad()
+def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+    """Start training from an adapter: copy it into the freshly added, trainable one, in float32.
+
+    Args:
+        path: its folder, or the .safetensors file, in diffusers' layout.
+
+    Raises:
+        ValueError: there is no such file, or its layers, rank or scale (alpha / rank) are not those of this run.
+    """
+    file = adapter_file(path)
+    own = {
+        re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", n): p
+        for n, p in trainable_parameters(transformer).items()
+    }
+    try:
+        values = load_file(file)
+        check_same_shapes(shapes_of(own), shapes_of(values), "adapter")
+        scale = _saved_scale(file)
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"model.adapter: {file} does not fit this run's adapter: {error} Set lora.rank and lora.target_modules to "
+            "those of the run that trained it."
+        ) from error
+    ((_, config),) = transformer.peft_config.items()
+    if scale is not None and scale != config.lora_alpha / config.r:
+        raise ValueError(
+            f"model.adapter: {file} was trained with alpha / rank = {scale:g}, this run has "
+            f"{config.lora_alpha / config.r:g}. Set lora.alpha to {scale * config.r:g}."
+        )
+    for name, parameter in own.items():
+        parameter.copy_(values[name])
+
+
+def _saved_scale(file: Path) -> float | None:
+    """alpha / rank of a saved adapter; None where the file does not say."""
+    with safe_open(file, "pt") as opened:
+        described = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
+    if described is None:
+        return None
+    config = json.loads(described)
+    return float(config["lora_alpha"]) / float(config["r"])
 
 
 def weights_digest(path: Path) -> str:

@@ -3,10 +3,11 @@
     SIGINT      Ctrl-C
     SIGTERM     preemption, and the end of a container
     SIGUSR1     what a scheduler is told to send some time before it ends the job (`sbatch --signal`)
+    SIGHUP      a terminal that was closed, a connection that was lost; `nohup` makes the run go on instead
     STOP        anybody who can write into the run's directory, on any system and under any launcher
 
-torchrun passes the first three on to its workers, and kills them 30 seconds later unless `--shutdown-timeout` says
-otherwise (SIGUSR1 only with `--signals-to-handle`); the file gives an update all the time that it takes.
+torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with `--signals-to-handle`), and kills them
+30 seconds later unless `--shutdown-timeout` says otherwise; the file gives an update all the time that it takes.
 """
 
 import os
@@ -15,18 +16,18 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_FILE = "STOP"
 SAME_KEY_PRESS = 1.0
 """Seconds within which two SIGINTs are one: the terminal and the launcher may both pass on a single Ctrl-C."""
 
 
 class GracefulStop:
-    """Context manager that turns SIGINT, SIGTERM and SIGUSR1 into a request; a second SIGINT interrupts at once.
+    """Context manager that turns the signals above into a request; a second SIGINT interrupts at once.
 
     Args:
-        run_directory: where a STOP file asks the same; None: nowhere. A file that was there before the context is
-            removed at its begin, one that came later at its end.
+        run_directory: where a STOP file asks the same; None: nowhere. A file left over from earlier is removed on
+            entry, one that came during the context on exit.
         announce: say so on stderr; of many ranks one should.
     """
 
@@ -36,6 +37,7 @@ class GracefulStop:
         self._announced_file = False
         self._file = None if run_directory is None else run_directory / STOP_FILE
         self._previous: dict[int, object] = {}
+        self._terminals: list[int] = []
 
     @property
     def requested(self) -> bool:
@@ -50,7 +52,10 @@ class GracefulStop:
 
     def __enter__(self) -> "GracefulStop":
         self._remove_file()
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not in the main thread: the host program keeps its own handlers
@@ -69,6 +74,8 @@ class GracefulStop:
             self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         now = time.monotonic()
         if self._signalled is not None:
             if number == signal.SIGINT and now - self._signalled > SAME_KEY_PRESS:
@@ -82,6 +89,13 @@ class GracefulStop:
         elif number == signal.SIGINT:
             hint = " Press Ctrl-C again to stop at once."
         self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{hint}")
+
+    def _leave_terminal(self) -> None:
+        """Send to nowhere what would go to a terminal that is gone: writing there is an error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
     def _say(self, text: str) -> None:
         if self._announce:

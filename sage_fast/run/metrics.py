@@ -9,9 +9,11 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.files import replacing
 
 if TYPE_CHECKING:
@@ -66,10 +68,10 @@ class MetricsLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._wandb_run = _start_wandb(self.run_dir, wandb_project) if wandb_project else None
         _drop_partial_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append one record and wait until it is on disk.
+        """Append one record and wait until it is on disk; where that fails, as on a full disk, no part of it is left.
 
         Args:
             record: ``update`` (int >= 0) and metrics: numbers, strings, booleans, None, or one-element
@@ -78,15 +80,14 @@ class MetricsLogger:
         Raises:
             ValueError: ``update`` is missing, or a value is not a scalar or not finite (something broke
                 upstream, and a curve with holes would hide it). Nothing is written.
+            OSError: it cannot be written.
         """
         values = {key: _scalar(key, value) for key, value in record.items()}
         update = values.pop("update", None)
         if isinstance(update, bool) or not isinstance(update, int) or update < 0:
             raise ValueError(f"a record needs 'update', a whole number from 0 up, not {update!r}")
         row = {"update": update} | dict(sorted(values.items()))
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._append((json.dumps(row, allow_nan=False) + "\n").encode())
         if self._tensorboard:
             self._log_tensorboard(update, values)
         if self._wandb_run is not None:
@@ -102,7 +103,7 @@ class MetricsLogger:
                 file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in kept)
                 file.flush()
                 os.fsync(file.fileno())
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
         # TensorBoard hides what earlier event files hold from this step on.
         self._purge_step = update + 1
         if self._writer is not None:
@@ -118,6 +119,18 @@ class MetricsLogger:
         if self._wandb_run is not None:
             self._wandb_run.finish()
             self._wandb_run = None
+
+    def _append(self, line: bytes) -> None:
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            with suppress(OSError):  # the next start drops a line that was cut short
+                self._file.truncate(start)
+            raise
 
     def _log_tensorboard(self, update: int, values: Mapping[str, Scalar]) -> None:
         if self._writer is None:
@@ -137,7 +150,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line before the last is not a record; the message starts with ``path:line``.
+        RunDirectoryError: a line before the last is not a record; the message starts with ``path:line``.
     """
     path = Path(path)
     lines = path.read_bytes().split(b"\n")
@@ -155,7 +168,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if number == len(lines):
                 logger.warning("%s:%d: dropped the last line, which was cut short", path, number)
                 break
-            raise ValueError(f"{path}:{number}: not a metrics record ({error}); delete or mend that line") from error
+            raise RunDirectoryError(
+                f"{path}:{number}: not a metrics record ({error}); delete or mend that line."
+            ) from error
         rows.append(row)
     return rows
 

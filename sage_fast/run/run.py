@@ -12,40 +12,27 @@ runs/NAME/
 import hashlib
 import json
 import logging
-import re
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from sage_fast.checkpoint import (
-    Checkpoint,
-    CheckpointData,
-    CheckpointWriter,
-    checkpoint_name,
-    find_checkpoint,
-    list_checkpoints,
-    newest_checkpoint,
-)
+from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
 from sage_fast.config.distributed import check_heads
-from sage_fast.config.errors import CheckpointError, ConfigError
-from sage_fast.config.files import replacing
+from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.load import save_config
-from sage_fast.config.schema import RunConfig, by_dotted_key, check_batch, to_dict
+from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.failure.selfcheck import check_world, noise_digests
 from sage_fast.distributed.failure.watchdog import Watchdog, start_watchdog, use_steady_timeout
-from sage_fast.distributed.launch import effective_resume, rank_device, restart_count
+from sage_fast.distributed.launch import effective_resume, rank_device
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
-from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test
-from sage_fast.models import video_files
+from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model, load_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
@@ -54,27 +41,16 @@ from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
+from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.progress import RunProgress, peak_memory_gib
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
+from sage_fast.run.results import RunEvaluation
+from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-# What may differ between the run that saved a checkpoint and the one that resumes it: where things go, how often and on
-# how much of what machine. (Another device, number of threads, batch through the model, or way to compute the same
-# velocity and gradient changes the rounding, and nothing else; so does another number of ranks, as long as all of them
-# together roll out as many videos, which is compared apart.) What a message tells the user to change is among them,
-# so that the run can go on. The model's folder may have moved: its weights are compared instead.
-FREE_ON_RESUME = re.compile(
-    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size"
-    r"|training\.(num_updates|guidance|update|skip_nonfinite_updates)"
-    r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
-    r"|offload_activations|adaln|compile)"
-    r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
-    r"|reward\.(placement|device|queue_size|timeout_seconds)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +135,11 @@ def _check_described_heads(config: RunConfig, sp: int) -> None:
     check_heads(sp, description.transformer["num_attention_heads"])
 
 
-def train(config: RunConfig) -> RunResult:
+def train(config: RunConfig, allow_changes: Collection[str] = ()) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
+
+    Args:
+        allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
 
     Raises:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
@@ -173,20 +152,30 @@ def train(config: RunConfig) -> RunResult:
         config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        return Run(config, world, watchdog).train()
+        return Run(config, world, watchdog, allow_changes=allow_changes).train()
 
 
 class Run:
     """One call of `sage-fast train`; on many ranks, each has one, and rank 0 writes the files."""
 
-    def __init__(self, config: RunConfig, world: World = ALONE, watchdog: Watchdog | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World = ALONE,
+        watchdog: Watchdog | None = None,
+        allow_changes: Collection[str] = (),
+    ) -> None:
         self.config = config
         self.world = world
         self.watchdog = watchdog or start_watchdog(ALONE, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
-        # Before the model is loaded: a checkpoint that cannot be used is found in a second.
-        self.checkpoint = self._find_checkpoint()
+        self.lease = Lease(self.directory, world)
+        # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
+        self.lease.refuse_others()
+        self._contents = self._look()
+        start = find_start(config, world, allow_changes)
+        self.checkpoint, self._sets_aside, self._changes = start.checkpoint, start.sets_aside, start.changes
         self.trainer = build_trainer(config, self.world)
         eval_prompts = [sample.prompt for sample in self.trainer.eval_samples]
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
@@ -198,113 +187,110 @@ class Run:
             inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
         )
         self._check_fit()
-        # Spread over the file: neighbouring prompts are often variations of one another.
-        count, wanted = len(self.trainer.eval_samples), config.evaluation.num_samples
-        self.sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
+        self.evaluation = RunEvaluation(self.trainer, self.directory)
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
 
         Raises:
-            ConfigError, CheckpointError, TrainingError, RewardError, OSError: each says what to do; what was saved
-            before stays as it was.
+            ConfigError, CheckpointError, RunDirectoryError, TrainingError, RewardError, OSError: each says what to do;
+            what was saved before stays as it was.
         """
-        config, trainer, world = self.config, self.trainer, self.world
+        with self.lease:
+            finished = self._train()
+            return self._conclude(finished)
+
+    def _train(self) -> bool:
+        """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
         # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
         checkpoint, self.checkpoint = self.checkpoint, None
-        total = config.training.num_updates
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
-        if world.is_main:
-            self._prepare_directory(resumed)
-        metrics = self._open_metrics()
-        with (
-            GracefulStop(self.directory, announce=world.is_main) as stop,
-            RunProgress(total, resumed, shown=world.is_main) as progress,
-            self._open_writer() as writer,
-        ):
-
-            def tell(phase: str, done: int, total: int, subject: str) -> None:
-                self.watchdog.progress(phase, done, total)
-                self.watchdog.working_on(subject)
-                progress.phase(phase, done, total)
-
-            trainer.progress = tell
-            try:
-                # A fresh start trusts nothing that an earlier attempt left behind.
-                metrics.truncate_after(resumed if checkpoint else -1)
-                has_baseline = world.broadcast(checkpoint is not None and self._evaluation_file(0).exists())
-                if config.evaluation.every and not has_baseline:
-                    # The weights of a checkpoint are loaded below: the baseline is the base model's.
-                    record = {"update": 0} | self._evaluate()
-                    metrics.log(record)
-                    progress.finished(record)
-                if checkpoint is not None:
-                    trainer.load(checkpoint, checkpoint.state["trainer"])
-                    self._evaluate_pending(checkpoint.state.get("pending"), metrics, progress)
-                del checkpoint
-                seconds_saving, unsaved, pending = 0.0, False, False
-                while trainer.update < total and not world.any(stop.requested):
-                    record = trainer.iterate() | {"time/checkpoint": seconds_saving}
-                    use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
-                    everywhere = world.gather((stop.requested, peak_memory_gib(trainer.device)))
-                    stops, peaks = zip(*everywhere, strict=True)
-                    stopping, record["memory/peak_gib"] = any(stops), max(peaks)
-                    done = trainer.update >= total
-                    evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
-                    seconds_saving, unsaved = 0.0, True
-                    # Before the evaluation, which can take as long as many updates and fail in its own ways. Who asks
-                    # to stop does not wait for one either: the checkpoint knows that it is due.
-                    if done or evaluates or stopping or self._due(config.checkpoint.every):
-                        start = time.perf_counter()
-                        tell("checkpoint", 0, 1, "")
-                        self._save(writer, pending=record if evaluates else None)
-                        seconds_saving, unsaved = time.perf_counter() - start, False
-                    pending = evaluates and stopping
-                    if not pending:
-                        try:
-                            record |= self._evaluate() if evaluates else {}
-                        finally:
-                            metrics.log(record)
-                        progress.finished(record)
-                if unsaved:
-                    # Asked to stop after the ranks had told each other that nobody was.
-                    tell("checkpoint", 0, 1, "")
-                    self._save(writer)
-            finally:
-                metrics.close()
-                trainer.reward.close()
-        return self._conclude(finished=trainer.update >= total and not pending)
-
-    # ------------------------------------------------------------------------------------------ directory, resume
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to go on from, None for a fresh start. Nothing of an existing run is touched."""
-        log, resume = self.directory / "metrics.jsonl", self.config.resume
-        # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
-        has_run = self.world.broadcast(
-            (log.exists() and log.stat().st_size > 0) or bool(list_checkpoints(self.checkpoints))
-        )
-        if resume == "none" and has_run:
-            raise ConfigError(
-                f"output_dir {str(self.directory)!r} already holds a run. Go on with it by --resume auto, or choose "
-                "another output_dir."
+        with ExitStack() as stack:
+            stack.callback(self.trainer.reward.close)
+            if self.world.is_main:
+                self._prepare_directory(resumed)
+            self.metrics = self._open_metrics()
+            stack.callback(self.metrics.close)
+            self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
+            self.progress = stack.enter_context(
+                RunProgress(self.config.training.num_updates, resumed, shown=self.world.is_main)
             )
-        checkpoint = self._checkpoint_of_this_job() or find_checkpoint(resume, self.checkpoints, self.world)
-        if checkpoint is None:
-            if resume == "auto" and has_run:
-                logger.warning("No complete checkpoint in %s: starting from the first update.", self.checkpoints)
-            return None
-        check_same_run(checkpoint.state["config"], to_dict(self.config), checkpoint.folder)
-        logger.info("Going on from %s.", checkpoint.folder)
-        return checkpoint
+            self.writer = stack.enter_context(self._open_writer())
+            self.trainer.progress = self._tell
+            self._begin(checkpoint)
+            del checkpoint
+            return self._loop()
 
-    def _checkpoint_of_this_job(self) -> Checkpoint | None:
-        """The newest checkpoint of a restarted job that was told where to begin: it does not begin there again."""
-        resume = self.config.resume
-        if resume in ("none", "auto") or not self.world.any(restart_count() > 0):
-            return None
-        newest = newest_checkpoint(self.checkpoints, self.world)
-        return newest if newest is not None and newest.state["config"]["resume"] == resume else None
+    def _begin(self, checkpoint: Checkpoint | None) -> None:
+        """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
+        if checkpoint is None:
+            self.metrics.truncate_after(-1)
+            self._measure_baseline(None, trust_files=False)
+            return
+        state = checkpoint.state
+        self.metrics.truncate_after(int(state["trainer"]["update"]))
+        is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
+        # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
+        self._measure_baseline(state.get("baseline") if is_own else None, trust_files=True)
+        self.trainer.load(checkpoint, state["trainer"])
+        # A checkpoint of another directory has its records there.
+        self._restore_record(state.get("record") if is_own else None, state.get("pending"))
+        self._record_changes()
+
+    def _loop(self) -> bool:
+        """Iterate, save, evaluate and log until the last update or a request to stop.
+
+        Returns:
+            Whether the run is finished: not where it was stopped, or its last evaluation was put off.
+        """
+        config, trainer, world = self.config, self.trainer, self.world
+        total, record = config.training.num_updates, None
+        saved, seconds_saving = trainer.update, 0.0
+        while trainer.update < total and not world.any(self.stop.requested):
+            self.lease.check()
+            record = trainer.iterate() | {"time/checkpoint": seconds_saving}
+            use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
+            everywhere = world.gather((self.stop.requested, peak_memory_gib(trainer.device)))
+            stops, peaks = zip(*everywhere, strict=True)
+            record["memory/peak_gib"] = max(peaks)
+            done, stopping = trainer.update >= total, any(stops)
+            evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
+            seconds_saving = 0.0
+            # Before the evaluation, which can take as long as many updates and fail in its own ways.
+            if done or evaluates or stopping or self._due(config.checkpoint.every):
+                seconds_saving, saved = self._save(record, pending=evaluates), trainer.update
+            if evaluates and stopping:
+                return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
+            self._finish_update(record, evaluates=evaluates)
+        if saved != trainer.update:
+            # Asked to stop after the ranks had told each other that nobody was.
+            self._save(record, pending=False)
+        return trainer.update >= total
+
+    def _finish_update(self, record: dict[str, Any], *, evaluates: bool) -> None:
+        """Evaluate where that is due, and log the update in any case."""
+        try:
+            if evaluates:
+                scores = self.evaluation.run()
+                # Before the row has them: an evaluation that is in the metrics is not made again.
+                self.writer.pin_best(self.trainer.update, scores.get("eval/paired_gain", 0.0))  # rank 0 has the scores
+                record = record | scores
+        finally:
+            self.metrics.log(record)
+        self.progress.finished(record)
+
+    def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
+        """Pass on what the trainer is doing."""
+        self.watchdog.progress(phase, done, total)
+        self.watchdog.working_on(subject)
+        self.progress.phase(phase, done, total)
+
+    # ------------------------------------------------------------------------------------------ begin
+
+    def _look(self) -> tuple[list[str], int]:
+        """What another run would have changed in the directory."""
+        log = self.directory / "metrics.jsonl"
+        return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
         """The model, the prompts and the checkpoint belong together; still nothing is written."""
@@ -344,27 +330,82 @@ class Run:
             raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
 
     def _prepare_directory(self, resumed: int) -> None:
-        """Create the run directory and record what is being run."""
+        """Create the run directory, move aside what is not this run's, and record what is being run."""
+        if self._look() != self._contents:
+            raise RunDirectoryError(
+                f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
+                "again, with --resume auto to go on from what it has left."
+            )
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if self.config.resume not in ("none", "auto"):
-                self._set_aside_after(resumed)
-            save_config(self.config, self.directory / "config.yaml")
+            if self._sets_aside:
+                move_aside(self.directory)
+            elif self.config.resume not in ("none", "auto"):
+                abandon_after(self.checkpoints, resumed)
+            if self._changes:
+                append_history(self.directory, {"update": resumed, "changes": self._changes})
+            # Who goes on with this directory's config.yaml does not want to start anew each time.
+            resume = "auto" if self.config.resume == "restart" else self.config.resume
+            save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
             write_environment(self.directory, resumed)
         except OSError as error:
-            raise ConfigError(
-                f"output_dir {str(self.directory)!r} cannot be written: {error}. Choose a folder on a disk with free "
-                "space and write permission."
-            ) from error
+            raise unwritable(self.directory, error) from error
 
-    def _set_aside_after(self, resumed: int) -> None:
-        """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
-        for folder in list_checkpoints(self.checkpoints):
-            if folder.name > checkpoint_name(resumed):
-                aside = folder.with_name(f"abandoned-{folder.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
-                logger.warning("Going back to update %d; what came later is kept as %s.", resumed, aside)
+    def _measure_baseline(self, saved: Mapping[str, Any] | None, *, trust_files: bool) -> None:
+        """Have the scores of update 0, and their record in the metrics, before the first update.
+
+        Args:
+            saved: the scores from a checkpoint of this run.
+            trust_files: whether scores on disk are this run's; a fresh start trusts nothing that it finds.
+        """
+        if trust_files:
+            self.evaluation.restore_baseline(saved)
+        if not self.config.evaluation.every:
+            return
+        if self.evaluation.baseline is None:
+            record = {"update": 0} | self.evaluation.run()
+            self.metrics.log(record)
+            self.progress.finished(record)
+        elif not self._has_logged(0, {"eval/reward_mean"}):
+            self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
+
+    def _restore_record(self, record: dict[str, Any] | None, pending: Any) -> None:
+        """Log the checkpoint's update if a kill or a full disk came between, and make up for an evaluation due then.
+
+        Args:
+            record: the metrics of that update, without its evaluation.
+            pending: whether an evaluation was due; in older checkpoints, the record where one was.
+        """
+        update = self.trainer.update
+        if isinstance(pending, dict):
+            record = pending
+        if record is None and not pending:
+            return
+        due = bool(pending)
+        if due and not self.config.evaluation.every:
+            logger.info("evaluation.every is 0: the evaluation that was due at update %d is left out.", update)
+            due = False
+        if due and not (
+            self._has_logged(update, {"eval/reward_mean"})
+            and self.world.broadcast(self.world.is_main and self.evaluation.is_on_disk(update))
+        ):
+            self.metrics.truncate_after(update - 1)
+            self._finish_update(record or {"update": update}, evaluates=True)
+        elif record is not None and not self._has_logged(update, record.keys()):
+            self.metrics.log(record)
+
+    def _record_changes(self) -> None:
+        """Log the keys that the user allowed to change, once."""
+        record = {"update": self.trainer.update, "config/changes": describe_changes(self._changes)}
+        if self._changes and not self._has_logged(self.trainer.update, {"config/changes"}):
+            self.metrics.log(record)
+
+    def _has_logged(self, update: int, keys: Collection[str]) -> bool:
+        """Whether the metrics have a record of an update with these keys. Collective."""
+        found = False
+        if self.world.is_main:
+            rows = read_metrics(self.directory / "metrics.jsonl")
+            found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
+        return self.world.broadcast(found)
 
     def _open_metrics(self) -> MetricsLogger | NoMetrics:
         section = self.config.logging
@@ -378,166 +419,62 @@ class Run:
     def _open_writer(self) -> CheckpointWriter:
         section = self.config.checkpoint
         return CheckpointWriter(
-            self.checkpoints, keep_last=section.keep_last, asynchronous=section.asynchronous, world=self.world
+            self.checkpoints,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every,
+            asynchronous=section.asynchronous,
+            world=self.world,
         )
 
-    def _evaluate_pending(
-        self, record: dict[str, float] | None, metrics: MetricsLogger | NoMetrics, progress: RunProgress
-    ) -> None:
-        """Make up for the evaluation that was due at a checkpoint, unless it was made after it was saved."""
-        if record is None:
-            return
-        rows = read_metrics(self.directory / "metrics.jsonl") if self.world.is_main else []
-        made = any(row["update"] == self.trainer.update and "eval/reward_mean" in row for row in rows)
-        if not self.world.broadcast(made):
-            metrics.truncate_after(self.trainer.update - 1)
-            record = record | self._evaluate()
-            metrics.log(record)
-            progress.finished(record)
+    def _save(self, record: dict[str, Any] | None, *, pending: bool) -> float:
+        """Save a checkpoint, and return the seconds that training waited for it.
 
-    def _save(self, writer: CheckpointWriter, pending: dict[str, float] | None = None) -> None:
-        """Save a checkpoint; `pending` are the metrics of an update whose evaluation is still to be made."""
-        trainer, mode = self.trainer, self.config.training.mode
-
-        def add_adapter(folder: Path) -> Callable[[], None] | None:
-            if mode != "lora":
-                return None
-            with trainer.evaluated_weights(), trainer.engine.whole():
-                return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
-
+        Args:
+            record: the metrics of its update. The log may lose them before the checkpoint does.
+            pending: whether an evaluation of this update is still to be made.
+        """
+        start = time.perf_counter()
+        self._tell("checkpoint", 0, 1, "")
+        trainer, baseline = self.trainer, self.evaluation.baseline
         state = {
             "trainer": trainer.state(),
             "videos_per_rollout": trainer.videos_per_rollout,
             "prompts": self.prompts_digest,
             "model": trainer.model_digest,
+            "record": record,
             "pending": pending,
+            "baseline": None if baseline is None else baseline.to_dict(),
             "config": to_dict(self.config),
         }
-        writer.save(trainer.update, CheckpointData(tensors=trainer.tensors(), state=state), extra=add_adapter)
+        data = CheckpointData(tensors=trainer.tensors(), state=state)
+        self.writer.save(trainer.update, data, extra=self._add_adapter)
+        return time.perf_counter() - start
+
+    def _add_adapter(self, folder: Path) -> Callable[[], None] | None:
+        """What writes the adapter that is evaluated into a checkpoint, in diffusers' layout; rank 0 does."""
+        trainer = self.trainer
+        if self.config.training.mode != "lora":
+            return None
+        with trainer.evaluated_weights(), trainer.engine.whole():
+            return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
     def _due(self, every: int) -> bool:
         """Whether the last iteration reached or passed a multiple of `every`."""
         step = self.config.training.updates_per_rollout
         return self.trainer.update // every > (self.trainer.update - step) // every
 
-    # ------------------------------------------------------------------------------------------ evaluation, result
-
-    def _evaluate(self) -> dict[str, float]:
-        """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone."""
-        trainer, config = self.trainer, self.config
-        start = time.perf_counter()
-        evaluation, videos = trainer.evaluate(return_videos=self.sample_rows)
-        seconds = time.perf_counter() - start
-        if not self.world.is_main:
-            return {}
-        name = f"update-{trainer.update:06d}"
-        evaluation.save(self._evaluation_file(trainer.update))
-        for row, video in videos.items():
-            file = self.directory / "samples" / name / video_files.video_file_name(row, evaluation.prompts[row])
-            video_files.write_video(file, video, config.video.fps)
-        if videos:
-            rows = [(evaluation.prompts[row], video) for row, video in videos.items()]
-            media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {trainer.update}")
-            self._keep_frames(videos)
-        first = Evaluation.load(self._evaluation_file(0))
-        test = paired_test(first.reward, evaluation.reward)
-        overall = torch.tensor(evaluation.reward, dtype=torch.float64)
-        metrics = {
-            "eval/reward_mean": float(overall.mean()),
-            "eval/reward_stderr": float(overall.std()) / len(overall) ** 0.5,
-            "eval/paired_gain": test.mean,
-            "eval/paired_gain_stderr": test.stderr,
-            "time/evaluation": seconds,
-        }
-        for score, values in evaluation.scores.items():
-            column = torch.tensor(values, dtype=torch.float64)
-            metrics[f"eval/{score}_mean"] = float(column.mean())
-            metrics[f"eval/{score}_stderr"] = float(column.std()) / len(column) ** 0.5
-        return metrics
-
-    def _evaluation_file(self, update: int) -> Path:
-        return self.directory / "evaluation" / f"update-{update:06d}.json"
-
-    def _frames_file(self, update: int) -> Path:
-        return self.directory / "samples" / f"update-{update:06d}.npz"
-
-    def _keep_frames(self, videos: Mapping[int, Tensor]) -> None:
-        """Keep a few frames of the first and the latest samples for the before/after sheet, also across a resume."""
-        frames = {}
-        for row, video in videos.items():
-            chosen = torch.linspace(0, len(video) - 1, min(8, len(video))).round().long()
-            frames[str(row)] = video[chosen].numpy()
-        present = self._frames_file(self.trainer.update)
-        with replacing(present) as partial, partial.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **frames)
-        for old in present.parent.glob("update-*.npz"):
-            if old not in (present, self._frames_file(0)):
-                old.unlink()
-
-    def _conclude(self, *, finished: bool) -> RunResult:
+    def _conclude(self, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
-        update = self.trainer.update
-        if not self.world.is_main:
-            return RunResult(output_dir=self.directory, update=update, finished=finished, test=None)
-        rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
-        if rows:
-            media.plot_reward(self.directory / "reward.png", rows)
-        test = None
-        evaluated = [r["update"] for r in rows if "eval/reward_mean" in r]
-        if len(evaluated) > 1:
-            first, last = (Evaluation.load(self._evaluation_file(u)) for u in (evaluated[0], evaluated[-1]))
-            test = paired_test(first.reward, last.reward)
-            result = {"before": evaluated[0], "after": evaluated[-1], "reward": asdict(test)}
-            result["scores"] = {n: asdict(paired_test(first.scores[n], last.scores[n])) for n in first.scores}
-            result["standard_errors"] = test.standard_errors
-            with replacing(self.directory / "evaluation" / "result.json") as partial:
-                partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
-            self._before_after_sheet(first, evaluated[-1])
-            print(
-                f"Paired evaluation: {test.count} prompts, same noise, ODE sampler, update {evaluated[-1]} against "
-                f"update {evaluated[0]}\n{format_comparison(first, last)}\n"
-                f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
-                f"{test.standard_errors:+.1f} standard errors."
-            )
+        update, test = self.trainer.update, None
+        if self.world.is_main:
+            rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
+            if rows:
+                media.plot_reward(self.directory / "reward.png", rows)
+            test = self.evaluation.conclude(rows)
         return RunResult(output_dir=self.directory, update=update, finished=finished, test=test)
-
-    def _before_after_sheet(self, first: Evaluation, update: int) -> None:
-        files = [self._frames_file(0), self._frames_file(update)]
-        if not all(f.exists() for f in files):
-            return
-        with np.load(files[0]) as before, np.load(files[1]) as after:
-            rows = [
-                (first.prompts[int(row)], torch.from_numpy(before[row]), torch.from_numpy(after[row]))
-                for row in before.files
-                if row in after.files
-            ]
-        title = f"same prompt, same noise: before training and after update {update}"
-        media.before_after_sheet(self.directory / "before_after.png", rows, title=title)
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
     """SHA-256 of the training and evaluation prompts with their indices and seeds."""
     rows = [[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def check_same_run(saved: Mapping[str, Any], present: Mapping[str, Any], checkpoint: Path, only: str = ".*") -> None:
-    """ConfigError unless two configurations agree in what changes numbers.
-
-    Args:
-        saved, present: nested dicts, as `to_dict` makes them. Keys that one of them does not know (another version)
-            are not compared.
-        only: regular expression of the dotted keys that matter.
-    """
-    # Weights and options of rewards are one value each: there a missing entry is a difference.
-    old, new = (by_dotted_key(tree, whole=("reward.weights", "reward.options")) for tree in (saved, present))
-    different = [
-        f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now"
-        for key in sorted(old.keys() & new.keys())
-        if old[key] != new[key] and re.fullmatch(only, key) and not FREE_ON_RESUME.fullmatch(key)
-    ]
-    if different:
-        raise ConfigError(
-            f"{checkpoint} was made with another configuration: {'; '.join(different[:4])}. Use the same values, or "
-            "start a new run in another output_dir."
-        )

@@ -31,9 +31,10 @@ from sage_fast.models.family import (
 )
 from sage_fast.models.hub import Requirement
 from sage_fast.planning.devices import host_memory
-from sage_fast.planning.footprint import Footprint, checkpoint_bytes, estimate
+from sage_fast.planning.estimate import MemoryPlan, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
-from sage_fast.planning.memory import weight_sizes
+from sage_fast.planning.text import summary
+from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.run.run import load_prompts
 from sage_fast.tools.machine import Check, Status, hardware, software, version_of
@@ -163,7 +164,7 @@ def _settings(config: RunConfig) -> Iterator[Check]:
 
 def _processes(config: RunConfig) -> Iterator[Check]:
     """How many processes a run needs, where one is not enough, and whether this machine has a GPU for each."""
-    needed = least_gpus(config)
+    needed = least_gpus(config.distributed, config.rollout)
     if needed == 1:
         return
     section = config.distributed
@@ -344,31 +345,34 @@ def _memory(config: RunConfig) -> Iterator[Check]:
             return
         available, where = memory / 1e9, "the CPU"
     try:
-        footprint = estimate(config, description, weight_sizes(config), on_gpu=on_gpu, memory_gb=available)
+        gpus = least_gpus(config.distributed, config.rollout)
+        plan = make_memory_plan(config, on_gpu=on_gpu, gpus=gpus, memory_gb=available, description=description)
     except ConfigError as error:
         yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
         return
-    detail = f"about {footprint.total:.0f} GB of {available:.0f} GB on {where}"
+    peak, parts = plan.memory.peak / 1e9, summary(plan.memory)
+    detail = f"about {peak:.0f} GB of {available:.0f} GB on {where}"
     status: Status = "ok"
-    if footprint.total > available:
+    if peak > available:
         status = "missing"
-    elif footprint.total > MEMORY_MARGIN * available:
+    elif peak > MEMORY_MARGIN * available:
         status = "warning"
     fix = ""
     if status != "ok":
-        fix = _save_memory(config) if footprint.parts["weights"] < available / 2 else "a GPU with more memory"
+        fix = _save_memory(config) if parts["weights"] < available / 2 else "a GPU with more memory"
     yield Check(section="memory (estimate)", name="training", status=status, detail=detail, fix=fix)
-    for name, size in footprint.parts.items():
+    for name, size in parts.items():
         if size >= 0.05:
             yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
-    yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(config, footprint))
+    yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(plan))
 
 
-def _assumptions(config: RunConfig, footprint: Footprint) -> str:
+def _assumptions(plan: MemoryPlan) -> str:
+    model, guidance = plan.config.model, plan.config.training.guidance
     return (
-        f"{footprint.processes} process(es), each with as much; {footprint.tokens:,} video tokens; "
-        f"{config.model.forward} forward, {config.model.checkpointing} checkpointing, {config.training.guidance} "
-        f"guidance; the peak is in {footprint.phase}, each part at its own peak; predicted, not measured: "
+        f"{plan.gpus} process(es), each with as much; {plan.video_tokens:,} video tokens; {model.forward} forward, "
+        f"{model.checkpointing} checkpointing, {guidance} guidance; the peak is in {plan.memory.peak_phase}, each part "
+        "at its own peak; predicted, not measured: "
         "`sage-fast plan` has every phase"
     )
 
@@ -395,12 +399,18 @@ def _disk(config: RunConfig) -> Iterator[Check]:
     if description is None:
         return
     free = shutil.disk_usage(_existing(Path(config.output_dir))).free
+    section = config.checkpoint
     # One more than is kept: the new one is written before the oldest goes.
-    needed = checkpoint_bytes(config, description) * (config.checkpoint.keep_last + 1)
+    count = section.keep_last + 1 + (config.evaluation.every > 0)
+    fix = "--checkpoint.keep_last=1, or --output_dir on a larger disk"
+    if section.keep_every is not None:
+        count += config.training.num_updates // section.keep_every
+        fix = "a larger --checkpoint.keep_every, or --output_dir on a larger disk"
+    needed = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
     yield Check(
         section="disk",
         name="checkpoints",
         status="ok" if needed < 0.9 * free else "missing",
-        detail=f"about {needed / 1e9:.1f} GB for {config.checkpoint.keep_last + 1} of them, {free / 1e9:.0f} GB free",
-        fix="" if needed < 0.9 * free else "--checkpoint.keep_last=1, or --output_dir on a larger disk",
+        detail=f"about {needed / 1e9:.1f} GB for {count} of them, {free / 1e9:.0f} GB free",
+        fix="" if needed < 0.9 * free else fix,
     )

@@ -113,8 +113,13 @@ class PairedEvaluation:
         file, videos = self.folder / SCORES[model], self.folder / model
         settings = self._settings(model)
         if not self.overwrite and file.exists() and self._finished(videos, settings):
-            logger.info("Using the scores of the %s model in %s: same settings.", model, file)
-            return Evaluation.load(file)
+            try:
+                found = Evaluation.load(file)
+            except ValueError as error:
+                logger.warning("%s Evaluating again.", error)
+            else:
+                logger.info("Using the scores of the %s model in %s: same settings.", model, file)
+                return found
         # Until it is finished, nothing may claim to be it.
         (videos / SETTINGS).unlink(missing_ok=True)
         result = self._evaluate(model)

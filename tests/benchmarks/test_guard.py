@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import __main__, compiled, guard, processes
-from benchmarks.guard import judge, read_budgets
+from benchmarks import __main__, budgets, guard
+from benchmarks.budgets import judge, read_budgets
+from benchmarks.counts import compiled, processes
 from sage_fast.gradient import TwoPhaseGradient
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -28,11 +29,11 @@ BANDED = ("imports.seconds/", "imports.standard_modules/", "memory.")
 """Budgets that do not count exactly, so their limits have room."""
 
 
-@pytest.mark.parametrize("group", guard.MEASUREMENTS)
+@pytest.mark.parametrize("group", budgets.MEASUREMENTS)
 def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
     """A limit one per cent above what is counted would hide a small step back."""
     found = judge(read_budgets(), [group])
-    assert found or group in guard.NEEDS_PROC
+    assert found or group in budgets.NEEDS_PROC
     assert guard.regressions(found) == ""
     for verdict in found:
         if verdict.measured and not verdict.budget.name.startswith(BANDED):
@@ -115,11 +116,11 @@ def a_sync_in_a_block(patch: Patch, folder: Path) -> None:
 
 
 def another_model(patch: Patch, folder: Path) -> None:
-    patch.setitem(guard.HUNYUAN_VIDEO_15, "num_refiner_layers", 1)
+    patch.setitem(budgets.HUNYUAN_VIDEO_15, "num_refiner_layers", 1)
 
 
 def a_graph_break(patch: Patch, folder: Path) -> None:
-    refiner: Any = type(guard.budgets.meta_transformer(1, "nothing").context_embedder)
+    refiner: Any = type(budgets.traced.meta_transformer(1, "nothing").context_embedder)
     forward = refiner.forward
 
     def broken(self: Any, *args: Any) -> Any:
@@ -266,14 +267,14 @@ def test_a_deliberate_regression_is_seen_and_named(name: str, monkeypatch: Patch
     apply, patterns = MUTATIONS[name]
     expected = seen_by(patterns)
     groups = sorted({budget.split(".")[0] for budget in expected})
-    if set(groups) <= set(guard.NEEDS_PROC) and not Path("/proc/self/status").exists():
+    if set(groups) <= set(budgets.NEEDS_PROC) and not Path("/proc/self/status").exists():
         pytest.skip("needs /proc")
     apply(monkeypatch, tmp_path)
     found = judge(read_budgets(), groups)
     failed = {verdict.budget.name for verdict in found if not verdict.ok}
     assert failed >= expected, sorted(expected - failed)
     report = guard.regressions(found)
-    assert all(budget in report for budget in expected)
+    assert all(name in report for name in expected)
 
 
 def test_every_budget_has_its_regression() -> None:
@@ -319,7 +320,7 @@ def test_what_is_measured_must_have_a_limit(tmp_path: Path) -> None:
 
 def test_a_limit_that_nothing_measures_fails(tmp_path: Path) -> None:
     file = tmp_path / "budgets.yaml"
-    file.write_text(guard.BUDGETS.read_text("utf-8") + GOOD.replace("spills", "colours"))
+    file.write_text(budgets.BUDGETS.read_text("utf-8") + GOOD.replace("spills", "colours"))
     (failed,) = [verdict for verdict in judge(read_budgets(file), ["kernels"]) if not verdict.ok]
     assert failed.budget.name == "kernels.colours" and failed.measured is None
     assert " - " in guard.table([failed])

@@ -6,79 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
-from benchmarks.harness import Quantiles
-from benchmarks.policy_report import goal_records
+from benchmarks import report, results
+from tests.benchmarks.made_up import environment, gpu_result, parity, quantiles, timed
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def quantiles(median: float) -> dict[str, Any]:
-    return {
-        "minimum": median,
-        "q20": 0.9 * median,
-        "median": median,
-        "q80": 1.1 * median,
-        "maximum": median,
-        "rounds": 9,
-    }
-
-
-def cell(seconds: float, status: str = "done") -> dict[str, Any]:
-    figures = {"checkpointing": "selective", "tflop_per_s": 512.0, "mfu": 0.64, "peak_memory_gb": 41.5}
-    return {"status": status} | ({"seconds": quantiles(seconds)} | figures if status == "done" else {})
-
-
-def environment(gpu: str | None = "NVIDIA H100 80GB HBM3") -> dict[str, Any]:
-    return {
-        "commit": "0123456789abcdef",
-        "packages": {"torch": "2.13.0"},
-        "cpu": {"model": "A CPU", "count": 2, "torch_threads": 1},
-        "gpu": None if gpu is None else {"name": gpu},
-    }
-
-
-def gpu_result() -> dict[str, Any]:
-    cells = {f"{step} {shape} P2": cell(2.0) for step in ("forward", "rollout", "train") for shape in "AB"}
-    cells |= {f"{step} {shape} ours": cell(1.0) for step in ("forward", "rollout", "train") for shape in "AB"}
-    cells["forward B P1"] = cell(0.0, "out of memory: CUDA")
-    attention = {"cudnn": {"status": "checked", "passed": True}, "wrong": {"status": "checked", "passed": False}}
-    kernels = [
-        {
-            "op": op,
-            "case": "B",
-            "direction": "forward",
-            "dtype": "bfloat16",
-            "seconds": {"fused": quantiles(50e-6)},
-            "gb_per_s": 2600.0,
-            "share_of_copy": 0.87,
-            "times_eager": 6.5,
-            "times_compiled": 1.25,
-        }
-        for op in ("adaln", "broken_op")
-    ]
-    rows = [
-        {"backend": name, "shape": "B", "direction": "forward", "seconds": quantiles(0.017), "tflop_per_s": 595.0}
-        for name in attention
-    ]
-    result: dict[str, Any] = {
-        "environment": environment(),
-        "smoke": False,
-        "copy": {"gb_per_s": 3000.0},
-        "matmul": {"tflop_per_s": 798.0},
-        "kernels": kernels,
-        "parity_failures": {"broken_op": ["rms error"]},
-        "policy_cells": cells,
-        "policy_failures": {},
-        "attention": attention,
-        "attention_rows": rows,
-        "block_parity": {"ours": {"passed": True}, "P2": {"passed": True}, "P1": {"passed": False}},
-        "blocks": [
-            {"shape": "B", "contender": c, "direction": "forward", "seconds": quantiles(s), "tflop_per_s": 600.0}
-            for c, s in (("ours", 0.01), ("P2", 0.013), ("P2c", 0.012), ("P1", 0.05))
-        ],
-    }
-    return result | {"policy_goals": goal_records(result)}
 
 
 def written(
@@ -96,97 +27,99 @@ def results_of(*paths: Path) -> report.Results:
 
 def test_documents_are_what_the_committed_results_say() -> None:
     """`python -m benchmarks report --write` mends this one."""
-    results = report.read_results(report.committed_files())
+    found = report.read_results(report.committed_files())
     for name in report.DOCUMENTS:
         text = (ROOT / name).read_text("utf-8")
-        assert report.renewed(text, results) == text, name
+        assert report.document(text, found) == text, name
 
 
 def test_every_block_stands_in_a_document() -> None:
     text = "".join((ROOT / name).read_text("utf-8") for name in report.DOCUMENTS)
-    assert set(report.BLOCKS) == set(report._MARKER.findall(text))
+    assert all(f"<!-- benchmark {name}: begin -->" in text for name in report.BLOCKS)
 
 
 def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
-    results = results_of(written(tmp_path, gpu_result()))
-    targets = report.targets_block(results)
+    found = results_of(written(tmp_path, gpu_result()))
+    targets = report.targets_block(found)
     assert "| figure | target | floor | NVIDIA H100 80GB HBM3 |" in targets
-    assert "| forward B vs P2 | 1.30x | 1.20x | 2.00x, target met |" in targets
-    assert "| forward B vs P1 | 2.00x | 1.60x | not measured |" in targets
-    assert "| video A: rollout, anchor, train | 105 s | 154 s | 60 s, target met |" in targets
-    assert "| adaln | B | forward | 50.0 | 2600 | 87% | 6.50x | 1.25x |" in report.kernels_block(results)
-    assert "| forward A ours | selective | 1000.0 (900.0 – 1100.0) | 512 | 64.0% | 41.5 |" in report.steps_block(
-        results
-    )
-    assert "| cudnn | B | forward | 17.0 (15.3 – 18.7) | 595 |" in report.attention_block(results)
-    assert "| B | forward | P2c | 12.0 (10.8 – 13.2) | 600 | 1.20x |" in report.blocks_block(results)
-    assert "commit 012345678: `benchmarks/results/h100/2026-01-01-012345678.json`" in report.steps_block(results)
+    assert "| forward B vs P2 | 1.30x | 1.20x | 1.33x, target met |" in targets
+    assert "| train step B vs P2c | – | – | not measured |" in targets
+    assert "| video B: rollout, anchor, train | 280 s | 365 s | 172 s, target met |" in targets
+    kernels = report.BLOCKS["kernels"](found)
+    assert "| adaln forward B | ours | 60.0 (59.9 – 60.1) µs | 2237 GB/s | 83% |  |" in kernels
+    assert "| adaln forward B | compiled | 100.0 (99.8 – 100.2) µs | 2237 GB/s | 83% | 1.67x |" in kernels
+    steps = report.BLOCKS["steps"](found)
+    assert "| forward B | P1 | 1.80 (1.80 – 1.80) s | 512 TFLOP/s | 64% | 30.0 | 2.00x |" in steps
+    assert "commit 012345678: `benchmarks/results/h100/2026-01-01-012345678.json`" in steps
+    assert "| forward B | cudnn | 17.0 (17.0 – 17.0) ms | 595 TFLOP/s | 75% |" in report.BLOCKS["attention"](found)
+    assert "* NVIDIA H100 80GB HBM3: forward B vs P1: 2.00x; forward B vs P2: 1.33x;" in report.headline_block(found)
 
 
-def test_a_red_parity_check_leaves_no_figure(tmp_path: Path) -> None:
-    result = gpu_result() | {"policy_failures": {"ours": "wrong"}}
-    result["policy_goals"] = goal_records(result)
-    result["block_parity"]["ours"]["passed"] = False
-    results = results_of(written(tmp_path, result))
-    assert "broken_op" not in report.kernels_block(results)
-    assert "| wrong |" not in report.attention_block(results)
-    assert "forward A ours" not in report.steps_block(results) and "forward A P2" in report.steps_block(results)
-    assert "PARITY FAILED (ours), no figure" in report.targets_block(results)
-    assert report.blocks_block(results).startswith(report.NO_GPU)
-    assert not any(bar.startswith(("A, ours", "B, ours")) for bar in report.video_bars(results.devices[0]))
+def test_a_red_or_missing_parity_check_leaves_no_figure(tmp_path: Path) -> None:
+    result = gpu_result()
+    result["cells"]["transformer parity ours"]["passed"] = False
+    del result["cells"]["block parity ours"]
+    found = results_of(written(tmp_path, result))
+    assert "wrong" not in report.BLOCKS["attention"](found)
+    assert "ours" not in report.BLOCKS["block"](found) and "| P2 |" in report.BLOCKS["block"](found)
+    assert "| ours |" not in report.BLOCKS["steps"](found) and "| P2 |" in report.BLOCKS["steps"](found)
+    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.targets_block(found)
+    assert not any("ours" in bar for bar in report.video_bars(results.rows(found.devices[0].result)))
 
 
 def test_nothing_is_made_up_where_there_is_no_gpu(tmp_path: Path) -> None:
-    cpu = {"environment": environment(gpu=None), "smoke": False, "kernels": gpu_result()["kernels"]}
-    results = results_of(written(tmp_path, cpu, device="cpu-a-cpu"))
-    assert results.gpus == []
-    for name in ("kernels", "attention", "block", "steps"):
-        assert report.BLOCKS[name](results).strip() == report.NO_GPU
-    assert "not measured" in report.targets_block(results)
-    assert "CPU (A CPU, 1 thread)" in report.devices_block(results)
+    cpu = gpu_result() | {"environment": environment(gpu=None)}
+    found = results_of(written(tmp_path, cpu, device="cpu-a-cpu"))
+    for name in ("kernels", "attention", "block", "steps", "sharded"):
+        assert report.BLOCKS[name](found) == report.NO_GPU
+    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.targets_block(found)
+    assert "CPU (A CPU, 1 thread)" in report.devices_block(found)
 
 
 def test_the_newest_figure_of_a_device_counts_and_smoke_runs_do_not(tmp_path: Path) -> None:
-    toy = {"passed": True, "times_stock": 1.5, "seconds": {"stock": quantiles(3.0), "fused": quantiles(2.0)}}
-    old = {"environment": environment(gpu=None), "smoke": False, "toy": toy | {"times_stock": 9.0}, "copy": {}}
-    new = {"environment": environment(gpu=None), "smoke": False, "toy": toy}
+    def toy(median: float) -> dict[str, Any]:
+        cells = {"toy parity": parity("toy"), "toy iteration": timed("toy", "iteration", "", "ours", median)}
+        return {"environment": environment(gpu=None), "smoke": False, "cells": cells}
+
+    old = toy(9.0)
+    old["cells"]["host ours"] = timed("host", "forward", "", "ours", 1.0)
     files = [
-        written(tmp_path, new, "2026-02-01-a.json", "cpu"),
+        written(tmp_path, toy(1.5), "2026-02-01-a.json", "cpu"),
         written(tmp_path, old, "2026-01-01-b.json", "cpu"),
-        written(tmp_path, new | {"smoke": True, "toy": {}}, "2026-03-01-c.json", "cpu"),
+        written(tmp_path, toy(7.0) | {"smoke": True}, "2026-03-01-c.json", "cpu"),
     ]
-    results = results_of(*files)
-    text = report.toy_block(results)
-    assert "Stock over fused: 1.50." in text and "2026-02-01-a.json" in text
-    assert results.devices[0].files == {"toy": "2026-02-01-a.json", "copy": "2026-01-01-b.json"}
+    found = results_of(*files)
+    text = report.BLOCKS["toy"](found)
+    assert "1.50 (1.50 – 1.50) s" in text and "2026-02-01-a.json" in text
+    assert "2026-01-01-b.json" in report.BLOCKS["costs"](found)
 
 
 def test_plots_of_a_gpu(tmp_path: Path) -> None:
-    (device,) = results_of(written(tmp_path, gpu_result())).devices
-    memory, compute = report.roofline_points(device)
-    assert memory == [("adaln forward", 2600.0)]
-    assert ("attention cudnn forward", 595.0) in compute and "wrong" not in str(compute)
-    assert report.video_bars(device)["B, ours"] == {"rollout": 20.0, "anchor": 20.0, "update": 20.0}
-    drawn = report.plots(device, tmp_path)
+    found = results_of(written(tmp_path, gpu_result()))
+    rows = results.rows(found.devices[0].result)
+    points = report.roofline_points(rows)
+    assert points["GB/s"] == [("kernels adaln forward ours", 2237.0)]
+    assert ("attention forward cudnn", 595.0) in points["TFLOP/s"] and "wrong" not in str(points)
+    assert report.video_bars(rows)["B, ours"] == {"rollout": 36.0, "anchor": 36.0, "update": 100.0, "decode": 2.0}
+    drawn = report.plots(found, tmp_path)
     assert [path.name for path in drawn] == ["roofline.png", "stacked_time.png"]
     first = [path.read_bytes() for path in drawn]
     assert all(image.startswith(b"\x89PNG") for image in first)
-    assert [path.read_bytes() for path in report.plots(device, tmp_path)] == first
+    assert [path.read_bytes() for path in report.plots(found, tmp_path)] == first
 
 
-def test_markers(tmp_path: Path) -> None:
-    results = report.Results(devices=[], predicted={})
+def test_markers() -> None:
+    nothing = report.Results(devices=[], predicted={})
     text = "a\n<!-- benchmark toy: begin -->\nold\n<!-- benchmark toy: end -->\nb\n"
-    assert report.renewed(text, results) == text.replace("old", "Not measured yet.")
+    assert report.document(text, nothing) == text.replace("old", "Not measured yet.")
     with pytest.raises(ValueError, match="named nothing"):
-        report.renewed(text.replace("toy", "nothing"), results)
+        report.document(text.replace("toy", "nothing"), nothing)
     with pytest.raises(ValueError, match="does not end"):
-        report.renewed(text.replace("<!-- benchmark toy: end -->\n", ""), results)
+        report.document(text.replace("<!-- benchmark toy: end -->\n", ""), nothing)
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, {"kernels": []})
-    assert report.main([str(path)]) == 2
+    assert report.main([str(written(tmp_path, {"cells": {}}))]) == 2
     assert "is no result of" in capsys.readouterr().err
 
 
@@ -200,6 +133,6 @@ def test_a_stale_document_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert report.main(["--check"]) == 0
 
 
-def test_quantiles_are_the_fifths() -> None:
-    found = Quantiles.of([float(n) for n in range(11)])
-    assert (found.q20, found.median, found.q80) == (2.0, 5.0, 8.0)
+def test_durations_have_the_unit_that_suits_them() -> None:
+    shown = [results.duration(quantiles(median, 0.1)) for median in (5e-5, 0.04, 12.0)]
+    assert shown == ["50.0 (45.0 – 55.0) µs", "40.0 (36.0 – 44.0) ms", "12.00 (10.80 – 13.20) s"]

@@ -265,14 +265,14 @@ def test_a_reward_that_fails_in_the_evaluation_does_not_cost_the_update(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tiny_run("--reward.on_failure=drop_group"))
-    evaluate = run._evaluate
+    evaluate = run.evaluation.run
 
     def failing() -> dict[str, float]:
         if run.trainer.update:
             raise RewardError("the scoring server is gone")
         return evaluate()
 
-    monkeypatch.setattr(run, "_evaluate", failing)
+    monkeypatch.setattr(run.evaluation, "run", failing)
     with pytest.raises(RewardError, match="server is gone"):
         run.train()
     assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [0, 1, 2]

@@ -27,7 +27,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import OptimizerConfig, by_dotted_key, to_dict
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.hostfile import HostfileError, read_hostfile
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "configs/toy_cpu.yaml"

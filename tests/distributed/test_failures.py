@@ -259,7 +259,7 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
     dies_once = tmp_path / "dies_once.py"
     dies_once.write_text(
         "import os, signal, sys\n"
-        "from sage_fast import cli, trainer\n"
+        "from sage_fast import trainer\nfrom sage_fast.commands import cli\n"
         "iterate = trainer.Trainer.iterate\n"
         "def dies(self):\n"
         "    if self.update == 2 and self.world.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"

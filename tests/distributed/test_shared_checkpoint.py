@@ -1,6 +1,8 @@
 """Checkpoints of several ranks: what is written sharded is read by any number of ranks, and all agree on failures."""
 
+import errno
 import math
+import os
 import resource
 import shutil
 import time
@@ -23,11 +25,13 @@ from sage_fast.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
+    reader,
     verify_checkpoint,
     writer,
 )
+from sage_fast.checkpoint import folder as folder_module
 from sage_fast.config.distributed import DistributedSettings
-from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import World
@@ -177,10 +181,50 @@ def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(of_four: Path, tm
     assert ranks[0] == ranks[1]
     name, verdicts = ranks[0]
     assert name == "update-000040" and verdicts[0] == "good"
-    for verdict, file in zip(verdicts[1:], ("__3_0", "__1_0", "__2_0", ".metadata", "no readable"), strict=True):
+    for verdict, file in zip(verdicts[1:], ("__3_0", "__1_0", "__2_0", ".metadata", "no intact"), strict=True):
         assert file in verdict
     (tmp_path / "update-000040/state.json").unlink()
     assert [name for name, _ in run_ranks(choose, 2, str(tmp_path))] == [None, None]
+
+
+def refused(root: str, what: str) -> list[str]:
+    """What each way of asking says when rank 1 alone is refused a file, or has not mounted the folder."""
+    world = join()
+    answers = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1 and what == "file":
+            patch.setattr(folder_module, "_sha256", _stale)
+        if world.rank == 1 and what == "folder":
+            patch.setattr(folder_module, "_sha256", _missing)
+            patch.setattr(os.path, "isdir", lambda path: False)
+        if world.rank == 1 and what == "state":
+            patch.setattr(reader, "_read_state", _unreadable)
+        for resume in ("auto", f"{root}/update-000040"):
+            try:
+                answers.append(str(find_checkpoint(resume, Path(root), world)))
+            except UnreadableCheckpointError as error:
+                answers.append(f"unreadable: {error}")
+    return answers
+
+
+def _stale(path: Path) -> str:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+
+def _missing(path: Path) -> str:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _unreadable(path: Path) -> None:
+    raise UnreadableCheckpointError(path, "ESTALE")
+
+
+@pytest.mark.parametrize(("what", "reason"), [("file", "ESTALE"), ("folder", "rank 1"), ("state", "ESTALE")])
+def test_what_one_rank_cannot_read_stops_all(of_four: Path, what: str, reason: str) -> None:
+    """A rank that does not see a checkpoint must not make the others begin again without it."""
+    ranks = run_ranks(refused, 2, str(of_four), what)
+    assert ranks[0] == ranks[1]
+    assert all(answer.startswith("unreadable: ") and reason in answer for answer in ranks[0])
 
 
 def disturb(where: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> Callable[[Path], None] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import report, scaling
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
@@ -119,7 +119,7 @@ def test_weights_travel_as_often_as_passes_are_made() -> None:
     plan = small(*FULL, "--distributed.keep_gathered=never", gpus=4)
     total, units = plan.weights.total, LAYERS + 1
     assert sent(plan, "rollout", "weights") == (16 * units, pytest.approx(16 * 3 / 4 * 2 * total))
-    behind = 16 * anchor_share(plan.config)
+    behind = 16 * anchor_share(plan.config.training, plan.config.objective.kl_mode)
     assert sent(plan, "anchor", "weights") == (pytest.approx(behind * units), pytest.approx(behind * 3 / 4 * 2 * total))
     assert sent(plan, "update", "weights") == (32 * units, pytest.approx(32 * 3 / 4 * 2 * total))
     assert sent(plan, "update", "gradients") == (16 * units, pytest.approx(16 * 3 / 4 * 4 * plan.weights.trained))
@@ -257,17 +257,17 @@ def test_a_share_of_the_tokens_is_a_share_of_the_work() -> None:
 
 def test_shards_of_all_weights_and_what_stays_whole() -> None:
     plan = small(*FULL, "--optimizer.name=adamw", "--training.ema_decay=0.9", gpus=8)
-    update, weights = plan.memory.phases["update"], plan.weights
+    update, weights = plan.memory.phases["update"].parts(), plan.weights
     assert update["transformer"] == 4 * weights.total / 8
     for name in ("gradients", "anchor", "average (EMA)"):
         assert update[name] == 4 * weights.trained / 8
     assert update["optimizer state"] == 8 * weights.trained / 8
     # Gathered through the rollout in bfloat16; in the update a few blocks, and gradients of two in float32.
-    assert plan.memory.phases["rollout"]["gathered weights"] == 2 * weights.total
+    assert plan.memory.phases["rollout"].gathered_weights == 2 * weights.total
     rest = weights.total - LAYERS * weights.block
     assert update["weights in flight"] == 2 * (3 * weights.block + rest) + 4 * 2 * weights.block
-    assert "gathered weights" not in update
-    offloaded = small(*FULL, "--distributed.cpu_offload=true", gpus=8).memory.phases["update"]
+    assert update["gathered weights"] == 0
+    offloaded = small(*FULL, "--distributed.cpu_offload=true", gpus=8).memory.phases["update"].parts()
     assert offloaded["transformer"] == offloaded["gradients"] == offloaded["optimizer state"] == 0
 
 
@@ -275,18 +275,18 @@ def test_shards_of_all_weights_and_what_stays_whole() -> None:
 def test_a_rank_accumulates_for_all_groups_that_its_videos_are_of(batch_size: int, groups: int) -> None:
     """Groups of four on four ranks: with three videos each, the second has one of the first group, two of the next."""
     plan = small("--training.update=single_pass", f"--rollout.batch_size={batch_size}", gpus=4)
-    accumulators = plan.memory.phases["rollout"]["gradient accumulators"]
+    accumulators = plan.memory.phases["rollout"].gradient_accumulators
     assert accumulators == 4 * plan.weights.trained * (batch_size + groups)
 
 
 def test_adapters_are_whole_beside_sharded_weights() -> None:
-    one = small(gpus=1).memory.phases["update"]
+    one = small(gpus=1).memory.phases["update"].parts()
     for keep, parts in (("never", 2), ("always", 1)):  # base weights that stay gathered are not sharded
         overrides = ("--distributed.sp=2", f"--distributed.keep_gathered={keep}")
-        two = small(*overrides, gpus=2).memory.phases["update"]
+        two = small(*overrides, gpus=2).memory.phases["update"].parts()
         for name in ("adapters", "gradients", "optimizer state", "anchor"):
             assert two[name] == one[name] > 0
-        assert two["transformer"] == one["transformer"] / parts and "gathered weights" not in two
+        assert two["transformer"] == one["transformer"] / parts and two["gathered weights"] == 0
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_memory_of_a_full_fine_tune_is_the_one_counted_before(
     """480x832x81 on 8 GPUs. State: masters, gradients, moments, anchor; total: and activations and what works."""
     words = [f"--optimizer.name={optimizer}", f"--training.guidance={guidance}"]
     plan = make_plan(load_config("configs/hv15_480p_full_8gpu.yaml", words), H100, gpus=8, sizes={})
-    update = plan.memory.phases["update"]
+    update = plan.memory.phases["update"].parts()
     held = sum(update[name] for name in ("transformer", "gradients", "optimizer state", "anchor"))
     working = sum(update[name] for name in ("kept activations", "working set", "weights in flight"))
     assert held / 1e9 == pytest.approx(state, rel=0.01)
@@ -333,7 +333,8 @@ def test_a_wide_ring_is_slower_than_a_replica_per_node() -> None:
 
 def test_the_fewest_gpus_of_a_configuration() -> None:
     def fewest(*words: str) -> int:
-        return least_gpus(load_config("configs/hv15_480p_lora_1gpu.yaml", words))
+        config = load_config("configs/hv15_480p_lora_1gpu.yaml", words)
+        return least_gpus(config.distributed, config.rollout)
 
     assert fewest() == 1
     assert fewest("--rollout.batch_size=2") == 2, "a group of four"
@@ -396,6 +397,13 @@ def test_one_gpu_reads_as_before() -> None:
 
 # ------------------------------------------------------------------------------------------ the page
 
+
+def tables() -> dict[str, str]:
+    """The tables of the page by name."""
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    return dict(re.findall(r"<!-- plan ([\w-]+): begin -->\n(.*?)<!-- plan", text, flags=re.S))
+
+
 SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
 
 
@@ -403,16 +411,15 @@ SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in scaling.TABLES]
 )
 def test_the_page_shows_what_the_planner_counts(name: str) -> None:
-    """Without weights on this machine. `python -m benchmarks.scaling` writes the page."""
-    page = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
-    make: Callable[[], str] = scaling.TABLES[name]
-    assert page[name] == make()
+    """Without weights on this machine. `python -m benchmarks scaling` writes the page."""
+    assert tables()[name] == scaling.TABLES[name]()
 
 
 def test_the_page_has_every_table_once() -> None:
     text = scaling.PAGE.read_text(encoding="utf-8")
-    assert sorted(name for name, _ in scaling.blocks(text)) == sorted(scaling.TABLES)
+    assert sorted(tables()) == sorted(scaling.TABLES)
     assert text.count("<!-- plan ") == 2 * len(scaling.TABLES)
+    assert report.renewed(text, "plan", lambda name: tables()[name]) == text
 
 
 def test_what_the_page_says_in_words() -> None:
@@ -423,8 +430,8 @@ def test_what_the_page_says_in_words() -> None:
     assert f"{full.weights.block / 1e6:.0f} M" in text and "A = 56.4 M" in text
     moved = sum(e.bytes for e in full.exchanges if e.phase != "evaluation") / 1e12
     assert f"{moved:.1f} TB per update and GPU" in text
-    tables = dict(scaling.blocks(scaling.PAGE.read_text(encoding="utf-8")))
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-full"])]
+    found = tables()
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-full"])]
     assert len(bounds) == 6 and min(bounds) == 99.8 and "99.8 % and more" in text
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", tables["phases-lora"])]
+    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-lora"])]
     assert len(bounds) == 6 and min(bounds) > 99.9 and "at 99.9 % and more" in text

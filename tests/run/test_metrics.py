@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import os
+import resource
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from sage_fast.config.errors import RunDirectoryError
 from sage_fast.run.metrics import FILE_NAME, MetricsLogger, read_metrics
 
 
@@ -80,7 +83,7 @@ def test_a_line_cut_short_is_dropped_on_read_with_a_warning(tmp_path, caplog):
 def test_a_bad_line_before_the_last_is_an_error(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_text('{"update": 1}\nnot json\n{"update": 2}\n', "utf-8")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(path)
 
 
@@ -93,6 +96,26 @@ def test_logging_continues_after_a_line_without_its_end(tmp_path, tail, kept):
     logger.log({"update": 3})
     logger.close()
     assert [row["update"] for row in read_metrics(logger.path)] == [*kept, 3]
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
+    """The size limit of the process stands in for a full disk: both fail in the middle of a line."""
+    logger = MetricsLogger(tmp_path)
+    logger.log({"update": 1})
+    before = logger.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            logger.log({"update": 2, "reward/mean": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert logger.path.read_bytes() == before
+    logger.log({"update": 3})
+    logger.close()
+    assert [row["update"] for row in read_metrics(logger.path)] == [1, 3]
 
 
 def test_truncate_after_drops_later_updates_and_logging_goes_on(tmp_path):

@@ -1,6 +1,7 @@
 """A run as the user sees it: files, resume after any end, signals, damaged checkpoints."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -157,7 +158,8 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
             wait_until(lambda lines=lines: count_lines(log) > lines + 1, process)
             time.sleep(moments.uniform(0, 0.3))
         else:
-            wait_until(lambda: any(saved.glob(".update-*.partial")), process)
+            # The newest checkpoint is damaged below, and there must be another to fall back to.
+            wait_until(lambda: len(list_checkpoints(saved)) > 1 and any(saved.glob(".update-*.partial")), process)
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
@@ -245,10 +247,17 @@ def test_saving_in_the_background_changes_no_number(tiny_run: MakeRun, tmp_path:
         assert shards == (tmp_path / "foreground/checkpoints" / saved.name / "shards/__0_0.distcp").read_bytes()
 
 
-def test_only_the_last_checkpoints_are_kept(tiny_run: MakeRun) -> None:
-    result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=2")).train()
-    names = [p.name for p in list_checkpoints(result.output_dir / "checkpoints")]
-    assert names == ["update-000003", "update-000004"]
+def test_only_the_last_checkpoints_and_the_best_are_kept(tiny_run: MakeRun) -> None:
+    """Update 2 is evaluated, and the best until update 4, which is the last, has been."""
+    result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=1")).train()
+    checkpoints = result.output_dir / "checkpoints"
+    assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000002", "update-000004"]
+    scores = {
+        row["update"]: row.get("eval/reward_mean", -math.inf)
+        for row in read_metrics(result.output_dir / "metrics.jsonl")
+    }
+    best = json.loads((checkpoints / "best.json").read_text())
+    assert best == {"update": best["update"], "score": max(scores[2], scores[4])}
 
 
 def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_run: MakeRun) -> None:
@@ -408,14 +417,14 @@ def test_what_ends_an_evaluation_loses_no_update(
     broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
     with monkeypatch.context() as context:
         if end == "error":
-            evaluate = broken._evaluate
+            evaluate = broken.evaluation.run
 
             def fail() -> dict[str, float]:
                 if broken.trainer.update == 2:
                     raise OSError(28, "No space left on device")
                 return evaluate()
 
-            context.setattr(broken, "_evaluate", fail)
+            context.setattr(broken.evaluation, "run", fail)
             with pytest.raises(OSError, match="No space left"):
                 broken.train()
         else:

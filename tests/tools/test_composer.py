@@ -7,7 +7,7 @@ import pytest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.records import Prompt, word_count
-from sage_fast.run.prompts import read_prompts
+from sage_fast.run.prompt_files import read_prompts
 from sage_fast.tools import composer, rewriting
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,10 +17,10 @@ from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
-from sage_fast.models.hunyuan15.description import published_model
 from sage_fast.models.hunyuan15.loading import load_components
 from sage_fast.models.hunyuan15.requirements import hunyuan15_requirements
-from sage_fast.planning.footprint import estimate
+from sage_fast.planning.estimate import make_memory_plan
+from sage_fast.planning.text import summary
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import reward_requirements
 from sage_fast.tools import diagnosis as doctor
@@ -340,28 +340,25 @@ def test_what_does_not_fit_comes_with_the_setting_that_helps_most(
 
 
 def test_the_estimate_moves_as_it_should(tmp_path: Path) -> None:
-    shape = published_model()
-    plain = estimate(preset(tmp_path), shape)
-
     def parts(*overrides: str) -> dict[str, float]:
-        return estimate(preset(tmp_path, *overrides), shape).parts
+        plan = make_memory_plan(preset(tmp_path, *overrides), on_gpu=True, gpus=1, memory_gb=80, sizes={})
+        assert plan.video_tokens == 32_760
+        return summary(plan.memory)
 
-    assert plain.tokens == 32_760
-    assert plain.parts["weights"] == pytest.approx(16.65, abs=0.01)
+    plain = parts()
+    assert plain["weights"] == pytest.approx(16.65, abs=0.01)
     assert parts("--model.adaln=offload")["weights"] == pytest.approx(16.65 - 5.44, abs=0.01)
-    assert parts("--model.dtype=float32")["weights"] == 2 * plain.parts["weights"]
-    assert parts("--model.checkpointing=full")["activations"] == pytest.approx(
-        plain.parts["activations"] / 2.0, rel=0.02
-    )
+    assert parts("--model.dtype=float32")["weights"] == 2 * plain["weights"]
+    assert parts("--model.checkpointing=full")["activations"] == pytest.approx(plain["activations"] / 2.0, rel=0.02)
     assert parts("--model.offload_activations=true")["activations"] == 0
     one_branch = parts("--rollout.guidance_scale=1", "--training.guidance=paired")["activations"]
-    assert one_branch == pytest.approx(plain.parts["activations"], rel=0.01)
+    assert one_branch == pytest.approx(plain["activations"], rel=0.01)
     adapter = "gradients, optimizer, anchor"
-    assert parts("--lora.rank=64")[adapter] == pytest.approx(2 * plain.parts[adapter])
+    assert parts("--lora.rank=64")[adapter] == pytest.approx(2 * plain[adapter])
     # Weight, gradient, one moment, anchor; then one moment more, and no anchor.
-    assert parts("--optimizer.name=adamw")[adapter] == pytest.approx(5 / 4 * plain.parts[adapter])
-    assert parts("--objective.kl_mode=none")[adapter] == pytest.approx(3 / 4 * plain.parts[adapter])
-    assert parts("--reward.device=cuda:1")["rewards"] == 0 < plain.parts["rewards"]
+    assert parts("--optimizer.name=adamw")[adapter] == pytest.approx(5 / 4 * plain[adapter])
+    assert parts("--objective.kl_mode=none")[adapter] == pytest.approx(3 / 4 * plain[adapter])
+    assert parts("--reward.device=cuda:1")["rewards"] == 0 < plain["rewards"]
 
 
 def test_adapter_parameters_are_counted_as_peft_makes_them(tiny_run: MakeRun) -> None:

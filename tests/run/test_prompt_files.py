@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.records import Prompt
-from sage_fast.run.prompts import read_prompts, write_prompts
+from sage_fast.run.prompt_files import read_prompts, write_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -1,7 +1,7 @@
 """What one iteration of the trainer does, counted on a toy model: forwards, optimizer updates, waits, collectives.
 
 The loop is the same for every model, so counts on the smallest one are those of the largest. Forwards and updates are
-counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`benchmarks.waits`).
+counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`benchmarks.counts.waits`).
 """
 
 import contextlib
@@ -15,14 +15,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import waits
+from benchmarks.counts import waits
 from sage_fast.config.load import load_config
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
 
 Update = Literal["two_phase", "single_pass"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "configs" / "toy_cpu.yaml"
 NUM_VIDEOS, NUM_STEPS = 2, 2
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

@@ -11,7 +11,15 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from benchmarks.budgets import BlockCost, Record, block_cost, forward_flops, meta_transformer, needed_flops
+from benchmarks.counts.traced import (
+    BlockCost,
+    Record,
+    accelerated,
+    block_cost,
+    forward_cost,
+    meta_transformer,
+    needed_flops,
+)
 from benchmarks.workload import A, B
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -21,11 +29,11 @@ TOKENS = A.video_tokens + A.text_tokens
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_flops_are_the_packed_closed_form(checkpointing: Any) -> None:
-    assert forward_flops(A, 54, checkpointing) == needed_flops(A, 54)
+    assert forward_cost(A, accelerated(54, "nothing", checkpointing)).flops == needed_flops(A, 54)
 
 
 def test_flops_at_the_other_shape() -> None:
-    assert forward_flops(B, 2) == needed_flops(B, 2)
+    assert forward_cost(B, accelerated(2, "nothing")).flops == needed_flops(B, 2)
 
 
 def test_the_model_is_the_true_one() -> None:
@@ -39,20 +47,20 @@ def test_the_model_is_the_true_one() -> None:
 def test_block_budgets(trained: Any, checkpointing: Any, kept: float) -> None:
     cost = block_cost(A, trained, checkpointing)
     # Keeping the GELU's input, which nobody does at 80 GB, means writing it: 8 S that the product's epilogue saves.
-    assert cost.forward <= (21.3 if checkpointing == "none" else 13.3)
-    assert cost.backward <= (42 if trained == "everything" else 30)
-    assert cost.recomputed <= (15 if trained == "everything" else 11)
+    assert cost.forward_bytes <= (21.3 if checkpointing == "none" else 13.3)
+    assert cost.backward_bytes <= (42 if trained == "everything" else 30)
+    assert cost.recomputed_bytes <= (15 if trained == "everything" else 11)
     # LoRA adds 12 casts, 2 concatenations and 12 thin products.
     assert cost.launches <= (44 if trained == "lora" else 20)
     assert cost.kept <= kept
     # The feed-forward's hidden layer; at B that is less than a quarter of N^2.
-    assert cost.largest == A.video_tokens * 4 * 2048
+    assert cost.largest_tensor == A.video_tokens * 4 * 2048
     assert cost.syncs == ()
 
 
 def test_nothing_of_the_size_of_a_mask() -> None:
     tokens = B.video_tokens + B.text_tokens
-    assert block_cost(B, "lora", "selective").largest < tokens**2 / 4
+    assert block_cost(B, "lora", "selective").largest_tensor < tokens**2 / 4
 
 
 def regress(monkeypatch: pytest.MonkeyPatch, name: str, wrap: Callable[[Any], Any]) -> BlockCost:
@@ -66,7 +74,7 @@ def test_an_extra_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda self, *args: [y + 0 for y in method(self, *args)]
 
     cost = regress(monkeypatch, "normed_inputs", copied)
-    assert cost.forward > 13.3
+    assert cost.forward_bytes > 13.3
     assert cost.launches > 43
 
 
@@ -131,7 +139,7 @@ def test_a_host_sync_is_seen() -> None:
 
 def test_a_padded_token_is_seen() -> None:
     padded = type(A)(name="A+1", latent=A.latent, text_tokens=A.text_tokens + 1, padding=A.padding)
-    assert forward_flops(padded, 2) > needed_flops(A, 2)
+    assert forward_cost(padded, accelerated(2, "nothing")).flops > needed_flops(A, 2)
 
 
 def test_a_mask_is_seen() -> None:
@@ -145,4 +153,4 @@ def test_a_mask_is_seen() -> None:
 
         block.forward = masked
 
-    assert block_cost(A, "lora", "selective", prepare=mask).largest == TOKENS**2
+    assert block_cost(A, "lora", "selective", prepare=mask).largest_tensor == TOKENS**2

@@ -1,0 +1,1 @@
+"""What the guard holds without a GPU: operations, bytes, launches, waits, compiled code, imports, memory."""

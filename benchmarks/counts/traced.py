@@ -1,0 +1,250 @@
+"""What a transformer block costs, counted on the meta device at the true size: FLOPs, bytes, launches, kept memory.
+
+Counts do not depend on the machine, so they guard on a CPU what a GPU would show as time. An op of sage_kernels or of
+attention is one operator; bytes are those of its arguments and results (`sage_kernels.tracer`). In units of
+
+    S = (N + L) * D * bytes per element,     one tensor of all tokens
+
+N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products and attention.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.counts import waits
+from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
+from sage_fast import accelerate
+from sage_fast.config.schema import LoraConfig
+from sage_fast.models.hunyuan15.block import Rotary
+from sage_fast.models.transformer import Checkpointing
+from sage_fast.planning import trace
+from sage_fast.planning.trace import PRODUCTS
+from sage_fast.planning.work import unused_work
+from sage_fast.policy.lora import add_lora
+from sage_fast.records import PromptEmbeds
+from sage_kernels.tracer import Traffic, count
+
+Trained = Literal["nothing", "lora", "everything"]
+"""Which weights need gradients; the gradient of the block's inputs is wanted in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One operator that ran."""
+
+    name: str
+    traffic: int
+    """Bytes read and written."""
+    largest: int
+    """Elements of its largest result."""
+    results: tuple[int, ...]
+    """Bytes of each result."""
+
+
+class Record(TorchDispatchMode):
+    """Context manager that lists the operators that move memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.syncs: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and list it."""
+        name = func.overloadpacket.__name__
+        for answer in waits.answer(func, args, kwargs or {}):
+            self.syncs.append(name)
+            return answer
+        results: list[Any] = []
+        traffic: Traffic = count(lambda: results.append(func(*args, **(kwargs or {}))))
+        if traffic.operators:
+            tensors = [t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, Tensor)]
+            self.calls.append(
+                Call(
+                    name=name,
+                    traffic=traffic.total,
+                    largest=max(t.numel() for t in tensors),
+                    results=tuple(t.nbytes for t in tensors),
+                )
+            )
+        return results[0]
+
+    def elementwise(self) -> int:
+        """Bytes of everything but matrix products and attention."""
+        return sum(call.traffic for call in self.calls if call.name not in PRODUCTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """Cost of one block in the middle of the transformer, one sample, by the names of its budgets.
+
+    Example: with LoRA and selective checkpointing `forward_bytes` is 13.26 and `kept` 2.02.
+    """
+
+    forward_bytes: float
+    """Elementwise bytes of the forward, in S."""
+    backward_bytes: float
+    """Elementwise bytes of the backward without what is recomputed, in S."""
+    recomputed_bytes: float
+    """Elementwise bytes of forward ops that the backward runs again, in S."""
+    forward_flops: int
+    """As torch counts them."""
+    backward_flops: int
+    """The same of the backward, with the products and the attention that it computes again."""
+    launches: int
+    """Operators of the forward."""
+    kept: float
+    """Activations kept from the forward for the backward, in S. Weights do not count."""
+    largest_tensor: int
+    """Elements of the largest tensor that either pass makes."""
+    syncs: tuple[str, ...]
+    """Operators of either pass that wait for the GPU."""
+
+
+RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh"})
+
+
+def meta_transformer(num_layers: int, trained: Trained) -> HunyuanVideo15Transformer3DModel:
+    """The true configuration with fewer layers, bfloat16, on the meta device."""
+    transformer = trace.meta_transformer(HUNYUAN_VIDEO_15, torch.bfloat16, num_layers)
+    transformer.requires_grad_(trained == "everything")
+    if trained == "lora":
+        add_lora(transformer, rank=32, alpha=None, target_modules=LoraConfig().target_modules, seed=0)
+    return transformer
+
+
+def block_cost(
+    shape: Shape,
+    trained: Trained,
+    checkpointing: Checkpointing,
+    *,
+    prepare: Callable[[HunyuanVideo15Transformer3DModel], None] | None = None,
+) -> BlockCost:
+    """Count one block.
+
+    Args:
+        shape: video size and text length.
+        trained: which weights need gradients. Frozen AdaLN weights come from the table.
+        checkpointing: what is kept.
+        prepare: called with the accelerated transformer before it is counted.
+    """
+    transformer = accelerated(3, trained, checkpointing)
+    if prepare is not None:
+        prepare(transformer)
+    block = transformer.transformer_blocks[1]
+    width = transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"]
+    tokens = shape.video_tokens + shape.text_tokens
+    unit = tokens * width * 2
+
+    def activation(*size: int) -> Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16, device="meta")
+
+    x = activation(1, shape.video_tokens, width).requires_grad_()
+    text = activation(1, shape.text_tokens, width).requires_grad_()
+    modulation = (None, None) if trained == "everything" else (activation(1, 6 * width), activation(1, 6 * width))
+    table = torch.empty(shape.video_tokens, transformer.config["attention_head_dim"], device="meta")
+    own = {p.untyped_storage()._cdata for p in transformer.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and tensor.numel() > 6 * width:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    transformer._acceleration.rotary = Rotary(table, table)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
+        outputs = block(x, text, activation(1, width), *modulation)
+    cotangents = [torch.empty_like(output) for output in outputs]
+    with backward_flops, Record() as backward:
+        torch.autograd.backward(outputs, cotangents)
+    # The activation that the GELU's backward returns besides its gradient is recomputed as well.
+    again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
+    again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
+    return BlockCost(
+        forward_bytes=forward.elementwise() / unit,
+        backward_bytes=(backward.elementwise() - again) / unit,
+        recomputed_bytes=again / unit,
+        forward_flops=int(forward_flops.get_total_flops()),
+        backward_flops=int(backward_flops.get_total_flops()),
+        launches=len(forward.calls),
+        kept=sum(kept.values()) / unit,
+        largest_tensor=max(call.largest for call in (*forward.calls, *backward.calls)),
+        syncs=(*forward.syncs, *backward.syncs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCost:
+    """Cost of one forward of the accelerated transformer, one sample without glyph tokens.
+
+    Example: of two blocks at 352x624x81, `ForwardCost(flops=9147157970944, largest=147603456, syncs=())`
+    """
+
+    flops: int
+    """As torch counts them."""
+    largest: int
+    """Elements of the largest tensor."""
+    syncs: tuple[str, ...]
+    """Operators that wait for the GPU."""
+
+
+def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> ForwardCost:
+    """Count one forward of an accelerated transformer as the trainer calls it."""
+    call: Any = transformer
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
+        call(**_inputs(shape, transformer))
+    return ForwardCost(
+        flops=int(counter.get_total_flops()),
+        largest=max(found.largest for found in record.calls),
+        syncs=tuple(record.syncs),
+    )
+
+
+def accelerated(
+    num_layers: int, trained: Trained, checkpointing: Checkpointing = "selective"
+) -> HunyuanVideo15Transformer3DModel:
+    """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
+    transformer = meta_transformer(num_layers, trained)
+    # Not from the table, whose rows a forward computes for noise levels that it has not met.
+    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
+    return transformer
+
+
+def _inputs(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Any]:
+    """Arguments of a forward: latents and prompt on the device, the timestep on the host."""
+    prompt = PromptEmbeds(
+        text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
+        glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
+    )
+    latents = torch.empty(1, *shape.latent, device="meta")
+    return {"hidden_states": latents, "timestep": torch.full((1,), 640.0), "prompts": [prompt]}
+
+
+def graph_breaks() -> int:
+    """Graph breaks of the text refiner, the part that `model.compile` compiles."""
+    refiner = meta_transformer(1, "nothing").context_embedder
+    text = torch.empty(1, A.text_tokens, HUNYUAN_VIDEO_15["text_embed_dim"], dtype=torch.bfloat16, device="meta")
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    breaks.clear()
+    with torch.no_grad():
+        torch._dynamo.explain(refiner)(text, torch.empty(1, device="meta"), None)
+    return int(sum(breaks.values()))
+
+
+def needed_flops(shape: Shape, num_layers: int) -> float:
+    """The closed form of the packed forward, less what does not reach a text-to-video velocity: the condition
+    channels, and the last block's text queries, projections and feed-forward.
+    """
+    config = HUNYUAN_VIDEO_15 | {"num_layers": num_layers}
+    return forward_work(config, shape).total - unused_work(config, shape.video_tokens, shape.text_tokens).total

@@ -1,0 +1,115 @@
+"""What a result holds: which figures count, how they compare with each other, and a table of them.
+
+The format is that of `benchmarks.session`. A timing counts when it is done and every parity check that it needs is in
+the same result and has passed, so a check that is missing is as red as one that failed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Record = dict[str, Any]
+Result = dict[str, Any]
+Rows = dict[tuple[str, str, str], dict[str, Record]]
+"""(suite, step, shape) -> contender -> row."""
+
+COMPLETE = ("done", "out of memory", "absent")
+"""What a record's status begins with when the run has nothing more to do about it."""
+
+
+def name_of(*parts: str) -> str:
+    """How a timing is called: its suite, step, shape and contender, as far as it has them."""
+    return " ".join(part for part in parts if part)
+
+
+def passed(result: Result, name: str) -> bool:
+    """Whether a parity check was made and found nothing."""
+    record = result["cells"].get(name, {})
+    return record.get("status") == "done" and record.get("passed") is True
+
+
+def counts(result: Result, record: Record) -> bool:
+    """Whether the figures of a record may be shown."""
+    return record["status"].startswith("done") and all(passed(result, name) for name in record.get("needs", ()))
+
+
+def rows(result: Result) -> Rows:
+    """Every timing that counts."""
+    found: Rows = {}
+    for record in result["cells"].values():
+        for row in record.get("rows", []) if counts(result, record) else []:
+            found.setdefault((record["suite"], row["step"], row["shape"]), {})[row["contender"]] = row
+    return found
+
+
+def median(timings: Rows, key: tuple[str, str, str], contender: str) -> float | None:
+    """Median seconds of a timing; None where it was not measured."""
+    row = timings.get(key, {}).get(contender)
+    return None if row is None else float(row["seconds"]["median"])
+
+
+def ceiling(result: Result, name: str) -> float | None:
+    """Rate of the device that the shares of a result are shares of: TFLOP/s of `matmul`, GB/s of `copy`."""
+    row = rows(result).get(("ceilings", name, ""), {}).get("device")
+    return None if row is None else float(row["rate"])
+
+
+def duration(seconds: Mapping[str, float]) -> str:
+    """Median and the quantiles at .2 and .8, in a unit that suits them."""
+    scale, unit, digits = (1.0, "s", 2)
+    if seconds["median"] < 1e-3:
+        scale, unit, digits = 1e6, "µs", 1
+    elif seconds["median"] < 0.5:
+        scale, unit, digits = 1e3, "ms", 1
+    shown = [f"{scale * seconds[name]:.{digits}f}" for name in ("median", "q20", "q80")]
+    return f"{shown[0]} ({shown[1]} – {shown[2]}) {unit}"
+
+
+def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
+    """Duration, rate, share of the ceiling, peak memory, time over ours and note of a row; "" where there is none."""
+    ours = contenders.get("ours")
+    return [
+        duration(row["seconds"]),
+        f"{row['rate']:.0f} {row['unit']}" if row.get("rate", 0.0) >= 1.0 else "",
+        f"{row['share']:.0%}" if "share" in row else "",
+        f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
+        "" if ours in (None, row) else f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x",  # type: ignore[index]
+        row.get("note", ""),
+    ]
+
+
+HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", "")
+
+
+def table(result: Result) -> str:
+    """A run in a screenful or two: every figure, what is missing and why, and the goals."""
+    from benchmarks import goals
+
+    lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""] if result["smoke"] else []
+    form = "{:44} {:30} {:>13} {:>10} {:>8} {:>9}  {}"
+    lines.append(form.format("", *HEAD).rstrip())
+    for (suite, step, shape), contenders in rows(result).items():
+        for contender, row in contenders.items():
+            lines.append(form.format(name_of(suite, step, shape, contender), *cells_of(row, contenders)).rstrip())
+    lines += ["", *problems(result), "", *goals.lines(result)]
+    if not succeeded(result):
+        lines += ["", "Not everything was measured and passed. The same command goes on from here."]
+    return "\n".join(lines)
+
+
+def problems(result: Result) -> Iterator[str]:
+    """What has no figure, with the reason."""
+    for name, record in result["cells"].items():
+        if record.get("passed") is False:
+            errors = ", ".join(f"{kind} {value:.3g}" for kind, value in record.get("errors", {}).items())
+            reason = record.get("reason") or f"errors {errors}"
+            yield f"{name}: PARITY FAILED, no ratio of what needs it: {reason}"
+        elif record["status"] != "done":
+            yield f"{name}: {record['status']}"
+
+
+def succeeded(result: Result) -> bool:
+    """Whether everything was measured, nothing failed, and every parity check passed."""
+    return all(
+        record["status"].startswith(COMPLETE) and record.get("passed") is not False
+        for record in result["cells"].values()
+    )

@@ -1,0 +1,137 @@
+"""Decoding a video: `sage_fast.models.hunyuan15.video_vae` against diffusers' own decode, random weights.
+
+    python -m benchmarks decode             on a GPU: the published size in float16, 81 frames of 352x624 and 480x832
+    python -m benchmarks decode             on a CPU: a tiny autoencoder in float32, 9 frames of 48x64
+    python -m benchmarks decode --smoke     the same anywhere, few rounds; the numbers mean nothing
+
+Both decode the same way, in tiles where one sample does not fit into `model.decode_memory_gib`, and end with bytes in
+CPU memory. Parity comes first: the pixels may differ by at most `ALLOWED` of 255 levels, and by none in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+from torch import Tensor
+
+from benchmarks import harness
+from benchmarks.errors import verdict
+from benchmarks.results import Record
+from benchmarks.session import Cell, Session, Suite, timing
+from benchmarks.workload import SHAPES
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
+
+SUITE = "decode"
+ON_CPU = True
+TINY: dict[str, Any] = {"latent_channels": 4, "block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
+TINY_LATENT = (4, 3, 3, 4)
+"""(C, F, H, W) on a CPU: 9 frames of 48x64."""
+ALLOWED = 2
+"""Levels of 255 by which pixels in float16 may differ: both compute the same sums, cuDNN and SDPA choose the order."""
+
+
+def random_vae(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> AutoencoderKLHunyuanVideo15:
+    """An autoencoder whose random weights are drawn in place; activations keep their scale from layer to layer."""
+    with torch.device("meta"):
+        vae = AutoencoderKLHunyuanVideo15(**config)
+    for parameter in vae.parameters():
+        parameter.data = parameter.data.to(dtype)
+    vae = vae.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in vae.named_parameters():
+            if name.endswith("gamma"):
+                parameter.normal_(1.0, 0.05, generator=generator)
+            elif parameter.ndim > 1:
+                parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return vae.eval().requires_grad_(False)
+
+
+def stock_decode(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
+    """The last lines of diffusers' pipeline, to uint8 (B, F, 3, H, W) on the CPU.
+
+    The rounding to bytes is the image processor's, without a detour over PIL images.
+    """
+    with torch.no_grad():
+        decoded = vae.decode(latents.to(vae.dtype) / vae.config["scaling_factor"], return_dict=False)[0]
+    pixels = (decoded / 2 + 0.5).clamp(0, 1).transpose(1, 2).cpu().float()
+    return (pixels * 255).round().to(torch.uint8)
+
+
+@contextmanager
+def stock_masks(vae: AutoencoderKLHunyuanVideo15) -> Iterator[None]:
+    """Give the attention blocks of a decoder that `VAEDecoder` has taken over their class's own mask again."""
+    blocks = vae.decoder.mid_block.attentions
+    replaced = [block.prepare_causal_attention_mask for block in blocks]
+    for block in blocks:
+        block.prepare_causal_attention_mask = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    try:
+        yield
+    finally:
+        for block, mask in zip(blocks, replaced, strict=True):
+            block.prepare_causal_attention_mask = mask
+
+
+class Contest:
+    """Both ways to decode one latent."""
+
+    def __init__(self, decoder: VAEDecoder, latent: tuple[int, int, int, int]) -> None:
+        self.decoder, self.vae = decoder, decoder.vae
+        device = next(self.vae.parameters()).device
+        generator = torch.Generator(device).manual_seed(1)
+        self.latents = torch.randn(1, *latent, generator=generator, device=device)
+        needed = decode_bytes(self.vae, latent[1:])
+        self.tiled = decoder.memory_gib is not None and needed > decoder.memory_gib * 2**30
+
+    def ours(self) -> Tensor:
+        return self.decoder.decode(self.latents)
+
+    def stock(self) -> Tensor:
+        self.vae.use_tiling = self.tiled
+        with stock_masks(self.vae):
+            return stock_decode(self.vae, self.latents)
+
+    def check(self) -> Record:
+        """Largest difference in levels."""
+        difference = (self.ours().int() - self.stock().int()).abs().max()
+        return verdict({"levels": float(difference)}, 0 if self.vae.dtype == torch.float32 else ALLOWED)
+
+    def measure(self, session: Session, shape: str, contender: str) -> Record:
+        """The row of a contender."""
+        call: Callable[[], object] = getattr(self, contender)
+        harness.forget_peak(session.device)
+        call()
+        peak = harness.peak_memory_gb(session.device)
+        seconds = session.time(call, rounds=20 if session.device.type == "cpu" else 3)
+        size = " x ".join(str(n) for n in self.latents.shape[1:])
+        note = f"{size}, {str(self.vae.dtype).removeprefix('torch.')}, {'in tiles' if self.tiled else 'whole'}"
+        return {"rows": [timing("", shape, contender, seconds, peak_memory_gb=peak, note=note)]}
+
+
+def cells(session: Session) -> Iterator[Cell]:
+    """Parity and both contenders, a size at a time."""
+    tiny = session.smoke or session.device.type == "cpu"
+    config, dtype = (TINY, torch.float32) if tiny else ({}, torch.float16)
+    memory = ModelConfig().decode_memory_gib
+    decoder = cache(lambda: VAEDecoder(random_vae(config, session.device, dtype), memory_gib=memory))
+    for name, latent in [("tiny", TINY_LATENT)] if tiny else [(shape.name, shape.latent) for shape in SHAPES]:
+        contest = cache(lambda latent=latent: Contest(decoder(), latent))  # type: ignore[misc]
+        parity = f"parity {name}"
+        yield Cell(suite=SUITE, name=parity, work=lambda contest=contest: contest().check())  # type: ignore[misc]
+        for contender in ("ours", "stock"):
+
+            def work(contest: Any = contest, name: str = name, contender: str = contender) -> Record:
+                found: Record = contest().measure(session, name, contender)
+                return found
+
+            yield Cell(suite=SUITE, name=f"{name} {contender}", work=work, needs=(f"{SUITE} {parity}",))
+
+
+SUITES = (Suite(name=SUITE, cells=cells, limit=45.0),)

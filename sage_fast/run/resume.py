@@ -1,0 +1,238 @@
+"""Where a run begins: at which checkpoint, whether its configuration may go on from there, and what is kept aside.
+
+    --resume none      a new run; refused where there is one already
+    --resume auto      the newest checkpoint; a run that was stopped before its first one starts again
+    --resume PATH      that checkpoint; later ones are renamed, not deleted
+    --resume restart   a new run; what is there is moved to previous-1/, previous-2/, ...
+
+A run's history is never overwritten by one that starts at update 0: where checkpoints should be and none can be used,
+the run stops and asks for `--resume restart`.
+"""
+
+import difflib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
+from sage_fast.config.errors import CheckpointError, ConfigError
+from sage_fast.config.resumable import FIXED, FREE, marked_keys
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.distributed.launch import restart_count
+from sage_fast.distributed.world import World
+from sage_fast.run.metrics import FILE_NAME as METRICS
+from sage_fast.run.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "history.jsonl"
+"""What happened to a run besides training, one JSON object per line: keys that were changed, what was moved aside."""
+
+MOVED_ASIDE = ("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml")
+MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png")
+
+# Weights and options of rewards are one value each: there a missing entry is a difference.
+WHOLE = ("reward.weights", "reward.options")
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""Dotted key -> (value in the checkpoint, value now)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins.
+
+    checkpoint: None for update 0. sets_aside: whether an earlier run's files have to be moved out of the way first.
+    changes: keys that the user allowed to differ from the checkpoint's.
+
+    Example: `Start(checkpoint=None, sets_aside=True)` begins again and keeps what is there.
+    """
+
+    checkpoint: Checkpoint | None
+    sets_aside: bool = False
+    changes: Changes = field(default_factory=dict)
+
+
+def find_start(config: RunConfig, world: World, allow_changes: Collection[str] = ()) -> Start:
+    """Decide where a run begins; nothing is touched. Collective.
+
+    Args:
+        allow_changes: dotted keys that may differ from the checkpoint's besides those that always may.
+
+    Raises:
+        ConfigError: there is a run where a new one was to start, or the checkpoint is of another configuration.
+        CheckpointError: the checkpoint cannot be used, or none can where there should be some.
+    """
+    check_allowed(allow_changes, config)
+    directory, resume = Path(config.output_dir), config.resume
+    checkpoints = directory / "checkpoints"
+    # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
+    has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
+    if resume == "none" and has_run:
+        raise ConfigError(
+            f"output_dir {str(directory)!r} already holds a run. Go on with it by --resume auto, move it aside and "
+            "start anew by --resume restart, or choose another output_dir."
+        )
+    if resume == "restart":
+        return Start(checkpoint=None, sets_aside=has_run)
+    checkpoint = _checkpoint_of_this_job(resume, checkpoints, world) or find_checkpoint(resume, checkpoints, world)
+    if checkpoint is None:
+        if has_run:
+            _check_may_start_again(config, world)
+        return Start(checkpoint=None, sets_aside=has_run)
+    changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
+    logger.info("Going on from %s.", checkpoint.folder)
+    return Start(checkpoint=checkpoint, changes=changes)
+
+
+def _has_history(directory: Path) -> bool:
+    log = directory / METRICS
+    return log.exists() and log.stat().st_size > 0
+
+
+def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Checkpoint | None:
+    """The newest checkpoint of a restarted job that was told where to begin: it does not begin there again."""
+    if resume in ("none", "auto") or not world.any(restart_count() > 0):
+        return None
+    newest = newest_checkpoint(checkpoints, world)
+    return newest if newest is not None and newest.state["config"]["resume"] == resume else None
+
+
+def _check_may_start_again(config: RunConfig, world: World) -> None:
+    """CheckpointError unless a run without a usable checkpoint was stopped before it had saved its first one.
+
+    The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first.
+    """
+    directory = Path(config.output_dir)
+    failure: CheckpointError | None = None
+    if world.is_main:
+        folders = list_checkpoints(directory / "checkpoints")
+        rows = read_metrics(directory / METRICS) if _has_history(directory) else []
+        reached = max((row["update"] for row in rows), default=0)
+        why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
+        if folders or reached >= 2 * config.checkpoint.every:
+            failure = CheckpointError(
+                f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
+                f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps "
+                "what is there in a folder previous-N."
+            )
+        else:
+            logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
+    failure = world.broadcast(failure)
+    if failure is not None:
+        raise failure
+
+
+# ------------------------------------------------------------------------------------------ configuration
+
+
+def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
+    """ConfigError unless each of these keys exists and may be changed."""
+    known, never = by_dotted_key(to_dict(config), whole=WHOLE), marked_keys(RunConfig, FIXED)
+    for key in allowed:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=2)
+            hint = f" Did you mean {' or '.join(close)}?" if close else " `sage-fast train --keys` lists every key."
+            raise ConfigError(f"--allow-changes: unknown key {key!r}.{hint}")
+        if key in never:
+            raise ConfigError(
+                f"--allow-changes: {key} cannot change within a run: {never[key]}. Start a new run in another "
+                "output_dir; model.adapter lets it begin with the adapter of this one."
+            )
+
+
+def check_same_run(
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    checkpoint: Path,
+    allowed: Collection[str] = (),
+    only: str = ".*",
+) -> Changes:
+    """Compare two configurations in what changes numbers, and return the differences that are allowed.
+
+    Args:
+        saved, present: nested dicts, as `to_dict` makes them. Keys that one of them does not know (another version)
+            are not compared.
+        allowed: dotted keys that may differ besides the free ones.
+        only: regular expression of the dotted keys that matter.
+
+    Raises:
+        ConfigError: they differ in another key.
+    """
+    old, new = (by_dotted_key(tree, whole=WHOLE) for tree in (saved, present))
+    free, never = marked_keys(RunConfig, FREE), marked_keys(RunConfig, FIXED)
+    different = {
+        key: (old[key], new[key])
+        for key in sorted(old.keys() & new.keys())
+        if old[key] != new[key] and re.fullmatch(only, key) and key not in free
+    }
+    refused = [key for key in different if key not in allowed]
+    if refused:
+        shown = "; ".join(f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now" for key in refused[:4])
+        advice = "Use the same values, or start a new run in another output_dir."
+        if not never.keys() & refused:
+            advice = (
+                "Use the same values, start a new run in another output_dir, or go on with the new ones on record by "
+                f"--allow-changes {','.join(refused)}."
+            )
+        raise ConfigError(f"{checkpoint} was made with another configuration: {shown}. {advice}")
+    return different
+
+
+# ------------------------------------------------------------------------------------------ what is kept
+
+
+def move_aside(directory: Path) -> Path:
+    """Move what a run has left into a new folder previous-N of its directory, and say so in the history.
+
+    Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts nothing.
+    """
+    number = 1
+    while (directory / f"previous-{number}").exists():
+        number += 1
+    aside = directory / f"previous-{number}"
+    aside.mkdir()
+    found = [directory / name for name in MOVED_ASIDE]
+    found += [path for pattern in MOVED_ASIDE_PATTERNS for path in sorted(directory.glob(pattern))]
+    for path in found:
+        if path.exists():
+            path.rename(aside / path.name)
+    append_history(directory, {"update": 0, "moved_to": aside.name})
+    logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
+    return aside
+
+
+def abandon_after(checkpoints: Path, update: int) -> None:
+    """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
+    for folder in list_checkpoints(checkpoints):
+        if folder.name > checkpoint_name(update):
+            aside = folder.with_name(f"abandoned-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)
+
+
+def describe_changes(changes: Changes) -> str:
+    """Example: "optimizer.learning_rate 0.001 -> 0.0005"."""
+    return "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())
+
+
+def append_history(directory: Path, event: Mapping[str, Any]) -> None:
+    """Add a line to the run's history, with the time, and wait until it is on disk."""
+    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event}
+    with (directory / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def split_keys(words: Sequence[str]) -> list[str]:
+    """Keys of `--allow-changes`, which takes several with commas and may be given more than once."""
+    return [key.strip() for word in words for key in word.split(",") if key.strip()]

@@ -1,0 +1,71 @@
+"""The decoding suite: parity first, then times; both sides as they are used."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+
+from benchmarks import results
+from benchmarks import session as sessions
+from benchmarks.session import Session
+from benchmarks.suites import decode
+from benchmarks.suites.decode import Contest
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+
+CPU = torch.device("cpu")
+MakeSession = Callable[..., Session]
+
+
+@pytest.fixture
+def decoder() -> VAEDecoder:
+    return VAEDecoder(decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0)
+
+
+def test_stock_asks_its_own_mask_and_ours_never(
+    decoder: VAEDecoder, session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = []
+    own = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    monkeypatch.setattr(
+        HunyuanVideo15AttnBlock,
+        "prepare_causal_attention_mask",
+        staticmethod(lambda *arguments, **options: masks.append(1) or own(*arguments, **options)),
+    )
+    contest = Contest(decoder, (4, 2, 2, 3))
+    assert contest.check() == {"errors": {"levels": 0.0}, "bounds": {"levels": 0}, "passed": True}
+    blocks = len(decoder.vae.decoder.mid_block.attentions)
+    assert len(masks) == blocks
+    contest.measure(session(), "tiny", "ours")
+    assert len(masks) == blocks
+    (row,) = contest.measure(session(), "tiny", "stock")["rows"]
+    # Once to be compared; then for the peak of memory, to warm up, and twice timed.
+    assert len(masks) == (1 + 4) * blocks and row["seconds"]["rounds"] == 2
+
+
+def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode.stock_decode
+    monkeypatch.setattr(decode, "stock_decode", lambda *arguments: right(*arguments) ^ 1)
+    monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
+    found = session()
+    found.run(decode.SUITES[0])
+    assert found.cells["decode parity tiny"]["errors"] == {"levels": 1.0} and results.rows(found.result) == {}
+    assert not results.succeeded(found.result)
+
+
+def test_both_decode_in_tiles_where_one_sample_does_not_fit(decoder: VAEDecoder) -> None:
+    decoder.memory_gib = 1e-6
+    contest = Contest(decoder, (4, 1, 17, 2))
+    assert contest.tiled and contest.check()["passed"]
+
+
+def test_random_pixels_cover_their_range(decoder: VAEDecoder) -> None:
+    """A decoder of constant grey would agree with anything."""
+    videos = decoder.decode(torch.randn(1, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0)))
+    assert videos.float().std() > 10
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
+    assert sessions.main("decode", ["--smoke"]) == 0
+    assert "decode tiny stock" in capsys.readouterr().out

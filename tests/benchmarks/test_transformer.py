@@ -1,0 +1,243 @@
+"""The transformer's suite: its FLOPs, its peers against diffusers, its refusals, and a smoke run of the command."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import goals, peers, results, workload
+from benchmarks import session as sessions
+from benchmarks.errors import WORST, pooled_error
+from benchmarks.peers import Velocity
+from benchmarks.session import Session, Suite
+from benchmarks.suites import attention, transformer
+from benchmarks.suites.transformer import Timed
+from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, adapt, forward_work, random_inputs, random_transformer
+from sage_fast.kernels import select_kernels
+from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
+from sage_fast.policy.lora import trainable_parameters
+from sage_fast.records import PromptEmbeds
+from tests.benchmarks.made_up import gpu_result
+
+MakeSession = Callable[..., Session]
+CPU = torch.device("cpu")
+SHAPE = SMOKE[1]
+
+
+def tiny(dtype: torch.dtype = torch.float64, num_layers: int = 2) -> HunyuanVideo15Transformer3DModel:
+    transformer = random_transformer(TINY | {"num_layers": num_layers}, CPU, dtype)
+    adapt(transformer)
+    return transformer
+
+
+def test_the_model_is_the_true_one() -> None:
+    with torch.device("meta"):
+        transformer = HunyuanVideo15Transformer3DModel(**HUNYUAN_VIDEO_15)
+    assert sum(p.numel() for p in transformer.parameters()) == 8_326_608_160
+    # `to_empty` would leave a buffer without its value.
+    assert not list(transformer.buffers())
+
+
+@pytest.mark.parametrize(
+    ("shape", "linear", "attention_work"),
+    [pytest.param(workload.A, 99.4, 147.6, id="A"), pytest.param(workload.B, 179.5, 482.0, id="B")],
+)
+def test_work_at_full_size(shape: workload.Shape, linear: float, attention_work: float) -> None:
+    work = forward_work(HUNYUAN_VIDEO_15, shape)
+    assert work.linear / 1e12 == pytest.approx(linear, abs=0.05)
+    assert work.attention / 1e12 == pytest.approx(attention_work, abs=0.05)
+
+
+def test_work_is_what_torch_counts() -> None:
+    """The packed forward has no operation that the closed form lacks, and the other way round."""
+    with torch.device("meta"):
+        transformer = HunyuanVideo15Transformer3DModel(**TINY)
+        prompt = PromptEmbeds(text=torch.empty(SHAPE.text_tokens, 48), glyph=torch.empty(0, 32))
+        latents = torch.empty(1, *SHAPE.latent)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), peers.packed(transformer, backend="cudnn") as velocity:
+        velocity(latents, torch.tensor([0.64]), prompt)
+    assert counter.get_total_flops() == forward_work(TINY, SHAPE).total
+
+
+def test_packed_peer_is_diffusers_without_padding() -> None:
+    """In float64, velocity and LoRA gradients of P2 with checkpointing are those of diffusers' own forward."""
+    transformer = tiny()
+    inputs = random_inputs(SHAPE, TINY, CPU, torch.float64)
+    expected = diffusers_velocity(transformer, inputs.latents.double(), inputs.sigma, [inputs.conditional])
+    expected.backward(inputs.noise.double())
+    gradients = {name: p.grad for name, p in trainable_parameters(transformer).items() if p.grad is not None}
+    transformer.zero_grad(set_to_none=True)
+    with peers.packed(transformer, backend="reference", checkpointing=True) as velocity:
+        out = velocity(inputs.latents, inputs.sigma, inputs.conditional)
+        out.backward(inputs.noise.double())
+        # Rotary embeddings are float32 in diffusers.
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+        given = {name: p.grad for name, p in trainable_parameters(transformer).items()}
+        assert pooled_error(given, gradients) < 1e-5
+
+
+def test_padded_peer_passes_what_the_pipeline_passes() -> None:
+    transformer = random_transformer(TINY, CPU, torch.float32)
+    inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
+    seen: dict[str, Any] = {}
+    hook = transformer.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    with torch.no_grad(), peers.padded(transformer, SHAPE) as velocity:
+        out = velocity(inputs.latents, inputs.sigma, inputs.conditional)
+    hook.remove()
+    lengths = [seen[name].shape[1] for name in ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")]
+    assert lengths == list(SHAPE.padding) and int(seen["encoder_attention_mask"].sum()) == SHAPE.text_tokens
+    with torch.no_grad():
+        expected = diffusers_velocity(transformer, inputs.latents, inputs.sigma, [inputs.conditional])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiler", [None, "eager"])
+def test_a_peer_leaves_the_transformer_as_it_was(compiler: str | None) -> None:
+    transformer = tiny(torch.bfloat16)
+    processors = transformer.attn_processors
+    masters = {name: p.data_ptr() for name, p in trainable_parameters(transformer).items()}
+    with pytest.raises(KeyError), peers.packed(transformer, backend="sdpa", compiler=compiler):
+        assert transformer.attn_processors != processors
+        assert {p.dtype for p in trainable_parameters(transformer).values()} == {torch.bfloat16}
+        raise KeyError
+    assert transformer.attn_processors == processors
+    assert {name: p.data_ptr() for name, p in trainable_parameters(transformer).items()} == masters
+
+
+def test_all_blocks_share_one_compilation() -> None:
+    """Else the compiled peer would give up after eight blocks and run the rest uncompiled."""
+    transformer = random_transformer(TINY | {"num_layers": 10}, CPU, torch.bfloat16)
+    inputs = random_inputs(SHAPE, TINY, CPU, torch.bfloat16)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad(), peers.packed(transformer, backend="sdpa", compiler="eager") as velocity:
+        velocity(inputs.latents, inputs.sigma, inputs.conditional)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@contextmanager
+def wrong(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
+    """A fused forward that is off by 2 %."""
+
+    def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
+        with peers.packed(transformer, backend="sdpa", cast_adapters=False) as right:
+            return 1.02 * right(latents, sigma, prompt)
+
+    yield velocity
+
+
+def run(session: Session, *names: str) -> dict[str, Any]:
+    """Parity, and the cells of the transformer with these names."""
+    chosen = [timed for timed in transformer.ORDER if timed.name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "ORDER", chosen)
+        session.run(Suite(name="transformer", cells=transformer.cells))
+    return session.cells
+
+
+def test_a_red_parity_leaves_no_ratio(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "fused", wrong)
+    found = session()
+    cells = run(found, "forward B P2", "forward B ours")
+    assert cells["transformer parity P2"]["passed"] and not cells["transformer parity ours"]["passed"]
+    assert cells["transformer forward B ours"]["status"] == "skipped: transformer parity ours has not passed"
+    assert cells["transformer forward B P2"]["status"] == "done"
+    assert not results.succeeded(found.result)
+    (line,) = [line for line in results.table(found.result).splitlines() if line.startswith("forward B vs P2 ")]
+    assert line.endswith("not measured")
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_forward_that_is_wrong_at_full_depth_only_is_not_timed(
+    session: MakeSession, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def constant(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
+        yield lambda latents, sigma, prompt: torch.full_like(latents, value)
+
+    monkeypatch.setattr(peers, "fused", constant)
+    found = session({f"transformer parity {who}": {"status": "done", "passed": True} for who in ("P1", "P2", "ours")})
+    cells = run(found, "forward B ours")
+    assert "differs from P2" in cells["transformer forward B ours"]["status"]
+    assert "rows" not in cells["transformer forward B ours"]
+    assert cells["transformer parity ours"]["passed"] is False, "its other figures do not count either"
+    json.dumps(found.result, allow_nan=False)
+
+
+def test_every_step_is_compared_with_the_peer(session: MakeSession) -> None:
+    found = session()
+    cells = run(found, "forward B ours", "train A ours", "single_pass A ours", "rollout B P2")
+    for name in ("forward B ours", "train A ours", "single_pass A ours"):
+        (row,) = cells[f"transformer {name}"]["rows"]
+        assert 0 < row["difference_from_p2"] < transformer.FULL_DEPTH, name
+    assert cells["transformer rollout B P2"]["status"] == "done" and results.succeeded(found.result)
+
+
+def test_the_order_names_every_cell_once() -> None:
+    assert len({timed.name for timed in transformer.ORDER}) == len(transformer.ORDER) == 21
+    assert transformer.ORDER[0] == Timed(step="forward", shape="B", contender="P2")
+
+
+def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
+    model = tiny(torch.float32)
+    inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
+    gradients = []
+    for step in ("train", "train_split", "single_pass"):
+        with peers.packed(model, backend="sdpa") as velocity:
+            transformer.STEPS[step](velocity, inputs, select_kernels("auto", CPU))
+            gradients.append({name: p.grad for name, p in trainable_parameters(model).items()})
+    pair = {name: grad for name, grad in gradients[0].items() if grad is not None}
+    assert len(pair) == len(trainable_parameters(model))
+    assert all(pooled_error(other, pair) < 1e-4 for other in gradients[1:])
+    assert pooled_error({}, pair) == WORST
+
+
+def test_goals() -> None:
+    result = gpu_result()
+    found = {outcome.name: outcome for outcome in goals.outcomes(result)}
+    assert (found["forward B vs P2"].measured, found["forward B vs P2"].verdict) == ("1.33x", "target met")
+    assert found["single pass B vs P2's rollout + train step"].text == "1.90x"
+    assert found["MFU forward B"].text == "64.0 %, MISSES FLOOR"
+    assert found["MFU train step B"].text == "64.0 %, target met"
+    assert found["peak memory B, pair"].text == "55.0 GB, target met"
+    assert found["video B: rollout, anchor, train"].text == "172 s, target met"
+    assert found["forward A vs P2"].text == "not measured"
+    result["cells"]["transformer forward B P2"]["rows"][0]["seconds"]["median"] = 1.1
+    assert "1.22x, within floor" in [outcome.text for outcome in goals.outcomes(result)]
+
+
+def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.gradients
+
+    def scaled(tensors: list[Tensor], backend: str) -> list[Tensor]:
+        return [(1.01 if backend == "sdpa" else 1.0) * tensor for tensor in right(tensors, backend)]
+
+    monkeypatch.setattr(attention, "gradients", scaled)
+    found = session()
+    found.run(attention.SUITES[0])
+    assert {who for contenders in results.rows(found.result).values() for who in contenders} == {"reference"}
+    assert any("sdpa: PARITY FAILED" in line for line in results.problems(found.result))
+    assert not results.succeeded(found.result)
+    assert "NVIDIA" in found.cells["attention parity flash3"]["status"], "what is absent is no failure"
+
+
+@pytest.mark.slow
+def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every contender and every step on the tiny model."""
+    file = tmp_path / "transformer.json"
+    assert sessions.main("transformer", ["--smoke", "--output", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "mean nothing" in printed and "forward B vs P2c" in printed
+    assert "target met" not in printed and "MISSES FLOOR" not in printed
+    result = json.loads(file.read_text("utf-8"))
+    assert {result["cells"][f"transformer {timed.name}"]["status"] for timed in transformer.ORDER} == {"done"}
+    assert result["environment"]["packages"]["torch"] == torch.__version__
+    assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()

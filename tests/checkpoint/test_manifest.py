@@ -1,0 +1,212 @@
+"""Every altered bit of a checkpoint is found, and is told apart from one that cannot be read."""
+
+import errno
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sage_fast.checkpoint import (
+    CheckpointData,
+    CheckpointWriter,
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+    verify_checkpoint,
+)
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from tests.checkpoint.test_checkpoint import save
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        return writer.save(1, CheckpointData(tensors={"weights": {"w": torch.ones(2)}}, state={"update": 1}))
+
+
+def test_every_flipped_bit_of_a_manifest_is_damage(tiny: Path) -> None:
+    path = tiny / "manifest.json"
+    unnoticed = []
+    with path.open("r+b", buffering=0) as file:
+        for position, byte in enumerate(path.read_bytes()):
+            for bit in range(8):
+                overwrite(file, position, byte ^ 1 << bit)
+                try:
+                    verify_checkpoint(tiny)
+                except DamagedCheckpointError as error:
+                    assert "manifest.json" in str(error)
+                else:
+                    unnoticed.append((position, bit))
+            overwrite(file, position, byte)
+    assert unnoticed == []
+    verify_checkpoint(tiny)
+
+
+def overwrite(file: io.FileIO, position: int, byte: int) -> None:
+    file.seek(position)
+    file.write(bytes([byte]))
+
+
+def test_every_altered_byte_of_every_file_is_damage(tiny: Path) -> None:
+    for path in (p for p in tiny.rglob("*") if p.is_file() and p.name != "manifest.json"):
+        with path.open("r+b", buffering=0) as file:
+            for position, byte in enumerate(path.read_bytes()):
+                overwrite(file, position, byte ^ 1 << position % 8)
+                with pytest.raises(DamagedCheckpointError, match=path.name):
+                    verify_checkpoint(tiny)
+                overwrite(file, position, byte)
+    verify_checkpoint(tiny)
+
+
+def without_digest(folder: Path, **changes: Any) -> None:
+    """Make the manifest one of a version that wrote no digest of it."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def test_manifests_without_a_digest_are_accepted(tiny: Path) -> None:
+    without_digest(tiny)
+    assert open_checkpoint(tiny).state == {"update": 1}
+
+
+ENTRY = {"bytes": 13, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {"state.json": ENTRY}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": {"bytes": 1}}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY | {"bytes": -1}}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY | {"bytes": True}}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY | {"sha256": 7}}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY, "../../secret": ENTRY}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY, "/etc/passwd": ENTRY}},
+        {"files": {"state.json": ENTRY, "shards/.metadata": ENTRY, "a\0b": ENTRY}},
+        {"update": "1"},
+        {"format_version": "2"},
+        {"sage_fast": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_the_schema_is_checked(tiny: Path, changes: dict[str, Any]) -> None:
+    without_digest(tiny, **changes)
+    with pytest.raises(DamagedCheckpointError, match="no intact manifest.json"):
+        verify_checkpoint(tiny)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"update": ' + "9" * 5000 + "}", "\ufeff{}"])
+def test_other_text_is_damage(tiny: Path, text: str) -> None:
+    (tiny / "manifest.json").write_text(text)
+    with pytest.raises(DamagedCheckpointError):
+        verify_checkpoint(tiny)
+
+
+# ------------------------------------------------------------------------------------------ unreadable
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Let the system refuse to open or list a path, as it does to others than root or when a server is gone."""
+
+    def refusing(call: Any) -> Any:
+        def wrapped(target: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(target, str | os.PathLike) and Path(target) == path:
+                raise OSError(code, os.strerror(code), str(target))
+            return call(target, *arguments, **options)
+
+        return wrapped
+
+    monkeypatch.setattr(io, "open", refusing(io.open))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+
+
+CODES = pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+
+
+@CODES
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", "shards/.metadata", "shards/__0_0.distcp"])
+def test_a_newest_checkpoint_that_cannot_be_read_stops_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, file: str
+) -> None:
+    save(tmp_path, 1, 2)
+    path = tmp_path / "update-000002" / file
+    refuse(monkeypatch, path, code)
+    with pytest.raises(UnreadableCheckpointError, match="try again") as error:
+        newest_checkpoint(tmp_path)
+    assert error.value.path == path and errno.errorcode[code] in error.value.reason
+
+
+@CODES
+def test_an_older_one_that_cannot_be_read_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(tmp_path, 1, 2)
+    refuse(monkeypatch, tmp_path / "update-000001/manifest.json", code)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and newest.folder.name == "update-000002"
+
+
+@CODES
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(tmp_path, 1)
+    refuse(monkeypatch, tmp_path, code)
+    for look in (list_checkpoints, newest_checkpoint):
+        with pytest.raises(UnreadableCheckpointError, match=errno.errorcode[code]):
+            look(tmp_path)
+
+
+def test_tensors_that_cannot_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    checkpoint = open_checkpoint(tmp_path / "update-000001")
+    refuse(monkeypatch, tmp_path / "update-000001/shards/__0_0.distcp", errno.ESTALE)
+    with pytest.raises(UnreadableCheckpointError, match="ESTALE"):
+        checkpoint.read("weights", "blocks.0.weight")
+
+
+def test_missing_is_damage_and_no_folder_is_neither(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "update-000001/state.json").unlink()
+    with pytest.raises(DamagedCheckpointError):
+        open_checkpoint(tmp_path / "update-000001")
+    with pytest.raises(CheckpointError, match="There is no checkpoint folder") as error:
+        open_checkpoint(tmp_path / "update-000002")
+    assert type(error.value) is CheckpointError and list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_only_names_of_checkpoints_count(tmp_path: Path) -> None:
+    for name in ("update-000002", "update-1000000", "update-999999", "update-000003-copy", "abandoned-update-000004"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000002", "update-999999", "update-1000000"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
+def test_every_file_has_the_permissions_that_the_umask_allows(tmp_path: Path, mask: int) -> None:
+    def adapter(folder: Path) -> None:
+        (folder / "lora").mkdir()
+        save_file({"a": torch.ones(1)}, folder / "lora/adapter.safetensors")
+        assert stat.S_IMODE((folder / "lora/adapter.safetensors").stat().st_mode) == 0o600
+
+    before = os.umask(mask)
+    try:
+        save(tmp_path, 1)
+        with CheckpointWriter(tmp_path, keep_last=9, asynchronous=True) as writer:
+            folder = writer.save(2, CheckpointData(tensors={"weights": {}}, state={}), extra=adapter)
+            writer.wait()
+            writer.pin_best(2, 1.0)
+    finally:
+        os.umask(before)
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert folder / "lora/adapter.safetensors" in files and tmp_path / "best.json" in files
+    assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o666 & ~mask}

@@ -1,0 +1,91 @@
+"""Which checkpoints stay: the newest, milestones, the best; and what an interrupted deletion leaves."""
+
+from pathlib import Path
+
+import pytest
+
+from sage_fast.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
+from sage_fast.checkpoint.retention import superfluous
+from sage_fast.config.errors import CheckpointError
+from tests.checkpoint.test_checkpoint import contents, save
+
+
+def updates(root: Path) -> list[int]:
+    return [int(folder.name[-6:]) for folder in list_checkpoints(root)]
+
+
+def test_milestones_are_the_first_at_or_after_each_multiple(tmp_path: Path) -> None:
+    save(tmp_path, *range(10, 130, 10), keep_last=2, keep_every=25)
+    assert updates(tmp_path) == [30, 50, 80, 100, 110, 120]
+
+
+def test_the_newest_is_never_superfluous() -> None:
+    folders = [Path(f"update-{n:06d}") for n in (1, 2, 1_000_000)]
+    for keep_every in (None, 1, 7):
+        for best in (None, 1, 5):
+            gone = superfluous(folders, keep_last=1, keep_every=keep_every, best=best)
+            assert folders[2] not in gone and (folders[0] in gone) == (keep_every != 1 and best != 1)
+
+
+def test_the_best_by_evaluation_stays_and_a_kill_changes_nothing(tmp_path: Path) -> None:
+    scores = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.2}
+    for update, score in scores.items():
+        with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as writer:  # each a process of its own
+            writer.save(update, contents(update))
+            writer.pin_best(update, score)
+            writer.pin_best(update, score)
+    assert updates(tmp_path) == [2, 5]
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.save(6, contents(6))
+        writer.pin_best(6, 0.6)
+        writer.pin_best(0, 9.0)  # before training there is no checkpoint
+        writer.save(7, contents(7))
+    assert updates(tmp_path) == [6, 7]
+
+
+def test_a_pin_of_updates_that_were_given_up_is_forgotten(tmp_path: Path) -> None:
+    """The run went back to update 1; what it made before of update 3 says nothing of the new update 3."""
+    with CheckpointWriter(tmp_path, keep_last=9) as writer:
+        for update in (1, 2, 3):
+            writer.save(update, contents(update))
+        writer.pin_best(3, 9.0)
+        (tmp_path / "update-000003").rename(tmp_path / "abandoned-update-000003")
+        writer.save(2, contents(2))
+        writer.pin_best(2, 0.5)
+        writer.save(3, contents(3))
+        writer.pin_best(3, 0.4)
+    save(tmp_path, 4, keep_last=1)
+    assert updates(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("content", ["", '{"update": 1', "[]", '{"update": "1", "score": 2}', "{}"])
+def test_a_damaged_pin_is_named_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
+    save(tmp_path, 1, keep_last=1)
+    (tmp_path / "best.json").write_text(content)
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.save(2, contents(2))
+        writer.pin_best(2, 0.1)
+        writer.save(3, contents(3))
+    assert "best.json is ignored" in caplog.text and updates(tmp_path) == [2, 3]
+
+
+def test_a_pin_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.save(1, contents(1))
+        (tmp_path / "best.json").mkdir()
+        with pytest.raises(CheckpointError, match="best.json"):
+            writer.pin_best(1, 0.1)
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stuck(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.checkpoint.writer.shutil.rmtree", stuck)
+        save(tmp_path, 1, 2, keep_last=1)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and updates(tmp_path) == [2] and "could not be deleted" in caplog.text
+    assert len(list(tmp_path.glob(".update-000001.*.partial"))) == 1

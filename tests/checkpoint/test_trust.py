@@ -1,0 +1,133 @@
+"""Opening a checkpoint runs no code, whoever has written it."""
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+import sage_fast
+from sage_fast.checkpoint import find_checkpoint, open_checkpoint
+from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.test_checkpoint import assert_holds, contents, save
+
+
+class Prepared:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, evidence: Path, call: Callable[..., Any] = os.mkdir) -> None:
+        self.evidence, self.call = evidence, call
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return self.call, (str(self.evidence),)
+
+
+def replace_metadata(folder: Path, data: bytes) -> None:
+    """Put other bytes into `.metadata`, with a manifest that agrees."""
+    (folder / "shards/.metadata").write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    manifest["files"]["shards/.metadata"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
+    root, evidence = tmp_path / "checkpoints", tmp_path / "evidence"
+    save(root, 1, 2)
+    folder = root / "update-000002"
+    metadata = pickle.loads((folder / "shards/.metadata").read_bytes())
+    metadata.planner_data = Prepared(evidence)
+    replace_metadata(folder, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"calls for posix.mkdir, .* Nothing in it was run") as error:
+        find_checkpoint("auto" if resume == "auto" else str(folder), root)
+    # A damaged one would be passed over, and the run go on from an older one.
+    assert not evidence.exists() and not isinstance(error.value, DamagedCheckpointError)
+    pickle.loads((folder / "shards/.metadata").read_bytes())
+    assert evidence.exists(), "the pickle was harmless"
+
+
+def metadata_of(folder: Path, change: Callable[[Any], None]) -> bytes:
+    metadata = pickle.loads((folder / "shards/.metadata").read_bytes())
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+def leads_elsewhere(metadata: Any) -> None:
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../other/__0_0.distcp"
+
+
+def holds_an_object(metadata: Any) -> None:
+    metadata.state_dict_metadata["weights.w"] = BytesStorageMetadata()
+
+
+def is_too_large(metadata: Any) -> None:
+    metadata.state_dict_metadata["weights.transposed"].size = torch.Size([2**62, 2**62])
+
+
+@pytest.mark.parametrize("change", [leads_elsewhere, holds_an_object, is_too_large], ids=lambda f: f.__name__)
+def test_metadata_that_no_checkpoint_has_is_refused(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "update-000001"
+    replace_metadata(folder, metadata_of(folder, change))
+    with pytest.raises(CheckpointError, match="no description of a checkpoint's tensors"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"text", pickle.dumps([1]), pickle.dumps(Metadata({}, storage_data=None)), b"cposix\nsystem\n(S'false'\ntR."],
+    ids=["empty", "text", "list", "no-storage", "protocol-0"],
+)
+def test_other_pickles_are_refused(tmp_path: Path, data: bytes) -> None:
+    save(tmp_path, 1)
+    replace_metadata(tmp_path / "update-000001", data)
+    with pytest.raises(CheckpointError, match="no description of a checkpoint's tensors"):
+        open_checkpoint(tmp_path / "update-000001")
+
+
+def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
+    """torch reads every tensor of a shard with weights_only."""
+    save(tmp_path, 1)
+    checkpoint, evidence = open_checkpoint(tmp_path / "update-000001"), tmp_path / "evidence"
+    torch.save(Prepared(evidence), tmp_path / "update-000001/shards/__0_0.distcp")
+    for place in checkpoint._shards._metadata.storage_data.values():
+        place.offset, place.length = 0, (tmp_path / "update-000001/shards/__0_0.distcp").stat().st_size
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.read("weights", "blocks.0.weight")
+    assert not evidence.exists()
+
+
+def test_every_data_type_is_admitted(tmp_path: Path) -> None:
+    """The list of admitted records has all that a checkpoint needs, and old checkpoints stay readable."""
+    save(tmp_path, 1)
+    assert_holds(tmp_path / "update-000001", contents(1))
+
+
+def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_no_module_reads_a_file_in_a_way_that_runs_code() -> None:
+    """torch.load with weights_only, no pickle, no unsafe YAML, no code from a hub."""
+    found = []
+    for path in sorted(Path(sage_fast.__file__).parent.rglob("*.py")):
+        for name, call in calls(ast.parse(path.read_text(encoding="utf-8"))):
+            options = {k.arg: ast.unparse(k.value) for k in call.keywords}
+            unsafe = (
+                name in {"pickle.load", "pickle.loads", "eval", "exec", "torch.hub.load", "yaml.load", "joblib.load"}
+                or (name == "torch.load" and options.get("weights_only") != "True")
+                or options.get("allow_pickle", "False") != "False"
+                or options.get("trust_remote_code", "False") != "False"
+            )
+            if unsafe:
+                found.append(f"{path.name}:{call.lineno} {name}")
+    assert found == []

@@ -1,0 +1,217 @@
+"""A run loses nothing, whatever a file system does to it.
+
+Two checkpoints are written while, at every single file-system call, the process is killed or the call fails. The run is
+then resumed, and has to end with what an undisturbed run ends with, bit for bit: weights, optimizer, averaged weights,
+anchor, adapter, metrics and evaluations.
+"""
+
+import errno
+import hashlib
+import json
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
+from sage_fast.models.toy.components import TRANSFORMER_CONFIG
+from sage_fast.run.metrics import read_metrics
+from tests.conftest import TINY, TINY_RUN, write_tiny_model
+from tests.invariants.faults import WARM_UP, FaultServer, Outcome
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EACCES)
+SAVING = ("foreground", "background")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultServer]:
+    with FaultServer(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+class Trial:
+    """Runs of one small configuration in one folder after another."""
+
+    def __init__(self, server: FaultServer, scratch: Path, saving: str) -> None:
+        self.server = server
+        self.folder = scratch / "run"
+        model = scratch / "model"
+        model.mkdir()
+        write_tiny_model(model, TRANSFORMER_CONFIG | TINY | {"num_layers": 1})
+        tree = TINY_RUN | {
+            "output_dir": str(self.folder),
+            "num_threads": 1,
+            "model": {"path": str(model)},
+            "rollout": TINY_RUN["rollout"] | {"num_steps": 2, "guidance_scale": 1.0},
+            "lora": {"rank": 1, "target_modules": ["attn.to_q"]},
+            "objective": {"kl_mode": "dual"},
+            "training": {"num_updates": 2, "ema_decay": 0.5, "anchor_interval": 1},
+            "evaluation": TINY_RUN["evaluation"] | {"num_prompts": 2, "num_samples": 0},
+            "checkpoint": {"every": 1, "keep_last": 2, "asynchronous": saving == "background"},
+        }
+        file = scratch / "run.yaml"
+        file.write_text(json.dumps(tree))
+        self.command = ["train", str(file), "--resume", "auto"]
+        assert self.run(at=WARM_UP).status == 0
+        shutil.rmtree(self.folder)
+        self.undisturbed = self.run(reads=True)
+        assert self.undisturbed.status == 0, self.undisturbed.output
+        self.wanted = numbers(self.folder)
+
+    def run(self, **fault: Any) -> Outcome:
+        return self.server.run(self.command, self.folder, **fault)
+
+    def differences(self) -> list[str]:
+        """What the run in the folder has other than an undisturbed one."""
+        found = numbers(self.folder)
+        names = sorted(found.keys() | self.wanted.keys())
+        return [name for name in names if found.get(name) != self.wanted.get(name)]
+
+    def go_on(self) -> str | None:
+        """Resume a run that ended early. What is wrong with how it goes on, None when nothing is."""
+        saved = bool(list_checkpoints(self.folder / "checkpoints"))
+        outcome = self.run()
+        if outcome.status != 0:
+            return f"the resumed run ended with {outcome.status}: {outcome.output[-600:]}"
+        if saved and "Going on from" not in outcome.output:
+            return "the resumed run began again"
+        if different := self.differences():
+            return f"different from an undisturbed run: {', '.join(different)}"
+        return None
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """Everything that a run computed, by name: digests of tensor files, and JSON without times and memory."""
+    found: dict[str, Any] = {"metrics": []}
+    if (run / "metrics.jsonl").exists():
+        found["metrics"] = [
+            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+            for row in read_metrics(run / "metrics.jsonl")
+        ]
+    for pattern in ("evaluation/*.json", "checkpoints/*.json", "checkpoints/update-*/shards/__*"):
+        for file in run.glob(pattern):
+            found[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for file in run.glob("checkpoints/update-*/lora/*.safetensors"):  # whose header is in another order every time
+        found[str(file.relative_to(run))] = {name: value.tolist() for name, value in load_file(file).items()}
+    for file in run.glob("checkpoints/update-*/state.json"):
+        state = json.loads(file.read_bytes())["trainer"]
+        del state["rng"]["python"]  # drawn by the system when the process starts; nothing of the run draws from it
+        found[str(file.relative_to(run))] = state
+    return found
+
+
+Report = Callable[[str, list[str], dict[int, str]], None]
+
+
+@pytest.fixture
+def report(capfd: pytest.CaptureFixture[str]) -> Report:
+    """Says how many calls of which kind were tried, and fails with those that lost something."""
+
+    def say(what: str, events: list[str], failures: dict[int, str]) -> None:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(event.split()[0] for event in events).most_common())
+        with capfd.disabled():
+            print(f"\n{what}: {len(events) - len(failures)} of {len(events)} without loss ({kinds})", file=sys.stderr)
+        text = "\n".join(f"{number}: {events[number - 1]}: {problem}" for number, problem in failures.items())
+        assert not failures, f"{what}: {len(failures)} of {len(events)} file-system calls\n{text}"
+
+    return say
+
+
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_kill_at_any_file_system_call_loses_nothing(
+    server: FaultServer, tmp_path: Path, report: Report, saving: str
+) -> None:
+    trial = Trial(server, tmp_path, saving)
+    events: list[str] = []
+    failures: dict[int, str] = {}
+    while True:
+        shutil.rmtree(trial.folder)
+        outcome = trial.run(at=len(events) + 1)
+        if outcome.status == 0:  # the run makes no more calls
+            break
+        assert outcome.status == -signal.SIGKILL, outcome.output
+        events.append(outcome.events[-1])
+        if problem := trial.go_on():
+            failures[len(events)] = problem
+    assert len(events) > 100
+    report(f"killed, saving in the {saving}", events, failures)
+
+
+def clear_end(outcome: Outcome) -> str | None:
+    """What is wrong with how a command stopped, None when nothing is."""
+    if "Traceback" in outcome.output:
+        return f"a traceback: {outcome.output[-600:]}"
+    if outcome.status < 0:
+        return f"it ended by signal {-outcome.status}"
+    return None if "error: " in outcome.output else f"it did not say why it ended: {outcome.output[-600:]}"
+
+
+@pytest.mark.parametrize(
+    ("saving", "shift"), [("foreground", 0), ("background", 1), ("foreground", 2), ("background", 3)]
+)
+def test_an_error_of_any_file_system_call_stops_the_run_clearly_or_changes_nothing(
+    server: FaultServer, tmp_path: Path, report: Report, saving: str, shift: int
+) -> None:
+    """Each call fails with another error in each of the four cases."""
+    trial = Trial(server, tmp_path, saving)
+    events: list[str] = []
+    failures: dict[int, str] = {}
+    while True:
+        shutil.rmtree(trial.folder, ignore_errors=True)
+        number = len(events) + 1
+        error = ERRORS[(number + shift) % len(ERRORS)]
+        outcome = trial.run(at=number, error=error)
+        if len(outcome.events) < number:
+            break
+        events.append(outcome.events[number - 1])
+        if outcome.status == 0:
+            problem = ", ".join(trial.differences())
+        else:
+            problem = clear_end(outcome) or trial.go_on() or ""
+        if problem:
+            failures[number] = f"{errno.errorcode[error]}: {problem}"
+    assert len(events) > 100
+    report(f"errors, saving in the {saving}, shift {shift}", events, failures)
+
+
+@pytest.mark.parametrize("shift", range(2))
+def test_an_error_while_resuming_never_begins_again(
+    server: FaultServer, tmp_path: Path, report: Report, shift: int
+) -> None:
+    """Of a run with one checkpoint of two; calls that read fail as well."""
+    trial = Trial(server, tmp_path, "foreground")
+    shutil.rmtree(trial.folder)
+    second = next(n for n, event in enumerate(trial.undisturbed.events, 1) if "update-000002" in event)
+    assert trial.run(at=second, reads=True).status == -signal.SIGKILL
+    begun = shutil.copytree(trial.folder, tmp_path / "begun")
+    (first,) = list_checkpoints(begun / "checkpoints")
+    events: list[str] = []
+    failures: dict[int, str] = {}
+    while True:
+        shutil.rmtree(trial.folder)
+        shutil.copytree(begun, trial.folder)
+        number = len(events) + 1
+        error = (errno.EACCES, errno.ESTALE)[(number + shift) % 2]
+        outcome = trial.run(at=number, error=error, reads=True)
+        if len(outcome.events) < number:
+            break
+        events.append(outcome.events[number - 1])
+        verify_checkpoint(trial.folder / "checkpoints" / first.name)
+        if outcome.status != 0:
+            problem = clear_end(outcome) or trial.go_on() or ""
+        elif "Going on from" not in outcome.output:
+            problem = "it began again"
+        else:
+            problem = ", ".join(trial.differences())
+        if problem:
+            failures[number] = f"{errno.errorcode[error]}: {problem}"
+    assert len(events) > 50
+    report(f"errors while resuming, shift {shift}", events, failures)

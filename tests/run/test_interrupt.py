@@ -1,0 +1,62 @@
+"""What asks a run to stop: every signal, a terminal that is closed, and nothing that the user has said to ignore."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_fast.run.interrupt import SIGNALS, GracefulStop
+
+# The run stands for any loop that prints; a closed terminal must not turn its prints into errors.
+LOOP = """
+import sys, time
+from sage_fast.run.interrupt import GracefulStop
+with GracefulStop() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    print("saving", file=sys.stderr, flush=True)
+open(sys.argv[1], "w").write("saved")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_every_signal_is_a_request(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with GracefulStop() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+    assert signal.getsignal(number) == before
+    assert f"{number.name}: finishing this update, then saving." in capfd.readouterr().err
+
+
+def test_a_terminal_that_is_closed_stops_the_loop_which_then_saves(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-c", LOOP, str(tmp_path / "saved")]
+    leader = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", leader, *command], stdin=end, stdout=end, stderr=end, start_new_session=True
+    )
+    os.close(end)
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert process.wait(30) == 0
+    assert (tmp_path / "saved").read_text() == "saved"
+
+
+def test_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,369 @@
+"""Where a run begins, what it keeps, and that a reason to stop which comes back can be dealt with."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.checkpoint import list_checkpoints
+from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, RunDirectoryError
+from sage_fast.config.resumable import FIXED, FREE, marked_keys
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.distributed.launch import effective_resume
+from sage_fast.rewards.toy import ToyReward
+from sage_fast.run.metrics import MetricsLogger, read_metrics
+from sage_fast.run.run import Run, RunResult
+
+MakeRun = Callable[..., RunConfig]
+QUIET = "--evaluation.every=0"
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Metrics without timings and memory, which no two runs share."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def damage(checkpoint: Path) -> None:
+    (shard,) = (checkpoint / "shards").glob("*.distcp")
+    with shard.open("r+b") as file:
+        file.truncate(100)
+
+
+# ------------------------------------------------------------------------------------------ what may change
+
+FREE_KEYS = re.compile(
+    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size"
+    r"|training\.(num_updates|guidance|update|skip_nonfinite_updates)"
+    r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
+    r"|offload_activations|adaln|compile)"
+    r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
+    r"|reward\.(placement|device|queue_size|timeout_seconds|on_failure)"
+)
+
+
+def test_the_keys_that_are_free_on_resume(tiny_run: MakeRun) -> None:
+    keys = by_dotted_key(to_dict(tiny_run()), whole=("reward.weights", "reward.options"))
+    assert set(marked_keys(RunConfig, FREE)) == {key for key in keys if FREE_KEYS.fullmatch(key)}
+    assert set(marked_keys(RunConfig, FIXED)) < keys.keys() - marked_keys(RunConfig, FREE).keys()
+
+
+def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: MakeRun) -> None:
+    run = Run(tiny_run(QUIET)).train().output_dir
+    words = (QUIET, "--training.num_updates=3", "--resume=auto", "--optimizer.learning_rate=5e-4")
+    with pytest.raises(ConfigError, match=r"learning_rate: 0.001 in .*--allow-changes optimizer\.learning_rate\."):
+        Run(tiny_run(*words))
+    Run(tiny_run(*words), allow_changes=["optimizer.learning_rate"]).train()
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["update"] for row in rows] == [1, 2, 2, 3]
+    assert rows[2]["config/changes"] == "optimizer.learning_rate 0.001 -> 0.0005"
+    assert [row.get("learning_rate") for row in rows] == [1e-3, 1e-3, None, 5e-4]
+    (event,) = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    assert event["update"] == 2 and event["changes"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
+    # From here on it is the run's own value.
+    assert Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("lora.rank", "lora.rank cannot change within a run: the checkpoint's weights"),
+        ("rollout.guidance_scale", "cannot change within a run: the evaluations before and after"),
+        ("optimizer.learning_rat", "unknown key 'optimizer.learning_rat'. Did you mean optimizer.learning_rate"),
+    ],
+)
+def test_a_change_that_is_never_allowed(tiny_run: MakeRun, key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Run(tiny_run(), allow_changes=[key])
+
+
+def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sage_fast.commands import cli
+    from sage_fast.config.load import dump_config
+
+    config = tiny_run()
+    file = Path(config.output_dir).with_suffix(".yaml")
+    file.write_text(dump_config(config))
+    asked: list[list[str]] = []
+
+    def train(config: RunConfig, allow_changes: list[str]) -> RunResult:
+        asked.append(allow_changes)
+        return RunResult(output_dir=Path(config.output_dir), update=1, finished=True, test=None)
+
+    monkeypatch.setattr("sage_fast.run.run.train", train)
+    assert (
+        cli.main(["train", str(file), "--allow-changes", "seed,advantage.eps", "--allow-changes=kl_weight.target"]) == 0
+    )
+    assert asked == [["seed", "advantage.eps", "kl_weight.target"]]
+
+
+# ------------------------------------------------------------------------------------------ a run's history is kept
+
+
+@pytest.mark.parametrize("how", ["damaged", "deleted"])
+def test_a_run_without_a_usable_checkpoint_is_not_started_over(tiny_run: MakeRun, how: str) -> None:
+    run = Run(tiny_run(QUIET)).train().output_dir
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        damage(checkpoint) if how == "damaged" else shutil.rmtree(checkpoint)
+    before = contents(run)
+    with pytest.raises(CheckpointError, match=r"reached update 2, but .*--resume restart"):
+        Run(tiny_run(QUIET, "--resume=auto"))
+    assert contents(run) == before
+
+    again = Run(tiny_run(QUIET, "--resume=restart")).train()
+    assert again.finished and [row["update"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2]
+    moved = contents(run / "previous-1")
+    assert {name: before[name] for name in moved} == moved
+    assert {"metrics.jsonl", "config.yaml", "environment.json"} <= moved.keys()
+    assert any(name.startswith("checkpoints/") for name in moved) == (how == "damaged")
+    (event,) = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    assert event["moved_to"] == "previous-1"
+    assert "resume: auto" in (run / "config.yaml").read_text()
+
+
+def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
+    run = Run(tiny_run()).train().output_dir
+    before = contents(run)
+    for number in (1, 2):
+        Run(tiny_run("--resume=restart")).train()
+        assert numbers(run) == numbers(run / f"previous-{number}")
+    assert {name: before[name] for name in contents(run / "previous-1")} == contents(run / "previous-1")
+    assert (run / "previous-1/evaluation/result.json").exists() and (run / "previous-1/samples").is_dir()
+    # The processes of a job that was told to start anew do not do so each time they are restarted.
+    assert effective_resume("restart", {"TORCHELASTIC_RESTART_COUNT": "1"}) == "auto"
+    assert effective_resume("restart", {}) == "restart"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(
+    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--checkpoint.every=10", "--evaluation.every=10", "--training.num_updates=3")
+    first = Run(tiny_run(*words))
+    iterate = first.trainer.iterate
+
+    def killed() -> dict[str, float]:
+        if first.trainer.update == 2:
+            raise KeyboardInterrupt
+        return iterate()
+
+    first.trainer.iterate = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    begun = contents(first.directory)
+    assert Run(tiny_run(*words, "--resume=auto")).train().finished
+    assert "stopped before its first checkpoint" in caplog.text
+    kept = contents(first.directory / "previous-1")
+    assert [row["update"] for row in read_metrics(first.directory / "previous-1/metrics.jsonl")] == [0, 1, 2]
+    assert kept.items() <= begun.items()
+
+
+# ------------------------------------------------------------------------------------------ metrics and evaluations
+
+
+def test_a_kill_between_checkpoint_and_log_loses_no_row(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Run(tiny_run()).train().output_dir
+    expected = numbers(whole)
+    log = MetricsLogger.log
+    for update in (0, 1, 2):
+        shutil.rmtree(whole)
+
+        def killed(self: MetricsLogger, record: dict[str, Any], update: int = update) -> None:
+            if record["update"] == update:
+                raise KeyboardInterrupt
+            log(self, record)
+
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            context.setattr(MetricsLogger, "log", killed)
+            Run(tiny_run()).train()
+        Run(tiny_run("--resume=auto")).train()
+        assert numbers(whole) == expected, update
+
+
+def test_a_checkpoint_from_before_records_were_kept_still_resumes(tiny_run: MakeRun) -> None:
+    from sage_fast.checkpoint.folder import describe_files, write_manifest
+
+    run = Run(tiny_run()).train().output_dir
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    state = json.loads((newest / "state.json").read_text())
+    state["pending"] = state.pop("record")
+    del state["baseline"]
+    (newest / "state.json").write_text(json.dumps(state))
+    (newest / "manifest.json").unlink()
+    write_manifest(newest, 2, describe_files((p for p in newest.rglob("*") if p.is_file()), newest))
+    result = Run(tiny_run("--resume=auto", "--training.num_updates=3")).train()
+    assert result.update == 3 and [row["update"] for row in numbers(run)] == [0, 1, 2, 3]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "deleted"])
+@pytest.mark.parametrize(
+    "name",
+    ["evaluation/update-000000.json", "evaluation/update-000002.json", "samples/update-000000.npz", "metrics.jsonl"],
+)
+def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
+    tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    config = tiny_run("--resume=auto")
+    run = Path(config.output_dir)
+    shutil.copytree(finished_run, run)
+    harm(run / name)
+    result = Run(config).train()
+    assert result.test is not None and result.test.count == 4
+    expected = json.loads((finished_run / "evaluation/result.json").read_text())
+    assert json.loads((run / "evaluation/result.json").read_text()) == expected and expected["before"] == 0
+    for update in (0, 2):
+        file = f"evaluation/update-{update:06d}.json"
+        assert (run / file).read_text() == (finished_run / file).read_text()
+    assert numbers(run)[-1] == numbers(finished_run)[-1]
+
+
+def test_a_broken_line_of_the_metrics_is_named(tiny_run: MakeRun, finished_run: Path) -> None:
+    config = tiny_run("--resume=auto")
+    run = Path(config.output_dir)
+    shutil.copytree(finished_run, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([lines[0], '{"update": 1, \n', *lines[1:]]))
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
+        Run(config).train()
+
+
+# ------------------------------------------------------------------------------------------ reasons that come back
+
+
+@pytest.fixture
+def fails_on(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Prompts that the reward fails on: empty, to be filled by the test."""
+    bad: set[str] = set()
+    score = ToyReward.score
+
+    def picky(self: ToyReward, videos: torch.Tensor, prompts: list[str]) -> Any:
+        if bad & set(prompts):
+            raise ValueError("no eyes for this")
+        return score(self, videos, prompts)
+
+    monkeypatch.setattr(ToyReward, "score", picky)
+    return bad
+
+
+HELD_OUT = "--evaluation.prompts=configs/prompts/toy_eval.csv"
+
+
+def stopped_by_an_evaluation(tiny_run: MakeRun, fails_on: set[str]) -> Run:
+    """A run whose evaluation after update 2 fails on one of four prompts that it is not trained on."""
+    run = Run(tiny_run(HELD_OUT, "--training.num_updates=4"))
+    assert not {s.prompt.text for s in run.trainer.eval_samples} & {p.text for p in run.trainer.schedule.prompts}
+    iterate = run.trainer.iterate
+
+    def then_fail() -> dict[str, float]:
+        fails_on.add(run.trainer.eval_samples[1].prompt.text)
+        return iterate()
+
+    run.trainer.iterate = then_fail  # type: ignore[method-assign]
+    with pytest.raises(RewardError, match=r"no eyes.*evaluation at update 2: --reward.on_failure=drop_group"):
+        run.train()
+    return run
+
+
+def test_an_evaluation_that_fails_again_leaves_the_prompt_out_and_says_so(
+    tiny_run: MakeRun, fails_on: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stopped_by_an_evaluation(tiny_run, fails_on)
+    words = (HELD_OUT, "--training.num_updates=4", "--resume=auto")
+    with pytest.raises(RewardError, match="evaluation at update 2"):
+        Run(tiny_run(*words)).train()
+    assert [row["update"] for row in numbers(run.directory)] == [0, 1, 2]
+    result = Run(tiny_run(*words, "--reward.on_failure=drop_group")).train()
+    assert result.finished and result.test is not None and result.test.count == 3
+    assert "Paired evaluation: 3 prompts of 4 (the others could not be scored)" in capsys.readouterr().out
+    rows = {row["update"]: row for row in numbers(run.directory)}
+    assert list(rows) == [0, 1, 2, 3, 4] and rows[2]["eval/pairs"] == rows[4]["eval/pairs"] == 3
+    assert "eval/pairs" not in rows[0]
+    saved = json.loads((run.directory / "evaluation/update-000004.json").read_text())
+    assert saved["left_out"] == [1] and len(saved["reward"]) == 3
+    before = json.loads((run.directory / "evaluation/update-000000.json").read_text())
+    gains = [a - b for a, b in zip(saved["reward"], [before["reward"][i] for i in (0, 2, 3)], strict=True)]
+    assert result.test.mean == pytest.approx(sum(gains) / 3)
+
+
+def test_an_evaluation_that_is_switched_off_is_not_made_up_for(tiny_run: MakeRun, fails_on: set[str]) -> None:
+    run = stopped_by_an_evaluation(tiny_run, fails_on)
+    assert Run(tiny_run(HELD_OUT, "--training.num_updates=4", "--resume=auto", QUIET)).train().finished
+    rows = numbers(run.directory)
+    assert [row["update"] for row in rows] == [0, 1, 2, 3, 4] and "eval/reward_mean" not in rows[2]
+
+
+def test_a_reward_that_fails_again_can_be_left_out_on_resume(tiny_run: MakeRun, fails_on: set[str]) -> None:
+    words = (QUIET, "--training.num_updates=3")
+    run = Run(tiny_run(*words))
+    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)  # of the second update's two prompts
+    with pytest.raises(RewardError, match="no eyes"):
+        run.train()
+    result = Run(tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")).train()
+    rows = numbers(result.output_dir)
+    assert [row["reward/dropped_groups"] for row in rows] == [0, 1, 0]
+
+
+# ------------------------------------------------------------------------------------------ from another run's adapter
+
+
+def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: Path) -> None:
+    words = (QUIET, "--optimizer.learning_rate=0.05")
+    first = Run(tiny_run(*words))
+    first.train()
+    trained = {name: p.detach().clone() for name, p in first.trainer.parameters.items()}
+    lora = list_checkpoints(first.checkpoints)[-1] / "lora"
+    given = (f"--output_dir={tmp_path / 'second'}", f"--model.adapter={lora}", "--objective.kl_mode=fixed")
+    second = Run(tiny_run(*given))
+    assert all(torch.equal(p, trained[name]) for name, p in second.trainer.parameters.items())
+    assert second.trainer.anchor is not None
+    for name, value in second.trainer.anchor.tensors().items():
+        assert torch.equal(value, trained[name])
+    after = first.trainer.evaluate()[0]
+    assert second.train().test is not None
+    # "Before" is the model that this run starts from: the adapter's.
+    assert second.evaluation.baseline == after
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--lora.rank=4", r"model\.adapter: .* does not fit .*Set lora\.rank"),
+        ("--lora.target_modules=[attn.to_q]", r"model\.adapter: .* does not fit .*lora\.target_modules"),
+        ("--lora.alpha=8", r"alpha / rank = 1, this run has 4\. Set lora\.alpha to 2"),
+        ("--training.mode=full", r"training\.mode is 'full', which has no adapter"),
+        ("--model.adapter=nowhere", "There is no adapter nowhere"),
+    ],
+)
+def test_an_adapter_that_does_not_fit(tiny_run: MakeRun, finished_run: Path, override: str, message: str) -> None:
+    lora = list_checkpoints(finished_run / "checkpoints")[-1] / "lora"
+    with pytest.raises(ConfigError, match=message):
+        Run(tiny_run(f"--model.adapter={lora}", override))
+
+
+# ------------------------------------------------------------------------------------------ documentation
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    root = Path(__file__).resolve().parents[2]
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "docs/reliability.md").read_text(encoding="utf-8"))
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (root / "tests" / file).read_text(encoding="utf-8"), test

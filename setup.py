@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 # Import packages whose folder is not named after them, as {package: folder}.
 PACKAGE_DIR: dict[str, str] = {
     "sage_kernels": "kernels/sage_kernels",
+    "sage_kernels.ops": "kernels/sage_kernels/ops",
     "sage_kernels.reference": "kernels/sage_kernels/reference",
 }
 

@@ -16,6 +16,7 @@ import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks.counts import compiled, iteration, processes, traced
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
 from sage_fast.models.transformer import Checkpointing
+from sage_kernels.aot import launched_kernels
 from sage_kernels.registry import specs
 
 BUDGETS = Path(__file__).with_name("budgets.yaml")
@@ -175,13 +176,12 @@ def measure_kernels() -> dict[str, float]:
     rows = compiled.compiled_kernels(ARCHITECTURE)
     found: dict[str, float] = {}
     for op in known:
-        mine = [row for row in rows if row.op(list(known)) == op]
-        found[f"kernels.registers/{op}"] = max((row.registers for row in mine), default=0)
-    expected = [kernel.name for spec in known.values() for kernel in spec.kernels()]
-    found["kernels.local_memory"] = max(row.local for row in rows)
+        found[f"kernels.registers/{op}"] = max((row.registers for row in rows if row.op == op), default=0)
+    launched = {name for spec in known.values() for name in launched_kernels(spec, ARCHITECTURE)}
+    found["kernels.local_memory"] = max(row.stack + row.local for row in rows)
     found["kernels.spills"] = sum(row.spills for row in rows)
-    found["kernels.narrowest_stream"] = min(row.narrowest for row in rows if row.narrowest is not None)
-    found["kernels.unlisted"] = len(set(expected) ^ {row.name for row in rows})
+    found["kernels.narrowest_stream"] = min(width for row in rows for width in row.widths.values())
+    found["kernels.unlisted"] = len(launched ^ {row.kernel for row in rows})
     return found
 
 

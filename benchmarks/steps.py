@@ -12,42 +12,42 @@ from torch import Tensor
 
 from benchmarks.peers import Velocity
 from benchmarks.workload import ETA, GUIDANCE_SCALE, NUM_STEPS, SHIFT, Inputs
-from sage_fast.kernels import StepKernels
-from sage_fast.noise import NoiseKey
+from sage_fast.kernels import Kernels
+from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.sde import sigma_schedule, transition_table
 
 STEP = 8
 """The sampler's step whose coefficients are used."""
 
 
-def forward(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+def forward(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     """One evaluation without a graph."""
     with torch.no_grad():
         velocity(inputs.latents, inputs.sigma, inputs.conditional)
 
 
-def rollout(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+def rollout(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     """Guided velocity and one step of the sampler."""
     with torch.no_grad():
         step(guided(velocity, inputs), inputs, kernels)
 
 
-def train(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+def train(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     """Guided velocity with both branches alive, and its product with the cotangent of the log-probability."""
     guided(velocity, inputs).backward(inputs.noise / inputs.noise.numel())
 
 
-def train_split(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+def train_split(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     """The same gradient with one branch alive at a time."""
     split(velocity, inputs)
 
 
-def single_pass(velocity: Velocity, inputs: Inputs, kernels: StepKernels) -> None:
+def single_pass(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     """A rollout step that leaves the gradient of its log-probability behind, so that no training step follows it."""
     step(split(velocity, inputs), inputs, kernels)
 
 
-STEPS: dict[str, Callable[[Velocity, Inputs, StepKernels], None]] = {
+STEPS: dict[str, Callable[[Velocity, Inputs, Kernels], None]] = {
     "forward": forward,
     "rollout": rollout,
     "train": train,
@@ -75,9 +75,9 @@ def split(velocity: Velocity, inputs: Inputs) -> Tensor:
     return uncond + GUIDANCE_SCALE * (conditional - uncond)
 
 
-def step(velocity: Tensor, inputs: Inputs, kernels: StepKernels) -> Tensor:
+def step(velocity: Tensor, inputs: Inputs, kernels: Kernels) -> Tensor:
     """Next state of the sampler."""
     table = transition_table("sage_grpo", sigma_schedule(NUM_STEPS, SHIFT), ETA)
     key = NoiseKey(seed=0, update=0, prompt_index=0, sample_index=0)
     a, b, std = (float(column[STEP]) for column in (table.a, table.b, table.std))
-    return kernels.transition(inputs.latents, velocity, [key], STEP, a=a, b=b, std=std)
+    return kernels.sde_step(inputs.latents, velocity, noise_ids([key], [STEP], velocity.device), a, b, std)

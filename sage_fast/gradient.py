@@ -18,9 +18,9 @@ from sage_fast.config.schema import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
-from sage_fast.kernels import StepKernels
-from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveSettings, PolicyTerms
+from sage_fast.kernels import Kernels, StepColumns
+from sage_fast.noise import NoiseKey, noise_ids
+from sage_fast.objective import ObjectiveSettings, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
 from sage_fast.rewards.base import describe_batch
@@ -77,7 +77,7 @@ class StepLoss:
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
 
-    kernels: StepKernels
+    kernels: Kernels
     settings: ObjectiveSettings
     step: TrajectoryStep
     keys: Sequence[NoiseKey]
@@ -92,14 +92,9 @@ class StepLoss:
             velocity,
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
-            self.keys,
-            step.steps,
-            gain=step.gain,
-            std=step.std,
-            scale=step.scale,
-            advantage=self.advantage.to(velocity.device),
-            kl_weight=self.kl_weight,
-            settings=self.settings,
+            noise_ids(self.keys, step.steps, velocity.device),
+            StepColumns(step.gain, step.std, step.scale, self.advantage.to(velocity.device)),
+            loss_settings(self.settings, self.kl_weight),
         )
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
@@ -123,7 +118,7 @@ class TwoPhaseGradient:
         self,
         policy: GuidedPolicy,
         engine: Engine,
-        kernels: StepKernels,
+        kernels: Kernels,
         settings: ObjectiveSettings,
         *,
         split: bool,

@@ -1,173 +1,186 @@
-"""The one place where sage_fast meets sage_kernels: the sampler's step and the policy loss, plain or fused.
+"""The one place where sage_fast meets sage_kernels: every formula that has a plain and a fused form.
 
-`model.kernels` chooses. `REFERENCE` is the code of `sde.py`, `noise.py` and `objective.py`; `FusedKernels` computes the
-same numbers by Triton kernels, to float32 rounding, without ever storing a noise tensor. Both draw the noise of a
-sample from its key, so a run may change sides between two checkpoints.
+`sage_kernels.reference` is plain PyTorch; `sage_kernels` has the same functions as Triton kernels, equal to float32
+rounding. Both are modules of one interface, `Kernels`, and `model.kernels` chooses between them in `select_kernels`.
+Both draw the noise of a sample from its key, so a run may change sides between two checkpoints.
 
-Shapes: B batch, C channels, F frames, H, W.
+The sampler's step, the loss and the noise themselves are used by `sde.py`, `objective.py` and `noise.py` from here.
+
+Shapes: B batch, C channels, F frames, H, W; of the transformer B, N video tokens, L text tokens, D width, H heads.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+import sage_kernels
 from sage_fast.config.errors import ConfigError
-from sage_fast.noise import NoiseKey, gaussian, key_words
-from sage_fast.objective import ObjectiveSettings, PolicyTerms, kl_uses, policy_loss
-from sage_fast.sde import transition
+from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
+from sage_kernels.reference.philox import MASK32, philox_normal
+from sage_kernels.reference.policy_loss import (
+    clipped_surrogate,
+    gaussian_kl,
+    log_ratio,
+    policy_loss_of_noise,
+    ratio_norm_log_ratio,
+)
+from sage_kernels.reference.sde_step import transition
+
+__all__ = [
+    "MASK32",
+    "REFERENCE",
+    "Choice",
+    "Kernels",
+    "LossSettings",
+    "PolicyTerms",
+    "StepColumns",
+    "bytes_moved",
+    "clipped_surrogate",
+    "gaussian_kl",
+    "log_ratio",
+    "philox_normal",
+    "policy_loss_of_noise",
+    "ratio_norm_log_ratio",
+    "select_kernels",
+    "transition",
+]
 
 Choice = Literal["auto", "reference", "triton"]
 
 
-class StepKernels(Protocol):
-    """What a rollout and an update compute on latents besides the model."""
+class Kernels(Protocol):
+    """What training computes besides matrix products and attention.
 
-    def transition(
-        self, x: Tensor, velocity: Tensor, keys: Sequence[NoiseKey], step: int, *, a: float, b: float, std: float
-    ) -> Tensor:
-        """Next state  a x + b v + std eps  of a sampler's step, (B, C, F, H, W) float32.
+    The first two belong to the algorithm; `sage_kernels.sde_step` and `sage_kernels.policy_loss` say what they compute.
+    The others are the transformer's elementwise work: a block calls forward and backward itself, so neither builds a
+    graph; `adaln` alone is also used with autograd.
+    """
 
-        Args:
-            x, velocity: (B, C, F, H, W).
-            keys: B keys; eps is the noise of (key, step).
-            step: index of the step.
-            a, b, std: its coefficients; std = 0 draws no noise.
-        """
+    def sde_step(self, x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
+        """Next state  a x + b v + std eps  of a sampler's step, (B, C, F, H, W) float32."""
         ...
 
     def policy_loss(
         self,
-        velocity_new: Tensor,
-        velocity_old: Tensor,
-        velocity_anchor: Tensor | None,
-        keys: Sequence[NoiseKey],
-        steps: Sequence[int],
-        *,
-        gain: Tensor,
-        std: Tensor,
-        scale: Tensor,
-        advantage: Tensor,
-        kl_weight: float,
-        settings: ObjectiveSettings,
+        v: Tensor,
+        v_old: Tensor,
+        v_anchor: Tensor | None,
+        noise_ids: Tensor,
+        columns: StepColumns,
+        settings: LossSettings,
     ) -> PolicyTerms:
-        """`sage_fast.objective.policy_loss` with the noise of (keys[b], steps[b]) instead of a tensor."""
+        """Loss per sample of one trained step; its gradient flows into v alone."""
+        ...
+
+    def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D)."""
+        ...
+
+    def adaln_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift_dtype: torch.dtype,
+        eps: float,
+        modulation: bool,
+        grad_residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, scale and shift."""
+        ...
+
+    def gated_residual(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        """x + gate * y. x, y (B, N, D); gate (B, D)."""
+        ...
+
+    def gated_residual_backward(
+        self, grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of y and gate."""
+        ...
+
+    def gated_residual_adaln(
+        self, x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """r = x + gate * y, and adaln(r, scale, shift)."""
+        ...
+
+    def gated_residual_adaln_backward(
+        self,
+        grad_residual: Tensor,
+        grad: Tensor,
+        residual: Tensor,
+        y: Tensor | None,
+        gate: Tensor,
+        scale: Tensor,
+        y_dtype: torch.dtype,
+        shift_dtype: torch.dtype,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x, y, gate, scale and shift."""
+        ...
+
+    def qk_norm_rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_text: Tensor,
+        k_text: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        q_text_weight: Tensor,
+        k_text_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalised queries and keys (B, N + L, H, D), those of the video rotated and first."""
+        ...
+
+    def qk_norm_rope_backward(
+        self,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_text: Tensor,
+        k_text: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        q_text_weight: Tensor,
+        k_text_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the first eight arguments of `qk_norm_rope`."""
+        ...
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """GELU in its tanh form."""
+        ...
+
+    def gelu_tanh_backward(self, grad: Tensor, x: Tensor, output: bool) -> tuple[Tensor, Tensor]:
+        """Gradient of x, and gelu_tanh(x) where `output` asks for it."""
+        ...
+
+    def linear_gelu_tanh(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """gelu_tanh(x W^T + b), in the epilogue of the matrix product where that exists."""
         ...
 
 
-class ReferenceKernels:
-    """Plain PyTorch."""
-
-    def transition(
-        self, x: Tensor, velocity: Tensor, keys: Sequence[NoiseKey], step: int, *, a: float, b: float, std: float
-    ) -> Tensor:
-        """As in `StepKernels`."""
-        noise = gaussian(keys, step, tuple(x.shape[1:]), device=x.device) if std > 0 else None
-        return transition(x, velocity, noise, a=a, b=b, std=std)
-
-    def policy_loss(
-        self,
-        velocity_new: Tensor,
-        velocity_old: Tensor,
-        velocity_anchor: Tensor | None,
-        keys: Sequence[NoiseKey],
-        steps: Sequence[int],
-        *,
-        gain: Tensor,
-        std: Tensor,
-        scale: Tensor,
-        advantage: Tensor,
-        kl_weight: float,
-        settings: ObjectiveSettings,
-    ) -> PolicyTerms:
-        """As in `StepKernels`."""
-        noise = gaussian(keys, steps, tuple(velocity_new.shape[1:]), device=velocity_new.device)
-        return policy_loss(
-            velocity_new,
-            velocity_old,
-            velocity_anchor,
-            noise,
-            gain=gain,
-            std=std,
-            scale=scale,
-            advantage=advantage,
-            kl_weight=kl_weight,
-            settings=settings,
-        )
+REFERENCE: Kernels = reference
 
 
-REFERENCE = ReferenceKernels()
+def select_kernels(choice: Choice, device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
+    """The implementation that `model.kernels` names for tensors of a device and dtype.
 
-
-class FusedKernels:
-    """The kernels of sage_kernels; build it through `select_kernels`, which checks that they can run."""
-
-    def transition(
-        self, x: Tensor, velocity: Tensor, keys: Sequence[NoiseKey], step: int, *, a: float, b: float, std: float
-    ) -> Tensor:
-        """As in `StepKernels`."""
-        from sage_kernels.sde_step import sde_step
-
-        words = key_words(keys, x.device) if std > 0 else None
-        return sde_step(velocity, None, x, a=a, b=b, std=std, keys=words, step=step).x
-
-    def policy_loss(
-        self,
-        velocity_new: Tensor,
-        velocity_old: Tensor,
-        velocity_anchor: Tensor | None,
-        keys: Sequence[NoiseKey],
-        steps: Sequence[int],
-        *,
-        gain: Tensor,
-        std: Tensor,
-        scale: Tensor,
-        advantage: Tensor,
-        kl_weight: float,
-        settings: ObjectiveSettings,
-    ) -> PolicyTerms:
-        """As in `StepKernels`."""
-        from sage_kernels.grpo_objective import grpo_objective
-        from sage_kernels.policy_terms import policy_terms
-
-        uses_position, uses_velocity = kl_uses(settings.kl_mode)
-        if uses_position and velocity_anchor is None:
-            raise ValueError(f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the anchor weights")
-        device = velocity_new.device
-        terms = policy_terms(
-            velocity_new,
-            None,
-            velocity_old,
-            velocity_anchor if uses_position else None,
-            gain=gain,
-            keys=key_words(keys, device),
-            step=torch.tensor(list(steps), dtype=torch.int64, device=device),
-        )
-        objective = grpo_objective(
-            terms,
-            advantage,
-            std=std,
-            scale=scale,
-            clip_range=settings.clip_range,
-            ratio_norm=settings.ratio == "ratio_norm",
-            unnormalized=settings.logprob == "unnormalized",
-            equalizer=settings.equalizer,
-            use_kl_position=uses_position,
-            position_weight=kl_weight * settings.kl_position_weight,
-            use_kl_velocity=uses_velocity,
-            velocity_weight=kl_weight * settings.kl_velocity_weight,
-            kl_velocity_exact=settings.kl_velocity == "exact",
-        )
-        return PolicyTerms(**objective._asdict())
-
-
-def select_kernels(choice: Choice, device: torch.device) -> StepKernels:
-    """The implementation that `model.kernels` names on a device.
-
-    `auto` is Triton on a GPU where Triton is installed and the reference elsewhere. `triton` on a CPU runs the kernels
-    in Triton's interpreter, which is for tests and needs TRITON_INTERPRET=1 from the start of the process.
+    `auto` is Triton on a GPU where Triton is installed, and the reference elsewhere and in float64. `triton` runs on
+    the meta device too, where an op counts as one operator, and on a CPU in Triton's interpreter, which is for tests
+    and needs TRITON_INTERPRET=1 from the start of the process.
 
     Raises:
         ConfigError: `triton` was asked for and cannot run.
@@ -176,20 +189,22 @@ def select_kernels(choice: Choice, device: torch.device) -> StepKernels:
         return REFERENCE
     installed = importlib.util.find_spec("triton") is not None
     if choice == "auto":
-        return FusedKernels() if installed and device.type == "cuda" else REFERENCE
+        return sage_kernels if installed and device.type == "cuda" and dtype != torch.float64 else REFERENCE
     if not installed:
         raise ConfigError(
             "model.kernels is 'triton', but Triton is not installed here. "
             "Install it (pip install triton) or set model.kernels to auto."
         )
+    if dtype == torch.float64:
+        raise ConfigError("model.kernels is 'triton', but the model is float64, which only 'reference' computes.")
     from sage_kernels.common import INTERPRETED
 
-    if device.type != "cuda" and not INTERPRETED:
+    if device.type not in ("cuda", "meta") and not INTERPRETED:
         raise ConfigError(
             f"model.kernels is 'triton', but model.device is {device.type!r} and Triton kernels need a GPU. Set "
             "model.kernels to auto, or TRITON_INTERPRET=1 in the environment to run them slowly in the interpreter."
         )
-    return FusedKernels()
+    return sage_kernels
 
 
 def bytes_moved(function: Callable[[], object]) -> int:

@@ -28,7 +28,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.philox import MASK32, philox_normal
+from sage_fast.kernels import MASK32, philox_normal
 
 STREAM_STEP = 0
 """Stream of the noise that a sampler adds at a step."""
@@ -68,9 +68,20 @@ class NoiseKey:
         return low, high
 
 
-def key_words(keys: Sequence[NoiseKey], device: torch.device | str = "cpu") -> Tensor:
-    """The Philox keys of a batch, (B, 2) int64, as sage_kernels takes them."""
-    return torch.tensor([key.words for key in keys], dtype=torch.int64).to(device)
+def noise_ids(keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Which noise a batch draws at its steps, (B, 3) int64: the words of each row's key and its step.
+
+    Raises:
+        ValueError: for no keys, a wrong number of steps, or a step out of range.
+    """
+    if not keys:
+        raise ValueError("no noise keys were given; pass one NoiseKey per row of the batch")
+    if len(steps) != len(keys):
+        raise ValueError(f"{len(steps)} steps for {len(keys)} noise keys; pass one step, or one per key")
+    if any(not 0 <= step <= MASK32 for step in steps):
+        raise ValueError(f"steps are {list(steps)}; each must be between 0 and 2^32 - 1")
+    rows = [(*key.words, step) for key, step in zip(keys, steps, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 def _draw(
@@ -80,20 +91,9 @@ def _draw(
     stream: int,
     device: torch.device | str,
 ) -> Tensor:
-    if not keys:
-        raise ValueError("no noise keys were given; pass one NoiseKey per row of the batch")
-    if len(steps) != len(keys):
-        raise ValueError(f"{len(steps)} steps for {len(keys)} noise keys; pass one step, or one per key")
-    if any(not 0 <= step <= MASK32 for step in steps):
-        raise ValueError(f"steps are {list(steps)}; each must be between 0 and 2^32 - 1")
     if any(size < 0 for size in shape):
         raise ValueError(f"shape is {shape}; it is the shape of one sample, without negative sizes")
-    numbers = philox_normal(
-        key_words(keys, device),
-        torch.tensor(steps, dtype=torch.int64).to(device),
-        math.prod(shape),
-        stream=stream,
-    )
+    numbers = philox_normal(noise_ids(keys, steps, device), math.prod(shape), stream=stream)
     return numbers.view(len(keys), *shape)
 
 

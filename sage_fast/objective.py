@@ -1,16 +1,8 @@
-"""The objective of a trained step: advantages, log-ratio, KL terms, clipped surrogate, KL weight.
+"""The objective of a trained step: advantages, what the loss consists of, KL weight.
 
-Every policy step is  x' ~ N(a x + b v, std^2 I)  (see `sage_fast.sde`), so with the gain r = b / std, the
-noise eps that the rollout drew and dv = v_new - v_old, everything is a function of (r, eps, v_new, v_old,
-v_anchor):
+The loss itself, log-ratio, KL terms and clipped surrogate, is written down once in plain PyTorch, in
+`sage_kernels.reference.policy_loss`, and once as Triton kernels; `sage_fast.kernels` chooses.
 
-    log-ratio = mean(r eps dv - r^2 dv^2 / 2)            exactly 0 when v_new = v_old
-    KL        = r^2 mean(dv^2) / 2
-
-The difference of two rounded log-probabilities is the same number with 5e-8 to 3.5e-7 of noise on it, against
-a clip range of 1e-4; no log-probability is ever formed here. Means run over all dimensions but the batch.
-
-Functions compute in float32 whatever their inputs are, in float64 if a velocity or the noise is float64.
 Shapes: B batch, P prompts, G samples of a prompt.
 """
 
@@ -21,6 +13,37 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from sage_fast.kernels import (
+    LossSettings,
+    PolicyTerms,
+    StepColumns,
+    clipped_surrogate,
+    gaussian_kl,
+    log_ratio,
+    policy_loss_of_noise,
+    ratio_norm_log_ratio,
+)
+
+__all__ = [
+    "KL_MODES",
+    "GroupAdvantages",
+    "KLWeightSettings",
+    "KLWeightState",
+    "ObjectiveSettings",
+    "PolicyTerms",
+    "anchor_kind",
+    "clipped_surrogate",
+    "gaussian_kl",
+    "group_advantages",
+    "kl_uses",
+    "log_ratio",
+    "loss_settings",
+    "next_kl_weight",
+    "policy_loss",
+    "ratio_norm_log_ratio",
+    "weighted_advantages",
+]
 
 KL_MODES = ("none", "fixed", "stepwise", "moving", "dual")
 
@@ -144,90 +167,6 @@ def weighted_advantages(
     return GroupAdvantages((advantages / total_weight).clamp(-clip, clip).float(), zero_spread)
 
 
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any tensor is, float32 otherwise."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _column(values: Tensor, like: Tensor, name: str) -> Tensor:
-    """Per-sample numbers (B,) in the type and on the device of `like` (B, ...)."""
-    if values.shape != like.shape[:1]:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}; expected ({like.shape[0]},), one number per sample")
-    return values.to(device=like.device, dtype=like.dtype)
-
-
-def _check_same_shape(**tensors: Tensor) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
-        raise ValueError(f"expected one shape (batch, ...) for all of them; given {shapes}")
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.flatten(1).mean(dim=1)
-
-
-def _gained(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(r dv, eps) in the computing type."""
-    _check_same_shape(noise=noise, velocity_delta=velocity_delta)
-    dtype = _compute_dtype(noise, velocity_delta)
-    velocity_delta = velocity_delta.to(dtype)
-    rows = _column(gain, velocity_delta, "gain").view(-1, *[1] * (velocity_delta.ndim - 1))
-    return rows * velocity_delta, noise.to(dtype)
-
-
-def log_ratio(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> Tensor:
-    """Mean log-density ratio  mean(log pi_new - log pi_old) = mean(r eps dv - r^2 dv^2 / 2).
-
-    Args:
-        gain: (B,) r = b / std of the step.
-        noise: (B, ...) eps = (x' - a x - b v_old) / std, the noise that the rollout drew.
-        velocity_delta: (B, ...) dv = v_new - v_old.
-
-    Returns:
-        (B,), exactly 0 where dv is 0.
-    """
-    shift, noise = _gained(gain, noise, velocity_delta)
-    return _mean(shift * (noise - shift / 2))
-
-
-def ratio_norm_log_ratio(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> Tensor:
-    """RatioNorm of GRPO-Guard:  mean(r eps dv), the log-ratio less its mean under the rollout policy.
-
-    Arguments and result are those of `log_ratio`.
-    """
-    shift, noise = _gained(gain, noise, velocity_delta)
-    return _mean(shift * noise)
-
-
-def gaussian_kl(gain: Tensor, velocity_delta: Tensor) -> Tensor:
-    """KL divergence per element of two steps that differ by dv in their velocity:  r^2 mean(dv^2) / 2.
-
-    Args:
-        gain: (B,) r = b / std of the step.
-        velocity_delta: (B, ...) difference of the two velocities.
-
-    Returns:
-        (B,), not negative; equal in both directions because the variances are equal.
-    """
-    shift, _ = _gained(gain, velocity_delta, velocity_delta)
-    return _mean(shift.square()) / 2
-
-
-def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """PPO's clipped surrogate as a loss:  max(-A rho, -A clamp(rho, 1 - c, 1 + c)),  rho = exp(log_ratio).
-
-    Args:
-        log_ratio: (B,).
-        advantage: (B,).
-        clip_range: c.
-
-    Returns:
-        (B,).
-    """
-    ratio = log_ratio.exp()
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
-
-
 def _check_kl_mode(mode: str) -> None:
     if mode not in KL_MODES:
         raise ValueError(f"kl_mode is {mode!r}; allowed are {', '.join(KL_MODES)}")
@@ -288,23 +227,28 @@ class ObjectiveSettings:
             raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
 
 
-class PolicyTerms(NamedTuple):
-    """The loss of a batch of trained steps and its parts, each (B,). Differentiate `loss` only."""
+def loss_settings(settings: ObjectiveSettings, kl_weight: float) -> LossSettings:
+    """What the loss of an update consists of.
 
-    loss: Tensor
-    """scale * surrogate + lambda (w_pos kl_position + w_vel kl_velocity)."""
-    log_ratio: Tensor
-    """The log-ratio inside the surrogate, after `ratio` and `logprob`."""
-    ratio: Tensor
-    """exp(log_ratio); exactly 1 where the policy has not moved."""
-    surrogate: Tensor
-    """Clipped surrogate before the equalizer."""
-    kl_position: Tensor
-    """KL to the anchor; 0 if the KL mode does not use it."""
-    kl_velocity: Tensor
-    """KL to the rollout policy; 0 if the KL mode does not use it."""
-    clipped: Tensor
-    """bool: the clip holds this sample back, so its surrogate has no gradient."""
+    Args:
+        settings: of the run.
+        kl_weight: lambda of the update, see `next_kl_weight`.
+
+    Raises:
+        ValueError: for a KL weight that is negative or not finite.
+    """
+    if not math.isfinite(kl_weight) or kl_weight < 0:
+        raise ValueError(f"kl_weight is {kl_weight}; it must be finite and not negative")
+    uses_position, uses_velocity = kl_uses(settings.kl_mode)
+    return LossSettings(
+        clip_range=settings.clip_range,
+        position_weight=kl_weight * settings.kl_position_weight if uses_position else None,
+        velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
+        ratio_norm=settings.ratio == "ratio_norm",
+        unnormalized=settings.logprob == "unnormalized",
+        equalizer=settings.equalizer,
+        exact=settings.kl_velocity == "exact",
+    )
 
 
 def policy_loss(
@@ -340,41 +284,11 @@ def policy_loss(
     Raises:
         ValueError: for shapes that do not match or a missing anchor.
     """
-    _check_same_shape(velocity_new=velocity_new, velocity_old=velocity_old, noise=noise)
-    if not math.isfinite(kl_weight) or kl_weight < 0:
-        raise ValueError(f"kl_weight is {kl_weight}; it must be finite and not negative")
-    dtype = _compute_dtype(velocity_new, velocity_old, noise)
-    velocity_new, noise = velocity_new.to(dtype), noise.to(dtype)
-    velocity_delta = velocity_new - velocity_old.detach().to(dtype)
-    gain, std, scale, advantage = (
-        _column(values, velocity_delta, name)
-        for values, name in ((gain, "gain"), (std, "std"), (scale, "scale"), (advantage, "advantage"))
-    )
-
-    gaussian_log_ratio = log_ratio(gain, noise, velocity_delta)
-    used = gaussian_log_ratio if settings.ratio == "gaussian" else ratio_norm_log_ratio(gain, noise, velocity_delta)
-    if settings.logprob == "unnormalized":
-        used = used * (2 * std.square())
-    ratio = used.exp()
-    surrogate = clipped_surrogate(used, advantage, settings.clip_range)
-    loss = surrogate * scale if settings.equalizer else surrogate
-
-    uses_position, uses_velocity = kl_uses(settings.kl_mode)
-    kl_position = kl_velocity = torch.zeros_like(gaussian_log_ratio)
-    if uses_position:
-        if velocity_anchor is None:
-            raise ValueError(f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the anchor weights")
-        _check_same_shape(velocity_new=velocity_new, velocity_anchor=velocity_anchor)
-        kl_position = gaussian_kl(gain, velocity_new - velocity_anchor.detach().to(dtype))
-        loss = loss + kl_weight * settings.kl_position_weight * kl_position
-    if uses_velocity:
-        estimator = settings.kl_velocity == "estimator"
-        kl_velocity = -gaussian_log_ratio if estimator else gaussian_kl(gain, velocity_delta)
-        loss = loss + kl_weight * settings.kl_velocity_weight * kl_velocity
-    with torch.no_grad():
-        high, low = ratio > 1 + settings.clip_range, ratio < 1 - settings.clip_range
-        clipped = ((advantage > 0) & high) | ((advantage < 0) & low)
-    return PolicyTerms(loss, used, ratio, surrogate, kl_position, kl_velocity, clipped)
+    if velocity_anchor is None and kl_uses(settings.kl_mode)[0]:
+        raise ValueError(f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the anchor weights")
+    columns = StepColumns(gain=gain, std=std, scale=scale, advantage=advantage)
+    resolved = loss_settings(settings, kl_weight)
+    return policy_loss_of_noise(velocity_new, velocity_old, velocity_anchor, noise, columns, resolved)
 
 
 @dataclass(frozen=True, kw_only=True)

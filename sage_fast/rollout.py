@@ -15,9 +15,9 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RolloutConfig, SDEWindowConfig, TrainingConfig
 from sage_fast.distributed.world import ALONE, World
-from sage_fast.kernels import REFERENCE, StepKernels
+from sage_fast.kernels import REFERENCE, Kernels
 from sage_fast.models.family import VideoDecoder
-from sage_fast.noise import NoiseKey, initial_noise
+from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
@@ -87,7 +87,7 @@ def sample_trajectory(
     keys: Sequence[NoiseKey],
     table: TransitionTable,
     initial: Tensor,
-    kernels: StepKernels = REFERENCE,
+    kernels: Kernels = REFERENCE,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -107,9 +107,8 @@ def sample_trajectory(
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
         latents.append(x)
         velocities.append(v)
-        x = kernels.transition(
-            x, v, keys, step, a=float(table.a[step]), b=float(table.b[step]), std=float(table.std[step])
-        )
+        a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
+        x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(
         samples=list(samples), keys=list(keys), table=table, latents=latents, velocities=velocities, final=x
     )

@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sage_fast.kernels import transition
+
+__all__ = ["SDE_TYPES", "TransitionTable", "sigma_schedule", "transition", "transition_table"]
+
 SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode")
 
 # With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite at sigma = 1.
@@ -212,56 +216,3 @@ def transition_table(sde_type: str, sigmas: Tensor, eta: float) -> TransitionTab
         trainable=trainable,
         degenerate=tuple(int(i) for i in (~trainable).nonzero()[:, 0]) if asked_for_noise else (),
     )
-
-
-def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A coefficient that broadcasts against `like` (B, ...): a float, or a tensor (B,) as (B, 1, ..., 1)."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    value = value.to(device=like.device, dtype=like.dtype)
-    if value.ndim == 0:
-        return value
-    if value.shape != like.shape[:1]:
-        raise ValueError(
-            f"a coefficient has shape {tuple(value.shape)} for a batch of {like.shape[0]}; give a number or one per row"
-        )
-    return value.view(-1, *[1] * (like.ndim - 1))
-
-
-def transition(
-    x: Tensor,
-    v: Tensor,
-    noise: Tensor | None,
-    *,
-    a: float | Tensor,
-    b: float | Tensor,
-    std: float | Tensor,
-) -> Tensor:
-    """One step  x' = a x + b v + std noise,  the plain PyTorch reference of the fused kernel.
-
-    Args:
-        x: (B, ...) state.
-        v: (B, ...) guided velocity at x, any floating-point type.
-        noise: (B, ...) standard normal numbers; may be None where std is 0.
-        a, b, std: coefficients of the step from a `TransitionTable`: numbers, or tensors (B,), one per row.
-
-    Returns:
-        (B, ...) next state, float32 (float64 if x is float64): the state never passes through a 16-bit type.
-
-    Raises:
-        ValueError: for shapes that do not match, or if noise is missing where std is not 0.
-    """
-    if v.shape != x.shape or (noise is not None and noise.shape != x.shape):
-        raise ValueError(
-            f"x, v and noise must have one shape; given {tuple(x.shape)}, {tuple(v.shape)}, "
-            f"{None if noise is None else tuple(noise.shape)}"
-        )
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = _per_row(a, x) * x + _per_row(b, x) * v.to(x.dtype)
-    if noise is None:
-        if not bool((torch.as_tensor(std) == 0).all()):
-            raise ValueError("noise is None but std is not 0; pass the noise of the step")
-        return mean
-    if not isinstance(std, Tensor) and std == 0:
-        return mean
-    return mean + _per_row(std, x) * noise.to(x.dtype)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
-from sage_fast.kernels import StepKernels
+from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveSettings, PolicyTerms, anchor_kind, kl_uses
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
@@ -108,7 +108,7 @@ class SinglePassGradient:
         self,
         policy: GuidedPolicy,
         parameters: Sequence[nn.Parameter],
-        kernels: StepKernels,
+        kernels: Kernels,
         settings: ObjectiveSettings,
         training: TrainingConfig,
         groups: GroupOrder,

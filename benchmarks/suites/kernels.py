@@ -1,11 +1,12 @@
 """Every op of sage_kernels against eager PyTorch and torch.compile, forward and backward.
 
-    python -m benchmarks kernels             on a GPU: shapes A and B in bfloat16
+    python -m benchmarks kernels             on a GPU: every variant that training runs, in its type
     python -m benchmarks kernels --smoke     anywhere: tiny shapes, all of the code, no meaning in the numbers
     python -m benchmarks kernels --op adaln  some ops only
 
 Parity comes first: an op that is further from the float64 oracle than its bound is not timed, and the exit status is 1.
-Bytes are those of the op's formula, so GB/s of ours are what the table in kernels/README.md promises.
+Bytes are those that an operator reads and writes once each, so GB/s of ours are what the table in kernels/README.md
+promises. A variant that returns more than eager code does (an activation beside a gradient) is timed with it.
 
 The same calls under pytest-benchmark, for its comparisons and histograms:
 
@@ -24,11 +25,11 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from sage_kernels import parity
 from sage_kernels.registry import Case, Inputs, OpSpec, specs
+from sage_kernels.tracer import backward_call, count_op
 
 SUITE = "kernels"
 CONTENDERS = ("ours", "eager", "compiled")
 DIRECTIONS = ("forward", "backward")
-DTYPE = torch.bfloat16
 
 
 def cases_of(spec: OpSpec, *, smoke: bool) -> tuple[Case, ...]:
@@ -71,7 +72,7 @@ class InputSets:
             self._key, self._sets = (spec.name, case.id), []
         while len(self._sets) < count:
             generator = torch.Generator().manual_seed(len(self._sets))
-            self._sets.append(spec.make_inputs(case, DTYPE, self.device, generator))
+            self._sets.append(spec.make_inputs(case, spec.bench_dtype, self.device, generator))
         return self._sets[:count]
 
 
@@ -79,8 +80,8 @@ def calls_of(
     spec: OpSpec, case: Case, direction: str, contender: str, inputs: InputSets, *, smoke: bool
 ) -> tuple[Callable[[], object], int]:
     """(a call that rotates through sets of inputs, bytes that the fused op moves in it)."""
-    bytes_of = spec.bytes_forward if direction == "forward" else spec.bytes_backward
-    nbytes = bytes_of(inputs.get(spec, case, 1)[0])
+    forward, backward = count_op(spec, case, spec.bench_dtype)
+    nbytes = (forward if direction == "forward" else backward).total
     function = spec.op if contender == "ours" else spec.eager or spec.reference
     if contender == "compiled":
         torch._dynamo.reset()
@@ -93,9 +94,12 @@ def calls_of(
         if direction == "forward":
             calls.append(partial(function, **values))
             continue
-        outputs, leaves = parity.run_forward(spec, function, values)
-        if spec.differentiable_outputs is not None:
-            outputs = [outputs[i] for i in spec.differentiable_outputs]
+        if contender == "ours":
+            # The operator itself, with what the model gives it beyond autograd's arguments.
+            calls.append(backward_call(spec, case, values))
+            continue
+        outputs, leaves = parity.run_forward(spec.for_case(case), function, values)
+        outputs = spec.with_gradient(outputs)
         cotangents = [torch.randn_like(output) for output in outputs]
         calls.append(partial(torch.autograd.grad, outputs, list(leaves.values()), cotangents, retain_graph=True))
     turn = itertools.cycle(calls)
@@ -130,7 +134,7 @@ def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contende
     call, nbytes = calls_of(spec, case, direction, contender, inputs, smoke=session.smoke)
     with torch.set_grad_enabled(direction == "backward"):
         seconds = session.time(call, rounds=20, calls=harness.calls_per_stretch(nbytes), warmup=3)
-    step, dtype = f"{spec.name} {direction}", str(DTYPE).removeprefix("torch.")
+    step, dtype = f"{spec.name} {direction}", str(spec.bench_dtype).removeprefix("torch.")
     return {"rows": [timing(step, case.id, contender, seconds, nbytes=nbytes, op=spec.name, dtype=dtype)]}
 
 
@@ -141,16 +145,21 @@ def pytest_generate_tests(metafunc: Any) -> None:
     """The cases of `test_speed`."""
     smoke = not torch.cuda.is_available()
     every = specs()
-    found = [(op, case) for op, spec in every.items() for case in cases_of(spec, smoke=smoke)]
-    metafunc.parametrize(("op", "case"), found, ids=[f"{op}-{case.id}" for op, case in found])
-    metafunc.parametrize("direction", DIRECTIONS)
+    found = [
+        (op, case, direction)
+        for op, spec in every.items()
+        for case in cases_of(spec, smoke=smoke)
+        for direction in (DIRECTIONS if spec.differentiable else DIRECTIONS[:1])
+    ]
+    ids = [f"{op}-{case.id}-{direction}" for op, case, direction in found]
+    metafunc.parametrize(("op", "case", "direction"), found, ids=ids)
     metafunc.parametrize("contender", CONTENDERS)
 
 
 def test_speed(benchmark: Any, op: str, case: Case, direction: str, contender: str) -> None:
     """A timing by pytest-benchmark, behind the same parity check."""
     spec, device = specs()[op], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert not parity.failures(parity.compare(spec, case, DTYPE, device))
+    assert not parity.failures(parity.compare(spec, case, spec.bench_dtype, device))
     call, nbytes = calls_of(spec, case, direction, contender, InputSets(device), smoke=device.type == "cpu")
     with torch.set_grad_enabled(direction == "backward"):
         benchmark.pedantic(call, rounds=20, warmup_rounds=3, iterations=harness.calls_per_stretch(nbytes))

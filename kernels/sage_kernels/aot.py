@@ -1,12 +1,12 @@
-"""Builds every kernel of the registry without a GPU and reports what the compiler made of it.
+"""Builds every kernel that the benchmark cases launch, without a GPU, and reports what the compiler made of it.
 
 Per kernel and architecture: registers a thread, bytes of stack and local memory, spill instructions, bytes of shared
 memory, and the width of every global access, attributed to the pointer argument it goes through by following the
 address arithmetic in the PTX. `violations` compares that with the limits.
 
-    python -m sage_kernels.aot                              a table on standard output; exit status 1 on a violation
-    python -m sage_kernels.aot --write docs/kernels_aot.md  the same into a file
-    python -m sage_kernels.aot --json                       for tests
+    python -m sage_kernels.aot             a table on standard output; exit status 1 on a violation
+    python -m sage_kernels.aot --write     renew kernels/aot.json and the page made from it, docs/kernels_aot.md
+    python -m sage_kernels.aot --json      the records on standard output, for tests
 
 Run it without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
@@ -21,17 +21,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sage_kernels import common
-from sage_kernels.registry import Kernel, specs
+from sage_kernels.custom_op import recording_on_meta
+from sage_kernels.launch import TRITON_TYPES, Kernel
+from sage_kernels.registry import OpSpec, specs
+from sage_kernels.tracer import backward_call
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100/H200, B100/B200."""
 MAX_REGISTERS = 128
 STREAMING_BYTES = 16
+RECORDS = Path(__file__).resolve().parents[1] / "aot.json"
+PAGE = RECORDS.parents[1] / "docs" / "kernels_aot.md"
 _WARP_SIZE = 32
 
 
@@ -40,11 +46,14 @@ class Build:
     """What the compiler made of one kernel for one architecture.
 
     Example:
-        >>> Build(kernel="gelu_tanh_forward[bf16]", arch=90, num_warps=8, registers=32, stack=0, local=0, spills=0,
-        ...       shared=0, loads={"x_ptr": [16]}, stores={"out_ptr": [16]}, narrow=())
+        >>> Build(op="gelu_tanh", kernel="gelu_tanh_forward[bf16, A]", arch=90, num_warps=8, registers=32, stack=0,
+        ...       local=0, spills=0, shared=0, loads={"x_ptr": [16]}, stores={"out_ptr": [16]},
+        ...       streaming=("x_ptr", "out_ptr"))
     """
 
+    op: str
     kernel: str
+    """Its function, the type of the large inputs and the first case that launches it."""
     arch: int
     """80 for sm_80."""
     num_warps: int
@@ -62,8 +71,15 @@ class Build:
     """Pointer argument -> widths of the loads through it, in bytes a thread, without repetition."""
     stores: dict[str, list[int]]
     """The same for stores."""
-    narrow: tuple[str, ...]
-    """Streaming pointers with an access narrower than 16 bytes, or with none at all."""
+    streaming: tuple[str, ...]
+    """Pointers to large tensors, all of whose accesses must be 16 bytes wide."""
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Stream -> bytes a thread of its narrowest access, 0 where it has none."""
+        return {
+            name: min([*self.loads.get(name, []), *self.stores.get(name, [])], default=0) for name in self.streaming
+        }
 
     def violations(self) -> list[str]:
         """Broken limits, in words; empty for a build that is in order."""
@@ -75,14 +91,31 @@ class Build:
             broken.append(
                 f"{where}: {self.stack} bytes of stack, {self.local} of local memory, {self.spills} spill instructions"
             )
-        for pointer in self.narrow:
+        for pointer in (name for name, width in self.widths.items() if width < STREAMING_BYTES):
             widths = f"loads {self.loads.get(pointer, [])}, stores {self.stores.get(pointer, [])} bytes wide"
             broken.append(f"{where}: {pointer} is a stream but has {widths}, the limit is {STREAMING_BYTES}")
         return broken
 
 
-def build(kernel: Kernel, arch: int) -> Build:
-    """Compile `kernel` for an architecture (80, 90, 100) and read the result.
+def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
+    """The kernels that the op's cases launch on an architecture, each once, by their names in reports."""
+    cases = [(case, dtype) for dtype in spec.dtypes for case in spec.bench_cases]
+    cases += [(case, torch.bfloat16) for case in spec.wide_cases]
+    found: dict[tuple[object, ...], tuple[str, Kernel]] = {}
+    for case, dtype in cases:
+        inputs = spec.make_inputs(case, dtype, "meta", None)
+        backward = backward_call(spec, case, inputs) if spec.differentiable else None
+        with recording_on_meta(divmod(arch, 10)) as kernels:
+            spec.op(**inputs)
+            if backward:
+                backward()
+        for kernel in kernels:
+            found.setdefault(kernel.identity, (f"{kernel.name}[{TRITON_TYPES[dtype]}, {case.id}]", kernel))
+    return dict(found.values())
+
+
+def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
+    """Compile a kernel for an architecture (80, 90, 100) and read the result.
 
     Raises:
         RuntimeError: kernels are interpreted, or a tool that comes with Triton failed.
@@ -90,17 +123,11 @@ def build(kernel: Kernel, arch: int) -> Build:
     if common.INTERPRETED:
         raise RuntimeError("kernels are interpreted: unset TRITON_INTERPRET to compile them")
     names = kernel.function.arg_names
-    signature = {name: "constexpr" if name in kernel.constexprs else kernel.signature[name] for name in names}
-    aligned = [
-        index
-        for index, name in enumerate(names)
-        if signature[name][0] in "*i" and name not in kernel.unaligned and name not in kernel.constexprs
-    ]
     source = ASTSource(
         fn=kernel.function,
-        signature=signature,
+        signature={name: "constexpr" if name in kernel.constexprs else kernel.signature[name] for name in names},
         constexprs={(names.index(name),): value for name, value in kernel.constexprs.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned},
     )
     compiled = triton.compile(
         source,
@@ -110,12 +137,12 @@ def build(kernel: Kernel, arch: int) -> Build:
     runtime_names = [name for name in names if name not in kernel.constexprs]
     loads: dict[str, set[int]] = {}
     stores: dict[str, set[int]] = {}
-    for access, name, width in global_accesses(compiled.asm["ptx"], runtime_names):
-        (loads if access == "ld" else stores).setdefault(name, set()).add(width)
+    for access, pointer, width in global_accesses(compiled.asm["ptx"], runtime_names):
+        (loads if access == "ld" else stores).setdefault(pointer, set()).add(width)
     usage, spills = _inspect(compiled.asm["cubin"])
-    widths = {name: loads.get(name, set()) | stores.get(name, set()) for name in kernel.streaming}
     return Build(
-        kernel=kernel.name,
+        op=op,
+        kernel=name,
         arch=arch,
         num_warps=kernel.num_warps,
         registers=usage["REG"],
@@ -125,7 +152,7 @@ def build(kernel: Kernel, arch: int) -> Build:
         shared=compiled.metadata.shared,
         loads={name: sorted(found) for name, found in loads.items()},
         stores={name: sorted(found) for name, found in stores.items()},
-        narrow=tuple(name for name, found in widths.items() if min(found, default=0) < STREAMING_BYTES),
+        streaming=kernel.streaming,
     )
 
 
@@ -212,29 +239,36 @@ def build_all(ops: Sequence[str] = (), architectures: Sequence[int] = ARCHITECTU
     if unknown:
         raise ValueError(f"unknown ops {unknown}; known are {sorted(known)}")
     return [
-        build(kernel, arch)
-        for name, spec in known.items()
-        if not ops or name in ops
-        for kernel in spec.kernels()
+        build(op, name, kernel, arch)
+        for op, spec in known.items()
+        if not ops or op in ops
         for arch in architectures
+        for name, kernel in launched_kernels(spec, arch).items()
     ]
 
 
-def markdown(builds: Sequence[Build]) -> str:
-    """The table of builds as a document."""
+def records(builds: Sequence[Build]) -> str:
+    """The builds as JSON, one a line."""
+    rows = ",\n".join(json.dumps(asdict(item)) for item in builds)
+    return f'{{"triton": "{triton.__version__}", "builds": [\n{rows}\n]}}\n'
+
+
+def page(text: str) -> str:
+    """The Markdown page of the builds in `records`."""
+    content = json.loads(text)
     lines = [
         "# Kernels as compiled",
         "",
-        "Written by `python -m sage_kernels.aot --write` "
-        f"(Triton {triton.__version__}); no GPU is needed. Limits, held by a test: at most {MAX_REGISTERS} registers a "
-        f"thread, no stack, local memory or spills, and at least {STREAMING_BYTES} bytes a thread in every access to a "
-        "stream. Widths are bytes a thread, streams in bold. Shapes are those of HunyuanVideo-1.5 (width 2048, 16 "
-        "heads of 128).",
+        "Made by `python -m sage_kernels.aot --write` from kernels/aot.json "
+        f"(Triton {content['triton']}); no GPU is needed. Every kernel that the benchmark cases launch is built as "
+        "they launch it. Limits, held by a test: at most "
+        f"{MAX_REGISTERS} registers a thread, no stack, local memory or spills, and at least {STREAMING_BYTES} bytes a "
+        "thread in every access to a stream. Widths are bytes a thread, streams in bold. Shapes are those of "
+        "HunyuanVideo-1.5 (width 2048, 16 heads of 128).",
         "",
         "| kernel | arch | warps | registers | stack + local | spills | shared | loads | stores |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    streams = {kernel.name: kernel.streaming for spec in specs().values() for kernel in spec.kernels()}
 
     def accesses(found: dict[str, list[int]], streaming: Sequence[str]) -> str:
         groups: dict[str, list[str]] = {}
@@ -244,12 +278,11 @@ def markdown(builds: Sequence[Build]) -> str:
             groups.setdefault("/".join(map(str, widths)), []).append(text)
         return "; ".join(f"{', '.join(names)} {widths}" for widths, names in groups.items())
 
-    for item in builds:
-        streaming = streams[item.kernel]
+    for item in (Build(**row) for row in content["builds"]):
         lines.append(
             f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} | {item.stack + item.local} "
-            f"| {item.spills} | {item.shared} | {accesses(item.loads, streaming)} "
-            f"| {accesses(item.stores, streaming)} |"
+            f"| {item.spills} | {item.shared} | {accesses(item.loads, item.streaming)} "
+            f"| {accesses(item.stores, item.streaming)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -260,16 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", help="ops to build; all by default")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="80 for sm_80")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--write", type=Path, help="file for the table")
+    output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name} and {PAGE.name}")
     output.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args(argv)
     builds = build_all(options.ops, options.arch)
-    if options.json:
-        print(json.dumps([asdict(item) for item in builds]))
-    elif options.write:
-        options.write.write_text(markdown(builds), "utf-8")
+    text = records(builds)
+    if options.write:
+        RECORDS.write_text(text, "utf-8")
+        PAGE.write_text(page(text), "utf-8")
     else:
-        print(markdown(builds), end="")
+        print(text if options.json else page(text), end="")
     broken = [line for item in builds for line in item.violations()]
     print("\n".join(broken), end="\n" if broken else "", file=sys.stderr)
     return 1 if broken else 0

@@ -1,7 +1,7 @@
-"""What every op shares: argument checks, the choice of kernel or reference, launch settings, allocation.
+"""What every op shares: argument checks, the choice of kernel or reference, allocation.
 
-Dispatch. A public op checks its arguments and calls a `torch.library.custom_op`. Its body runs the Triton kernel for
-CUDA tensors and the plain PyTorch reference for CPU tensors. With TRITON_INTERPRET=1 in the environment when Triton is
+Dispatch. A public op checks its arguments and calls an operator (`custom_op.py`), which runs the Triton kernel for CUDA
+tensors and the plain PyTorch reference for CPU tensors. With TRITON_INTERPRET=1 in the environment when Triton is
 imported, CPU tensors go through the Triton kernel itself, executed by Triton's interpreter.
 
 Contiguity. A kernel reads its large inputs through strides as long as the last dimension is dense (`dense_rows`);
@@ -11,10 +11,7 @@ Addresses are formed in int64: a 720p batch passes 2^31 elements.
 """
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,9 +29,6 @@ POISON_EMPTY: bool = os.environ.get("SAGE_KERNELS_POISON_EMPTY") == "1"
 
 _ROUND_BY_HAND = tl.constexpr(INTERPRETED)
 
-_INTERPRETED_PROGRAMS = 6
-"""Programs that a sum over tokens is split over in the interpreter: enough to test the second stage."""
-
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
@@ -50,14 +44,20 @@ def narrow(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of `count` float32 numbers in an order that depends on nothing but the constants."""
+    # The number of chunks is a constant: 1 up to a million elements of a sample, 4 at 720p and 121 frames.
+    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for chunk in range(CHUNKS):
+        o = chunk * BLOCK + tl.arange(0, BLOCK)
+        b_sum += tl.load(p_values + o, mask=o < count, other=0.0)
+    return tl.sum(b_sum)
+
+
 def runs_triton(tensor: Tensor) -> bool:
     """Whether the op runs its Triton kernel on this tensor (True) or its plain PyTorch reference (False)."""
     return tensor.is_cuda or INTERPRETED
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU current: Triton launches on the current device, whatever device the pointers are on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,7 +97,7 @@ def check_tensors(op: str, tensors: Mapping[str, object]) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"{op}: {name} has dtype {tensor.dtype}; allowed are float32, bfloat16 and float16. "
-                f"Convert it, or call sage_kernels.reference.{op}.{op}, which takes any float dtype"
+                f"Convert it, or call sage_kernels.reference.{op}, which takes any float dtype"
             )
         if first is None:
             first = (name, tensor.device)
@@ -129,84 +129,25 @@ def check_eps(op: str, eps: float) -> None:
         raise ValueError(f"{op}: eps is {eps!r}; it must be a number above zero, for instance 1e-6")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Launch settings of one kernel.
+def check_latents(op: str, tensors: Mapping[str, Tensor | None], noise_ids: Tensor | None) -> None:
+    """Refuse tensors that do not have one shape (B, ...) in common, or noise ids that are not int64 (B, 3) beside them.
 
-    Example:
-        >>> Launch(num_warps=8, rows=4)
-        Launch(num_warps=8, rows=4, programs_per_sm=4)
+    Values on a GPU are not read: words and steps beyond 32 bits are taken modulo 2^32.
     """
-
-    num_warps: int
-    """Warps of a program; 32 threads each."""
-    rows: int = 1
-    """Rows (tokens) that a program of a forward kernel handles; what it loads once serves all of them."""
-    programs_per_sm: int = 4
-    """Programs per multiprocessor over which a kernel with a reduction is spread."""
-
-
-class LaunchTable:
-    """Launch settings keyed by (largest width, device capability).
-
-    A row serves widths up to its own, None any width; capability is (major, minor), None any device. The narrowest row
-    that fits wins, and of two with one width the one that names the device. There is no autotuning: a lookup costs
-    nothing, gives the same kernel in every process, and works in the interpreter.
-    """
-
-    def __init__(self, rows: Mapping[tuple[int | None, tuple[int, int] | None], Launch]) -> None:
-        if (None, None) not in rows:
-            raise ValueError("a launch table needs the default row (None, None)")
-        self._rows = sorted(rows.items(), key=lambda row: (row[0][0] or sys.maxsize, row[0][1] is None))
-
-    @property
-    def default(self) -> Launch:
-        """The row for any width and device."""
-        return dict(self._rows)[None, None]
-
-    def find(self, width: int, device: torch.device | None = None) -> Launch:
-        """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
-        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else None
-        for (largest, named), launch in self._rows:
-            if (largest is None or width <= largest) and named in (None, capability):
-                return launch
-        raise AssertionError("the default row fits every width")
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the tokens of a sample are dealt to the programs of a kernel that sums over tokens.
-
-    Example: 18,018 tokens over 528 programs are 515 programs of 35 tokens, the last one with 28.
-        >>> Split(programs=515, tokens=35)
-        Split(programs=515, tokens=35)
-    """
-
-    programs: int
-    """Programs of a sample; none of them is empty."""
-    tokens: int
-    """Tokens of every program but the last, which may have fewer."""
-
-
-def split_tokens(tokens: int, batch: int, launch: Launch, device: torch.device) -> Split:
-    """Deal `tokens` consecutive tokens of each of `batch` samples to about as many programs as fill the device."""
-    wanted = max(num_programs(launch, device) // max(batch, 1), 1)
-    each = max(cdiv(tokens, wanted), 1)
-    return Split(programs=cdiv(tokens, each), tokens=each)
-
-
-def num_programs(launch: Launch, device: torch.device) -> int:
-    """Programs that fill the device at `launch.programs_per_sm` each; a small constant in the interpreter."""
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number`; Triton blocks have such sizes."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def cdiv(numerator: int, denominator: int) -> int:
-    """Ceiling division of non-negative integers."""
-    return -(-numerator // denominator)
+    check_tensors(op, tensors)
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
+        listed = ", ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{op}: {listed}; they must have one shape (B, ...) of at least 2 dimensions")
+    first = next(iter(given.values()))
+    if noise_ids is None:
+        return
+    expected = (torch.int64, (first.shape[0], 3), first.device)
+    if not isinstance(noise_ids, Tensor) or (noise_ids.dtype, tuple(noise_ids.shape), noise_ids.device) != expected:
+        is_tensor = isinstance(noise_ids, Tensor)
+        words = f"{noise_ids.dtype} {tuple(noise_ids.shape)} on {noise_ids.device}" if is_tensor else repr(noise_ids)
+        raise ValueError(
+            f"{op}: noise_ids are {words}; they must be int64 (B, 3) = ({first.shape[0]}, 3) on {first.device}, "
+            "two key words and the step of each row"
+        )

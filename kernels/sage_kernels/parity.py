@@ -101,7 +101,7 @@ def compare(
     if layout == "gaps":
         inputs = {name: with_gaps(value) if _is_float(value) else value for name, value in inputs.items()}
     outputs = run_forward(spec, spec.reference, inputs)[0]
-    cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in _with_gradient(spec, outputs)]
+    cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in spec.with_gradient(outputs)]
     if layout == "gaps":
         cotangents = [with_gaps(cotangent) for cotangent in cotangents]
     elif case.strided:
@@ -148,7 +148,7 @@ def run(
     found = [(f"out {index}", output.detach()) for index, output in enumerate(outputs)]
     if leaves:
         gradients = torch.autograd.grad(
-            _with_gradient(spec, outputs), list(leaves.values()), list(cotangents), allow_unused=True
+            spec.with_gradient(outputs), list(leaves.values()), list(cotangents), allow_unused=True
         )
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             found.append((f"d {name}", torch.zeros_like(leaf) if gradient is None else gradient))
@@ -179,11 +179,6 @@ def _with_token_gaps(tensor: Tensor, gap: int) -> Tensor:
     buffer = torch.full((*tokens.shape[:2], tokens.shape[2] + gap), float("nan"), dtype=tensor.dtype)
     buffer = buffer.to(tensor.device)[..., : tokens.shape[2]].copy_(tokens)
     return buffer.unflatten(2, tensor.shape[2:])
-
-
-def _with_gradient(spec: OpSpec, outputs: Sequence[Tensor]) -> list[Tensor]:
-    indices = range(len(outputs)) if spec.differentiable_outputs is None else spec.differentiable_outputs
-    return [outputs[index] for index in indices if index < len(outputs)]
 
 
 def _is_float(value: object) -> bool:

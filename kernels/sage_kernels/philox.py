@@ -6,17 +6,15 @@ Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
     element e of a row = number e % 4 of block e // 4
     words (w, w') -> (r cos angle, r sin angle),  r = sqrt(-2 ln(w 2^-32 + 2^-33)),  angle = 2 pi w' 2^-32
 
-A number depends on (key, step, stream, e) alone: not on the launch geometry, the batch or the shard that asks for it.
+A number depends on (key, step, stream, e) alone: not on the launch geometry or the batch that asks for it.
 The integer words are those of the reference bit for bit; the numbers agree to about 1e-6, which is what the float32
 logarithms and sines of different processors differ by.
 
 Shapes: B rows, N elements of a row, K blocks of four numbers.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 ROUNDS = tl.constexpr(10)
 MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
@@ -88,30 +86,11 @@ def normal_tile(i_block, k0, k1, step, stream):
     return tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
 
 
-def check_noise_owner(
-    op: str, keys: object, step: object, rows: int, device: torch.device, element_offset: int
-) -> None:
-    """Refuse keys, a step or an offset that do not say whose noise it is.
-
-    Raises:
-        ValueError: says which argument, what was given and what is allowed. Values on a GPU are not read: key words and
-            steps beyond 32 bits are taken modulo 2^32.
-    """
-    if not isinstance(keys, Tensor) or keys.dtype != torch.int64 or keys.shape != (rows, 2) or keys.device != device:
-        given = f"{keys.dtype} {tuple(keys.shape)} on {keys.device}" if isinstance(keys, Tensor) else repr(keys)
-        raise ValueError(f"{op}: keys are {given}; they must be int64 (B, 2) = ({rows}, 2) on {device}")
-    if isinstance(step, Tensor):
-        if step.is_floating_point() or step.dtype == torch.bool or step.shape != (rows,) or step.device != device:
-            raise ValueError(
-                f"{op}: step is {step.dtype} {tuple(step.shape)} on {step.device}; "
-                f"it must be an int, or integers (B,) = ({rows},) on {device}"
-            )
-    elif isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
-        raise ValueError(f"{op}: step is {step!r}; it must be an int from 0 to 2^32 - 1, or integers (B,)")
-    if isinstance(element_offset, bool) or not isinstance(element_offset, int) or not 0 <= element_offset < 2**62:
-        raise ValueError(f"{op}: element_offset is {element_offset!r}; it must be an int that is not negative")
-
-
-def step_column(step: int | Tensor, keys: Tensor) -> Tensor:
-    """The step of every row, (B,) int64 beside the keys."""
-    return step.to(torch.int64) if isinstance(step, Tensor) else torch.full_like(keys[:, 0], step)
+@triton.jit
+def row_noise(p_noise_ids, i_row, i_tile, BLOCK: tl.constexpr):
+    """The numbers of a row's BLOCK elements from i_tile * BLOCK on; p_noise_ids (B, 3) int64."""
+    BLOCKS: tl.constexpr = BLOCK // 4
+    k0 = tl.load(p_noise_ids + i_row * 3).to(tl.uint32)
+    k1 = tl.load(p_noise_ids + i_row * 3 + 1).to(tl.uint32)
+    step = tl.load(p_noise_ids + i_row * 3 + 2).to(tl.uint32)
+    return normal_tile(i_tile * BLOCKS + tl.arange(0, BLOCKS), k0, k1, step, 0)

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from sage_kernels.registry import specs
-from sage_kernels.tracer import count_op
+from sage_kernels.tracer import count_eager, count_op
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 RESULTS = README.parents[1] / "benchmarks" / "results"
@@ -23,12 +21,12 @@ _BEGIN, _END = "<!-- table of ops: begin -->\n", "<!-- table of ops: end -->\n"
 
 
 def bandwidths(results: Path = RESULTS) -> dict[str, str]:
-    """Op -> achieved bandwidth at shape B in bfloat16 with the file it comes from, from the newest run of a GPU."""
+    """Op -> achieved bandwidth of case B with the file it comes from, from the newest run of a GPU."""
     found: dict[str, str] = {}
     for file in sorted(results.glob("*/*.json"), key=lambda path: path.name):
         cells = json.loads(file.read_text("utf-8")).get("cells", {}).values()
         rows = [row for cell in cells if cell.get("suite") == "kernels" for row in cell.get("rows", [])]
-        rows = [row for row in rows if (row["contender"], row["shape"], row.get("dtype")) == ("ours", "B", "bfloat16")]
+        rows = [row for row in rows if (row["contender"], row["shape"]) == ("ours", "B")]
         for op in {row["op"] for row in rows}:
             parts = [
                 f"{row['step'].removeprefix(op).strip()} {row['rate']:.0f} GB/s ({row['share']:.0%} of copy)"
@@ -40,7 +38,7 @@ def bandwidths(results: Path = RESULTS) -> dict[str, str]:
 
 
 def table() -> str:
-    """The table of ops in Markdown. Megabytes are counted by the dispatch tracer on the meta device, shape B, bf16."""
+    """The table of ops in Markdown. Megabytes are counted by the dispatch tracer on the meta device, case B."""
     measured = bandwidths()
     lines = [
         "| op | formula | bytes forward, backward | MB forward: fused, eager | MB backward: fused, eager | reference "
@@ -48,13 +46,12 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for spec in specs().values():
-        inputs = spec.make_inputs(spec.bench_cases[-1], torch.bfloat16, "meta", None)
-        fused = count_op(spec, spec.op, inputs)
-        eager = count_op(spec, spec.eager or spec.reference, inputs)
+        case = spec.bench_cases[1]
+        fused, eager = (count(spec, case, spec.bench_dtype) for count in (count_op, count_eager))
         megabytes = [f"{a.total / 1e6:.1f}, {b.total / 1e6:.1f}" for a, b in zip(fused, eager, strict=True)]
-        formula = spec.formula.replace("|", "\\|")
+        formula, traffic = spec.formula.replace("|", "\\|"), ", ".join(filter(None, spec.bytes_formula))
         lines.append(
-            f"| [{spec.name}](sage_kernels/{spec.name}.py) | {formula} | {', '.join(spec.bytes_formula)} "
+            f"| [{spec.name}](sage_kernels/ops/{spec.name}.py) | {formula} | {traffic} "
             f"| {megabytes[0]} | {megabytes[1]} | [plain PyTorch](sage_kernels/reference/{spec.name}.py) "
             f"| {spec.atol_fp32:.0e}, {spec.k_bf16:g} | {measured.get(spec.name, 'not measured')} |"
         )

@@ -1,28 +1,20 @@
 """One table of ops. It drives the tests, the benchmarks, the ahead-of-time builds and the table in kernels/README.md.
 
-Every op module ends with `SPEC = OpSpec(...)`; this module holds the record types and collects the modules.
+Every file of `ops/` ends with `SPEC = OpSpec(...)`; this module holds the record types and collects the files.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-OPS = (
-    "adaln",
-    "gated_residual",
-    "gated_residual_adaln",
-    "qk_norm_rope",
-    "gelu_tanh",
-    "sde_step",
-    "policy_terms",
-    "grpo_objective",
-)
-"""Modules of sage_kernels that define a SPEC, in the order of the README's table."""
+OPS = ("adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh", "sde_step", "policy_loss")
+"""Modules of sage_kernels.ops that define a SPEC, in the order of the README's table."""
 
+Device = torch.device | str
 Inputs = dict[str, Any]
 """Keyword arguments of an op: tensors, numbers and None."""
 
@@ -33,7 +25,7 @@ class Case:
 
     Example:
         >>> Case(id="odd", shape={"batch": 2, "tokens": 7, "width": 33}, strided=True)
-        Case(id='odd', shape={'batch': 2, 'tokens': 7, 'width': 33}, strided=True, mixed=False)
+        Case(id='odd', shape={'batch': 2, 'tokens': 7, 'width': 33}, strided=True, mixed=False, frozen=(), backward={})
     """
 
     id: str
@@ -44,51 +36,17 @@ class Case:
     """Inputs are views with gaps between their rows, as chunks of a wider tensor are."""
     mixed: bool = False
     """Small inputs (modulation, norm weights) are float32 whatever the dtype of the large ones."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """A Triton kernel with what is needed to build it without a GPU.
-
-    Example:
-        >>> Kernel(name="gelu_tanh_forward", function=kernel, signature={"x_ptr": "*bf16", "size": "i64"},
-        ...        constexprs={"BLOCK": 1024}, num_warps=4, streaming=("x_ptr",))
-    """
-
-    name: str
-    """Name in reports, op first: adaln_forward."""
-    function: Any
-    """The `@triton.jit` function."""
-    signature: Mapping[str, str]
-    """Run-time argument -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), in the order of the function."""
-    constexprs: Mapping[str, Any]
-    """Compile-time arguments."""
-    num_warps: int
-    """Warps of a program, as the launch table has it for this width."""
-    fp_fusion: bool = True
-    """Whether the launcher lets the compiler fuse multiply and add."""
-    streaming: tuple[str, ...] = ()
-    """Pointers to the large tensors. Every access through them must be 16 bytes wide."""
-    unaligned: tuple[str, ...] = ()
-    """Integers and pointers that are not multiples of 16 (elements, bytes) in a real launch; all others are."""
-
-    def variant(self, name: str, num_warps: int | None = None, **constexprs: Any) -> "Kernel":
-        """The same kernel under another name with other compile-time arguments; a pointer may be fixed to None."""
-        return replace(
-            self,
-            name=name,
-            constexprs={**self.constexprs, **constexprs},
-            num_warps=num_warps or self.num_warps,
-            streaming=tuple(pointer for pointer in self.streaming if pointer not in constexprs),
-        )
+    frozen: tuple[str, ...] = ()
+    """Differentiable inputs that need no gradient here, as the modulation does not under LoRA."""
+    backward: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the backward operator beyond what autograd gives it, as the fused block passes them: a value, or a
+    function of the other arguments by name."""
 
 
 class MakeInputs(Protocol):
     """Builds the keyword arguments of an op, the same for its reference."""
 
-    def __call__(
-        self, case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-    ) -> Inputs:
+    def __call__(self, case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
         """`generator` is a CPU generator; None, or device "meta", asks for tensors without meaningful values."""
         ...
 
@@ -97,11 +55,11 @@ class MakeInputs(Protocol):
 class OpSpec:
     """All that tests, benchmarks and documents need to know about an op.
 
-    Example: the last lines of adaln.py.
+    Example: the last lines of ops/adaln.py.
     """
 
     name: str
-    """Name of the op, its module, its reference module, its test and its row everywhere."""
+    """Name of the op, its file, its reference, its test and its row everywhere."""
     formula: str
     """What it computes, in one line of plain text."""
     source: str
@@ -123,21 +81,42 @@ class OpSpec:
     test_cases: tuple[Case, ...]
     """Odd, one-element, strided and mixed cases, small enough for the interpreter."""
     bench_cases: tuple[Case, ...]
-    """Shapes A (352x624, 81 frames) and B (480x832, 81 frames) of HunyuanVideo-1.5."""
-    bytes_forward: Callable[[Inputs], int]
-    """Bytes that the forward op reads and writes for these inputs; meta tensors will do."""
-    bytes_backward: Callable[[Inputs], int]
-    """The same for the backward op."""
+    """What is timed, counted and built ahead of time, in the variants that training runs. A and B, the first two, are
+    352x624 and 480x832 at 81 frames of HunyuanVideo-1.5 trained with LoRA."""
+    wide_cases: tuple[Case, ...] = ()
+    """Shapes beyond the model's that are built ahead of time, in bfloat16."""
+    bench_dtype: torch.dtype = torch.bfloat16
+    """Type of the large inputs in training."""
+    letters: Callable[[Inputs], Mapping[str, int]]
+    """Bytes of the letters in `bytes_formula`, for the inputs of case A or B; meta tensors will do."""
     bytes_formula: tuple[str, str]
-    """Forward and backward bytes in letters for the README, with S = bytes of one large tensor."""
+    """What the forward and the backward operator of cases A and B read and write, a sum like "2 S + 2 m"."""
     atol_fp32: float = 1e-5
     """float32: largest allowed error over the root mean square of the oracle's tensor."""
-    k_bf16: float = 2.0
+    k_bf16: float = 1.1
     """bfloat16: the op's error against the float64 oracle may be this many times the bfloat16 reference's error."""
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """Element types of the large inputs that the tests run through."""
-    kernels: Callable[[], tuple[Kernel, ...]] = tuple
-    """Kernels to build ahead of time."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    """Element types of the large inputs that the tests run through and that are built ahead of time."""
+
+    def for_case(self, case: Case) -> "OpSpec":
+        """The op with no gradient for what the case freezes."""
+        return replace(self, differentiable=tuple(name for name in self.differentiable if name not in case.frozen))
+
+    def with_gradient(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs that have a gradient."""
+        indices = range(len(outputs)) if self.differentiable_outputs is None else self.differentiable_outputs
+        return [outputs[index] for index in indices if index < len(outputs)]
+
+    def bytes_by_formula(self, inputs: Inputs) -> tuple[int, int]:
+        """Forward and backward bytes of case A or B by `bytes_formula`."""
+        letters = self.letters(inputs)
+
+        def total(formula: str) -> int:
+            terms = [term.split() for term in formula.split(" + ") if term]
+            return sum((int(factor[0]) if factor else 1) * letters[letter] for *factor, letter in terms)
+
+        forward, backward = self.bytes_formula
+        return total(forward), total(backward)
 
 
 def nbytes(*tensors: Tensor | None) -> int:
@@ -148,8 +127,8 @@ def nbytes(*tensors: Tensor | None) -> int:
 def random_tensor(
     *shape: int,
     dtype: torch.dtype,
-    device: torch.device | str,
-    generator: torch.Generator | None,
+    device: Device,
+    generator: Generator | None,
     strided: bool = False,
 ) -> Tensor:
     """A standard normal tensor; `strided` makes it a view of a wider one, as a chunk of a fused projection is.
@@ -163,6 +142,26 @@ def random_tensor(
     return stored.to(dtype).to(device)[..., : shape[-1]]
 
 
+LATENT_SIZES = ("batch", "channels", "frames", "height", "width")
+
+
+def latent_shape(batch: int, *sizes: int, **options: int) -> dict[str, int]:
+    """Shape of a case on latents: sizes of a batch, and options of the op."""
+    return dict(zip(LATENT_SIZES, (batch, *sizes), strict=True)) | options
+
+
+def random_latents(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Tensor:
+    """A (B, C, F, H, W) tensor of the case's sizes."""
+    sizes = [case.shape[name] for name in LATENT_SIZES]
+    return random_tensor(*sizes, dtype=dtype, device=device, generator=generator, strided=case.strided)
+
+
+def noise_ids_of(rows: int, device: Device) -> Tensor:
+    """(B, 3) int64, two different key words and another step a row."""
+    words = torch.arange(1, 2 * rows + 1, dtype=torch.int64).view(rows, 2).mul(0x3C6EF372) & 0xFFFFFFFF
+    return torch.cat([words, torch.arange(rows).unsqueeze(1)], dim=1).to(device)
+
+
 def specs() -> dict[str, OpSpec]:
     """Every op by name, in the order of `OPS`."""
-    return {name: importlib.import_module(f"sage_kernels.{name}").SPEC for name in OPS}
+    return {name: importlib.import_module(f"sage_kernels.ops.{name}").SPEC for name in OPS}

@@ -12,6 +12,7 @@ the traffic that a fused kernel cannot avoid. This is memory traffic without a c
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_kernels.registry import Inputs, OpSpec
+from sage_kernels.parity import run_forward
+from sage_kernels.registry import Case, Inputs, OpSpec
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
@@ -103,28 +105,53 @@ def count(function: Callable[[], object]) -> Traffic:
     return counter.traffic
 
 
-def count_op(spec: OpSpec, function: Callable[..., Any], inputs: Inputs) -> tuple[Traffic, Traffic]:
-    """Traffic of a forward and a backward pass of `function` (an op of `spec`, its reference or its eager form).
+class _LastBackward(TorchDispatchMode):
+    """Keeps the last call of a backward operator of sage_kernels."""
 
-    Args:
-        spec: says which inputs and outputs are differentiable.
-        function: called as function(**inputs).
-        inputs: as `spec.make_inputs` builds them; on the meta device nothing is computed.
+    call: tuple[Any, dict[str, Any]] | None = None
 
-    Returns:
-        Forward and backward traffic. Cotangents are there before the backward pass is counted.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and look at it."""
+        if func.namespace == "sage_kernels" and func.overloadpacket.__name__.endswith("_backward"):
+            names = [argument.name for argument in func._schema.arguments]
+            self.call = func, dict(zip(names, args, strict=False)) | (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def backward_call(spec: OpSpec, case: Case, inputs: Inputs) -> Callable[[], object]:
+    """A call of the op's backward operator with the arguments that a backward pass of the case has.
+
+    Raises:
+        ValueError: nothing is differentiable.
     """
-    wanted = [name for name in spec.differentiable if inputs[name] is not None]
-    leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
-    outputs: list[Tensor] = []
+    outputs, leaves = run_forward(spec.for_case(case), spec.op, inputs)
+    if not leaves:
+        raise ValueError(f"{spec.name} has no backward pass in case {case.id}")
+    outputs = spec.with_gradient(outputs)
+    with _LastBackward() as mode:
+        torch.autograd.grad(outputs, list(leaves.values()), [torch.randn_like(output) for output in outputs])
+    assert mode.call is not None
+    function, arguments = mode.call
+    arguments = {name: value.detach() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    arguments |= {name: value(arguments) if callable(value) else value for name, value in case.backward.items()}
+    return partial(function, **arguments)
 
-    def forward() -> None:
-        outputs.extend(_tensors(function(**inputs | leaves)))
 
-    forward_traffic = count(forward)
-    if not wanted:
-        return forward_traffic, Traffic()
-    if spec.differentiable_outputs is not None:
-        outputs = [outputs[index] for index in spec.differentiable_outputs]
+def count_op(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
+    """Traffic of the op's forward and backward operator in a case, counted on the meta device without computing."""
+    inputs = spec.make_inputs(case, dtype, "meta", None)
+    forward = count(partial(spec.op, **inputs))
+    return forward, count(backward_call(spec, case, inputs)) if spec.differentiable else Traffic()
+
+
+def count_eager(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
+    """The same for the op as eager PyTorch writes it; cotangents are there before the backward pass is counted."""
+    inputs = spec.make_inputs(case, dtype, "meta", None)
+    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    function = spec.eager or spec.reference
+    forward = count(lambda: found.append(run_forward(spec.for_case(case), function, inputs)))
+    outputs, leaves = spec.with_gradient(found[0][0]), list(found[0][1].values())
+    if not leaves:
+        return forward, Traffic()
     cotangents = [torch.empty_like(output) for output in outputs]
-    return forward_traffic, count(lambda: torch.autograd.grad(outputs, list(leaves.values()), cotangents))
+    return forward, count(lambda: torch.autograd.grad(outputs, leaves, cotangents))

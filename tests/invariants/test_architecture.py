@@ -224,13 +224,16 @@ def test_kernels_stand_on_torch_and_triton_alone() -> None:
         assert foreign <= allowed, path
 
 
-def test_one_file_meets_the_kernels() -> None:
-    """Besides the seam, sage_fast shares the reference of the noise and nothing else with sage_kernels."""
-    meeting = {}
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        used = {name for name in names_imported(tree) if name.split(".")[0] == "sage_kernels"}
-        if used and path.name != "kernels.py":
-            meeting[path.name] = used
-    assert set(meeting) == {"noise.py"}
-    assert all(name.startswith("sage_kernels.reference.philox.") for name in meeting["noise.py"])
+def test_one_module_meets_the_kernels() -> None:
+    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    meeting = {
+        module
+        for module, path in files.items()
+        if any(name.split(".")[0] == "sage_kernels" for name in names_imported(ast.parse(path.read_text("utf-8"))))
+        or "torch.ops.sage_kernels" in path.read_text("utf-8")
+    }
+    assert meeting == {"sage_fast.kernels"}
+
+
+def test_the_seam_stands_below_the_algorithm() -> None:
+    assert GRAPH["sage_fast.kernels"] - {"sage_fast.config.errors.ConfigError"} == {"sage_fast.config.errors"}

@@ -6,17 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
+from triton.backends.nvidia.compiler import CUDABackend
 
-from sage_kernels import registry
-from sage_kernels.aot import ARCHITECTURES, MAX_REGISTERS, Build, global_accesses
+from sage_kernels import launch, registry
+from sage_kernels.aot import ARCHITECTURES, MAX_REGISTERS, PAGE, RECORDS, Build, global_accesses, launched_kernels, page
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = [kernel.name for spec in registry.specs().values() for kernel in spec.kernels()]
+KERNELS = [name for spec in registry.specs().values() for name in launched_kernels(spec)]
 
 GOOD = Build(
+    op="k",
     kernel="k",
     arch=90,
     num_warps=4,
@@ -27,7 +31,7 @@ GOOD = Build(
     shared=0,
     loads={"x_ptr": [16]},
     stores={"out_ptr": [16]},
-    narrow=(),
+    streaming=("x_ptr", "out_ptr"),
 )
 
 PTX = """
@@ -82,9 +86,10 @@ def test_an_address_of_unknown_origin_is_an_error() -> None:
         ({"stack": 8}, "8 bytes of stack"),
         ({"local": 4}, "4 of local memory"),
         ({"spills": 2}, "2 spill instructions"),
-        ({"narrow": ("x_ptr",)}, "x_ptr is a stream"),
+        ({"loads": {"x_ptr": [16, 8]}}, "x_ptr is a stream"),
+        ({"stores": {}}, "out_ptr is a stream"),
     ],
-    ids=["registers", "stack", "local", "spills", "width"],
+    ids=["registers", "stack", "local", "spills", "width", "no-access"],
 )
 def test_every_limit_can_be_broken(change: dict[str, object], words: str) -> None:
     assert GOOD.violations() == []
@@ -99,7 +104,7 @@ def test_a_narrow_and_a_spilling_kernel_are_found(tmp_path: Path) -> None:
 import triton
 import triton.language as tl
 from sage_kernels.aot import build
-from sage_kernels.registry import Kernel
+from sage_kernels.launch import Kernel
 
 
 @triton.jit
@@ -118,12 +123,14 @@ def hoard(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def kernel(function, block, warps):
-    return Kernel(name=function.__name__, function=function, signature={"x_ptr": "*fp32", "out_ptr": "*fp32",
-                  "size": "i32"}, constexprs={"BLOCK": block}, num_warps=warps, streaming=("x_ptr", "out_ptr"))
+    return Kernel(function=function, signature={"x_ptr": "*fp32", "out_ptr": "*fp32", "size": "i32"},
+                  constexprs={"BLOCK": block}, num_warps=warps, aligned=("x_ptr", "out_ptr", "size"),
+                  streaming=("x_ptr", "out_ptr"))
 
 
-for line in build(kernel(copy, 1024, 4), 90).violations() + build(kernel(hoard, 32768, 2), 90).violations():
-    print(line)
+for function, block, warps in ((copy, 1024, 4), (hoard, 32768, 2)):
+    for line in build("bad", function.__name__, kernel(function, block, warps), 90).violations():
+        print(line)
 """
     )
     done = run_python(str(script))
@@ -139,10 +146,14 @@ for line in build(kernel(copy, 1024, 4), 90).violations() + build(kernel(hoard, 
 def test_kernels_stay_within_limits(arch: int) -> None:
     done = run_python("-m", "sage_kernels.aot", "--json", "--arch", str(arch))
     assert done.stdout, done.stderr
-    builds = [Build(**record) for record in json.loads(done.stdout)]
+    builds = [Build(**record) for record in json.loads(done.stdout)["builds"]]
     assert [build.kernel for build in builds] == KERNELS
     assert [line for build in builds for line in build.violations()] == []
     assert done.returncode == 0, done.stderr
+    content = json.loads(RECORDS.read_text("utf-8"))
+    if content["triton"] == triton.__version__:  # another compiler may choose other registers
+        written = [Build(**record) for record in content["builds"] if record["arch"] == arch]
+        assert written == builds, "run python -m sage_kernels.aot --write"
 
 
 @pytest.mark.slow
@@ -152,31 +163,53 @@ def test_kernels_build_where_every_integer_is_one() -> None:
     done = run_python(
         "-c",
         """
-from sage_kernels.aot import build
+from dataclasses import replace
+from sage_kernels.aot import build, launched_kernels
 from sage_kernels.registry import specs
 for spec in specs().values():
-    for kernel in spec.kernels():
-        ones = {name: 1 for name, kind in kernel.signature.items() if kind in ("i32", "i64")}
-        build(kernel.variant(kernel.name, **(ones | dict(kernel.constexprs))), 90)
-        print(kernel.name)
+    for name, kernel in launched_kernels(spec).items():
+        ones = {key: 1 for key, kind in kernel.signature.items() if kind in ("i32", "i64")}
+        constexprs = ones | dict(kernel.constexprs)
+        aligned = tuple(key for key in kernel.aligned if key not in constexprs)
+        build(spec.name, name, replace(kernel, constexprs=constexprs, aligned=aligned), 90)
+        print(name)
 """,
     )
     assert done.stdout.splitlines() == KERNELS, done.stderr[-3000:]
 
 
-def test_every_op_has_a_kernel_to_build() -> None:
-    assert [spec.name for spec in registry.specs().values() if not spec.kernels()] == []
+def test_the_recorder_sees_what_triton_specialises_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = pytest.importorskip("triton.runtime.jit")
+    x, on_meta = (torch.zeros(64, 32, dtype=torch.bfloat16, device=device) for device in ("cpu", "meta"))
+    numbers = (None, 32, 33, 1, 2**40, 0.5)
+    arguments = (x, x[:, 1:], *numbers)
+    function = SimpleNamespace(arg_names=list("abcdefgh"), __name__="some_kernel")
+    monkeypatch.setattr(launch, "STREAM_ELEMENTS", 2048)
+    with launch.recording() as kernels:
+        launch.launch(function, (1,), on_meta, on_meta[:, 1:], *numbers, num_warps=4)
+    (kernel,) = kernels
+    for name, argument in zip(function.arg_names, arguments, strict=True):
+        kind, key = calls.native_specialize_impl(CUDABackend, argument, False, True, True)
+        if kind == "constexpr":
+            assert kernel.constexprs[name] is argument or kernel.constexprs[name] == argument == 1
+        else:
+            assert (kernel.signature[name], name in kernel.aligned) == (kind, key == "D"), name
+    assert kernel.streaming == ("a",)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_document_is_current(tmp_path: Path) -> None:
-    committed = (ROOT / "docs" / "kernels_aot.md").read_text("utf-8")
-    if f"Triton {triton.__version__})" not in committed:
-        pytest.skip("the document was written with another Triton, whose compiler may choose other registers")
-    done = run_python("-m", "sage_kernels.aot", "--write", str(tmp_path / "new.md"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "new.md").read_text("utf-8") == committed, "run python -m sage_kernels.aot --write"
+def test_records_are_of_what_the_cases_launch() -> None:
+    written = [Build(**row) for row in json.loads(RECORDS.read_text("utf-8"))["builds"]]
+    for arch in ARCHITECTURES:
+        names = [name for spec in registry.specs().values() for name in launched_kernels(spec, arch)]
+        assert [build.kernel for build in written if build.arch == arch] == names, (
+            "run python -m sage_kernels.aot --write"
+        )
+    assert [line for build in written for line in build.violations()] == []
+    assert {build.op for build in written} == set(registry.specs())
+
+
+def test_page_is_made_from_the_records() -> None:
+    assert PAGE.read_text("utf-8") == page(RECORDS.read_text("utf-8")), "run python -m sage_kernels.aot --write"
 
 
 def test_unknown_ops_are_refused() -> None:

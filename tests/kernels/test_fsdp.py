@@ -42,7 +42,7 @@ class OpModule(nn.Module):
 
 
 def build(spec: OpSpec) -> OpModule:
-    case = next(case for case in spec.test_cases if case.id.startswith(("odd", "latents", "dual")))
+    case = next(case for case in spec.test_cases if case.id.startswith(("odd", "latents")))
     return OpModule(spec, spec.make_inputs(case, torch.float32, "cpu", torch.Generator().manual_seed(0)))
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from sage_kernels import gated_residual
-from sage_kernels.reference import gated_residual as reference
+from sage_kernels import gated_residual, reference
 from tests.kernels.support import assert_backward_is_autograd
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_kernels import adaln, gated_residual, gated_residual_adaln
-from sage_kernels.reference import gated_residual_adaln as reference
+from sage_kernels import adaln, gated_residual, gated_residual_adaln, reference
 from tests.kernels.support import assert_backward_is_autograd
 
 

@@ -37,7 +37,7 @@ def test_shapes_of_the_model(spec: OpSpec, case: Case, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("spec", registry.specs().values(), ids=registry.specs().keys())
 def test_same_bits_every_time(spec: OpSpec) -> None:
-    inputs = spec.make_inputs(spec.bench_cases[0], torch.bfloat16, "cuda", torch.Generator().manual_seed(0))
+    inputs = spec.make_inputs(spec.bench_cases[0], spec.bench_dtype, "cuda", torch.Generator().manual_seed(0))
     cotangents = [torch.ones_like(output) for output in parity.run_forward(spec, spec.reference, inputs)[0]]
     if spec.differentiable_outputs is not None:
         cotangents = [cotangents[index] for index in spec.differentiable_outputs if index < len(cotangents)]

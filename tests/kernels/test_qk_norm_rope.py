@@ -6,9 +6,8 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
-from sage_kernels import qk_norm_rope
-from sage_kernels.qk_norm_rope import dense_tokens, launch_backward
-from sage_kernels.reference import qk_norm_rope as reference
+from sage_kernels import qk_norm_rope, qk_norm_rope_backward, reference
+from sage_kernels.ops.qk_norm_rope import dense_tokens
 from tests.kernels.support import assert_backward_is_autograd
 
 VIDEO, TEXT, HEADS, HEAD_DIM = 6, 4, 3, 8
@@ -87,8 +86,8 @@ def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
     far = buffer.as_strided(near.shape, (stride, stride, HEAD_DIM, 1))
     far.copy_(near)
     assert dense_tokens(far) is far
-    expected = launch_backward(near.to(device), near.to(device), *inputs, 1e-6)
-    for a, b in zip(launch_backward(far, far, *inputs, 1e-6), expected, strict=True):
+    expected = qk_norm_rope_backward(near.to(device), near.to(device), *inputs, 1e-6)
+    for a, b in zip(qk_norm_rope_backward(far, far, *inputs, 1e-6), expected, strict=True):
         assert torch.equal(a, b)
 
 

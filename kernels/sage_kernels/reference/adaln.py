@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: float64 for float64, else float32. Results are rounded once, when they are stored."""
-    return torch.promote_types(dtype, torch.float32)
+from sage_kernels.reference.precision import compute_dtype
 
 
 def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:

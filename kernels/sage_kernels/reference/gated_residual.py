@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.adaln import compute_dtype
+from sage_kernels.reference.precision import compute_dtype
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:

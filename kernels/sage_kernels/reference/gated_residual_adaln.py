@@ -6,8 +6,9 @@ Shapes: B batch, N tokens, D width.
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.adaln import adaln, adaln_eager, compute_dtype, layer_norm_backward, normalize
+from sage_kernels.reference.adaln import adaln, adaln_eager, layer_norm_backward, normalize
 from sage_kernels.reference.gated_residual import gated_residual, gated_residual_eager
+from sage_kernels.reference.precision import compute_dtype
 
 
 def gated_residual_adaln(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sage_kernels.reference.adaln import compute_dtype
+from sage_kernels.reference.precision import compute_dtype
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -18,6 +18,11 @@ def gelu_tanh_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[T
     dtype = compute_dtype(x.dtype)
     dx = torch.ops.aten.gelu_backward(grad.to(dtype), x.to(dtype), approximate="tanh")
     return dx.to(x.dtype), gelu_tanh(x) if output else x.new_empty(0)
+
+
+def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """gelu_tanh(x @ weight.T + bias); x (..., K), weight (M, K), bias (M,) of one dtype."""
+    return gelu_tanh(F.linear(x, weight, bias))
 
 
 def gelu_tanh_eager(x: Tensor) -> Tensor:

@@ -59,33 +59,21 @@ def box_muller(first: Tensor, second: Tensor, dtype: torch.dtype = torch.float32
 
 
 def philox_normal(
-    keys: Tensor,
-    step: Tensor,
-    num_elements: int,
-    *,
-    stream: int = 0,
-    element_offset: int = 0,
-    dtype: torch.dtype = torch.float32,
+    noise_ids: Tensor, num_elements: int, *, stream: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standard normal numbers of every row's (key, step).
+    """Standard normal numbers of every row's key and step.
 
     Args:
-        keys: (B, 2) int64, the two 32-bit words of each row's key.
-        step: (B,) int64 in [0, 2^32).
+        noise_ids: (B, 3) int64: the two 32-bit words of each row's key, and its step in [0, 2^32).
         num_elements: N.
         stream: fourth counter word, in [0, 2^32).
-        element_offset: index of the first element; a shard of a row starts where its predecessor ended.
-        dtype: float32, or float64 for the oracle of the tests: the same words, their transform in float64.
+        dtype: float32, or float64 to judge float32 by: the same words, their transform in float64.
 
     Returns:
         (B, N) of `dtype`.
     """
-    first = element_offset // 4
-    last = (element_offset + num_elements + 3) // 4
-    block = torch.arange(first, last, dtype=torch.int64, device=keys.device).unsqueeze(0)
-    k0, k1 = (keys & MASK32).unsqueeze(-1).unbind(1)
-    step = (step & MASK32).unsqueeze(-1)
+    block = torch.arange((num_elements + 3) // 4, dtype=torch.int64, device=noise_ids.device).unsqueeze(0)
+    k0, k1, step = (noise_ids & MASK32).unsqueeze(-1).unbind(1)
     words = philox((block & MASK32, block >> 32, step, torch.full_like(step, stream)), (k0, k1))
     numbers = torch.stack([*box_muller(*words[:2], dtype), *box_muller(*words[2:], dtype)], dim=-1).flatten(1)
-    skip = element_offset - 4 * first
-    return numbers[:, skip : skip + num_elements].contiguous()
+    return numbers[:, :num_elements].contiguous()

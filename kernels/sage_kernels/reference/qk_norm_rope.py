@@ -6,7 +6,7 @@ Shapes: B batch, N video tokens, L text tokens, H heads, D head dim.
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.adaln import compute_dtype
+from sage_kernels.reference.precision import compute_dtype
 
 
 def qk_norm_rope(
@@ -90,17 +90,7 @@ def qk_norm_rope_backward(
 
 
 def qk_norm_rope_eager(
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float = 1e-6,
+    q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *, cos: Tensor, sin: Tensor, eps: float = 1e-6, **w: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As diffusers writes it (`RMSNorm.forward`, `apply_rotary_emb`, `HunyuanVideo15AttnProcessor2_0`)."""
 
@@ -114,6 +104,6 @@ def qk_norm_rope_eager(
         return (x.float() * cos[None, :, None] + turned.float() * sin[None, :, None]).to(x.dtype)
 
     return (
-        torch.cat([rope(norm(q, q_weight)), norm(q_text, q_text_weight)], dim=1),
-        torch.cat([rope(norm(k, k_weight)), norm(k_text, k_text_weight)], dim=1),
+        torch.cat([rope(norm(q, w["q_weight"])), norm(q_text, w["q_text_weight"])], dim=1),
+        torch.cat([rope(norm(k, w["k_weight"])), norm(k_text, w["k_text_weight"])], dim=1),
     )

@@ -1,108 +1,105 @@
-"""Reference of `sage_kernels.sde_step`: one step of a sampler with classifier-free guidance, in plain PyTorch.
+"""One step of a sampler in plain PyTorch; see sage_kernels.sde_step.
 
-    v  = v_uncond + g (v_cond - v_uncond)
     x' = a x + b v + std eps              eps from `reference.philox`
-    x0 = x - sigma v
 
-Computes in float32, in float64 if an input is float64; the state never passes through a 16-bit type.
-Shapes: B batch, N elements of a sample.
+The state is float32, float64 if x is; it never passes through a 16-bit type. Shapes: B batch, N elements of a sample.
 """
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
 
 from sage_kernels.reference.philox import philox_normal
+from sage_kernels.reference.precision import compute_dtype
 
 
-class SDEStep(NamedTuple):
-    """Result of a step; every tensor has the shape of x and is float32 (float64 for float64 inputs).
+def draw_noise(noise_ids: Tensor, like: Tensor) -> Tensor:
+    """The noise of every row of `like` (B, ...), float32 whatever the type of `like`."""
+    return philox_normal(noise_ids, like.shape[1:].numel()).view(like.shape)
 
-    Example:
-        >>> import torch
-        >>> one = torch.ones(1, 4)
-        >>> sde_step(one, None, one, a=1.0, b=-0.25, std=0.0, sigma=0.5, return_x0=True).x0
-        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
+
+def sde_step(x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
+    """Next state (B, ...). x, v (B, ...); noise_ids (B, 3) int64, None where std is 0."""
+    noise = None if noise_ids is None else draw_noise(noise_ids, x)
+    return transition(x, v, noise, a=a, b=b, std=std)
+
+
+def sde_step_log_prob(x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float) -> tuple[Tensor, Tensor]:
+    """Next state (B, ...) and the mean log-density per element (B,) of the noise that led there."""
+    noise = draw_noise(noise_ids, x).to(compute_dtype(x.dtype))
+    x_next = transition(x, v, noise, a=a, b=b, std=std)
+    return x_next, -noise.square().flatten(1).mean(1) / 2 - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def gaussian_log_prob(
+    x_next: Tensor, x: Tensor, v: Tensor, *, a: float | Tensor, b: float | Tensor, std: float | Tensor
+) -> Tensor:
+    """Log-density of x' under N(a x + b v, std^2 I), the mean over the elements of a sample; differentiable.
+
+    Args:
+        x_next: (B, ...) state that was drawn.
+        x: (B, ...) state before it.
+        v: (B, ...) velocity at x.
+        a, b, std: coefficients of the step, numbers or (B,); std is positive.
+
+    Returns:
+        (B,) float32 (float64 if x is float64).
     """
-
-    x: Tensor
-    """(B, ...) next state."""
-    x0: Tensor | None
-    """(B, ...) data prediction; None unless asked for."""
-    velocity: Tensor | None
-    """(B, ...) guided velocity, what a rollout stores as v_old; None unless asked for."""
+    mean = transition(x, v, None, a=a, b=b, std=0.0)
+    std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).expand(len(mean))
+    residual = (x_next.to(mean.dtype) - mean).flatten(1) / std.unsqueeze(1)
+    return -residual.square().mean(1) / 2 - std.log() - math.log(2 * math.pi) / 2
 
 
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is, float32 otherwise."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def combine_guidance(v_cond: Tensor, v_uncond: Tensor | None, guidance_scale: float, dtype: torch.dtype) -> Tensor:
-    """v_uncond + g (v_cond - v_uncond) in `dtype`; v_cond where there is no unconditional branch."""
-    v_cond = v_cond.to(dtype)
-    if v_uncond is None:
-        return v_cond
-    v_uncond = v_uncond.to(dtype)
-    return v_uncond + guidance_scale * (v_cond - v_uncond)
-
-
-def _column(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A coefficient that broadcasts against (B, ...): the number itself, or (B,) as (B, 1, ..., 1)."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device=like.device, dtype=like.dtype).view(-1, *[1] * (like.ndim - 1))
-
-
-def sde_step(
-    v_cond: Tensor,
-    v_uncond: Tensor | None,
+def transition(
     x: Tensor,
+    v: Tensor,
+    noise: Tensor | None,
     *,
-    guidance_scale: float = 1.0,
     a: float | Tensor,
     b: float | Tensor,
     std: float | Tensor,
-    keys: Tensor | None = None,
-    step: int | Tensor = 0,
-    sigma: float | Tensor | None = None,
-    return_x0: bool = False,
-    return_velocity: bool = False,
-    element_offset: int = 0,
-) -> SDEStep:
-    """Arguments and result of `sage_kernels.sde_step`, for any floating-point dtype."""
-    dtype = compute_dtype(v_cond, v_uncond, x)
-    x = x.to(dtype)
-    velocity = combine_guidance(v_cond, v_uncond, guidance_scale, dtype)
-    x_next = _column(a, x) * x + _column(b, x) * velocity
-    if keys is not None:
-        steps = step if isinstance(step, Tensor) else torch.full_like(keys[:, 0], step)
-        noise = philox_normal(
-            keys, steps.to(keys), x[0].numel() if len(x) else 0, element_offset=element_offset, dtype=dtype
+) -> Tensor:
+    """One step  x' = a x + b v + std noise  with explicit noise.
+
+    Args:
+        x: (B, ...) state.
+        v: (B, ...) guided velocity at x, any floating-point type.
+        noise: (B, ...) standard normal numbers; may be None where std is 0.
+        a, b, std: coefficients of the step: numbers, or tensors (B,), one per row.
+
+    Returns:
+        (B, ...) next state, float32 (float64 if x is float64).
+
+    Raises:
+        ValueError: for shapes that do not match, or if noise is missing where std is not 0.
+    """
+    if v.shape != x.shape or (noise is not None and noise.shape != x.shape):
+        raise ValueError(
+            f"x, v and noise must have one shape; given {tuple(x.shape)}, {tuple(v.shape)}, "
+            f"{None if noise is None else tuple(noise.shape)}"
         )
-        x_next = x_next + _column(std, x) * noise.view(x.shape)
-    x0 = x - _column(sigma, x) * velocity if return_x0 and sigma is not None else None
-    return SDEStep(x_next, x0, velocity if return_velocity else None)
+    x = x.to(compute_dtype(x.dtype))
+    mean = _per_row(a, x) * x + _per_row(b, x) * v.to(x.dtype)
+    if noise is None:
+        if not bool((torch.as_tensor(std) == 0).all()):
+            raise ValueError("noise is None but std is not 0; pass the noise of the step")
+        return mean
+    if not isinstance(std, Tensor) and std == 0:
+        return mean
+    return mean + _per_row(std, x) * noise.to(x.dtype)
 
 
-def sde_step_backward(
-    grad_x_next: Tensor,
-    grad_x0: Tensor | None,
-    grad_velocity: Tensor | None,
-    *,
-    guidance_scale: float,
-    a: Tensor,
-    b: Tensor,
-    sigma: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dv_cond, dv_uncond, dx) from those of the three results; a, b, sigma are (B,)."""
-    dtype = compute_dtype(grad_x_next)
-    grad_x_next = grad_x_next.to(dtype)
-    grad_v, grad_x = _column(b, grad_x_next) * grad_x_next, _column(a, grad_x_next) * grad_x_next
-    if grad_x0 is not None and sigma is not None:
-        grad_v = grad_v - _column(sigma, grad_x_next) * grad_x0.to(dtype)
-        grad_x = grad_x + grad_x0.to(dtype)
-    if grad_velocity is not None:
-        grad_v = grad_v + grad_velocity.to(dtype)
-    return guidance_scale * grad_v, (1 - guidance_scale) * grad_v, grad_x
+def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A coefficient that broadcasts against `like` (B, ...): a float, or a tensor (B,) as (B, 1, ..., 1)."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.to(device=like.device, dtype=like.dtype)
+    if value.ndim == 0:
+        return value
+    if value.shape != like.shape[:1]:
+        raise ValueError(
+            f"a coefficient has shape {tuple(value.shape)} for a batch of {like.shape[0]}; give a number or one per row"
+        )
+    return value.view(-1, *[1] * (like.ndim - 1))

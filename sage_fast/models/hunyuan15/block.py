@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sage_fast.kernels import Kernels
 from sage_fast.models.attention.attention import attention, attention_backward
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
@@ -48,7 +49,6 @@ from sage_fast.models.hunyuan15.projection import (
     projection,
     weight_backward,
 )
-from sage_fast.models.hunyuan15.transformer_kernels import TransformerKernels
 from sage_fast.models.transformer import Checkpointing
 
 EPS = 1e-6
@@ -80,7 +80,7 @@ class LocalAttention:
 class BlockSettings:
     """How blocks are computed; the same for all of them."""
 
-    kernels: TransformerKernels
+    kernels: Kernels
     attention: JointAttention
     checkpointing: Checkpointing
     offload: bool = False
@@ -360,15 +360,15 @@ class _Block:
         video, text = self.qkv
         return video, text, torch.cat([video[..., -width:], text[..., -width:]], dim=1)
 
-    def raw_heads(self, video: Tensor, text: Tensor) -> list[Tensor]:
+    def raw_heads(self, video: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
         q, k, _ = video.unflatten(2, (3, -1, self.head_dim)).unbind(2)
         text_heads = text.unflatten(2, (len(self.text.weights.qkv), -1, self.head_dim))
-        return [q, k, text_heads[:, :, 0], text_heads[:, :, -2]]
+        return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
-    def norm_weights(self) -> list[Tensor]:
+    def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         video, text = self.video.weights, self.text.weights
-        return [video.q_norm, video.k_norm, text.q_norm, text.k_norm]
+        return video.q_norm, video.k_norm, text.q_norm, text.k_norm
 
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""
@@ -484,6 +484,7 @@ class _Block:
         m = stream.modulation
         # Without a gradient of the gate the kernel does not read o W_o.
         attended = stream.attended if modulation else None
+        assert stream.grad is not None
         stream.grad, attended_grad, dgate, dscale, dshift = self.kernels.gated_residual_adaln_backward(
             stream.grad,
             normed_grad,

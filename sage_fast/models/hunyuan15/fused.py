@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.config.schema import ModelConfig
+from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.attention.joint import JointAttention, SequenceLayout
 from sage_fast.models.hunyuan15.block import (
@@ -42,7 +43,6 @@ from sage_fast.models.hunyuan15.block import (
 )
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.hunyuan15.transformer_kernels import Choice, TransformerKernels, select_transformer_kernels
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.records import PromptEmbeds
 
@@ -149,7 +149,7 @@ class Acceleration:
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
         key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
-            kernels = select_transformer_kernels(self.kernels_choice, device, dtype)
+            kernels = select_kernels(self.kernels_choice, device, dtype)
             backend = resolve_backend(
                 self.attention_choice,
                 device=device,
@@ -301,7 +301,7 @@ class Acceleration:
         transformer: Any = self.transformer
         norm = transformer.norm_out
         scale, shift = norm.linear(activated).chunk(2, dim=1)
-        kernels: TransformerKernels = self.settings(x.device, x.dtype).kernels
+        kernels: Kernels = self.settings(x.device, x.dtype).kernels
         result: Tensor = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
         return result
 

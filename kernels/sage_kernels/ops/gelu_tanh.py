@@ -14,25 +14,27 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from sage_kernels import common
-from sage_kernels.common import Launch, LaunchTable, narrow
-from sage_kernels.reference import gelu_tanh as reference
-from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+from sage_kernels import common, reference
+from sage_kernels.common import narrow
+from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.launch import cdiv, launch
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 ROOT_TWO_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
 CUBIC = tl.constexpr(0.044715)
 
-# Elements of a program; the launch table is keyed by it.
 BLOCK = 2048
-LAUNCH = LaunchTable({(None, None): Launch(num_warps=8)})
+"""Elements of a program."""
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -46,8 +48,8 @@ def gelu_tanh_forward_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.constexpr, OUTPUT: tl.constexpr):
-    """Program i handles elements i * BLOCK ... of contiguous tensors. Without OUTPUT out_ptr is None."""
+def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """Program i handles elements i * BLOCK ... of contiguous tensors; out_ptr may be None."""
     o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_e = o_e < size
     grad = tl.load(grad_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
@@ -57,7 +59,7 @@ def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.
     s = tl.sigmoid(2.0 * u)
     dx = grad * (s + 2.0 * x * s * (1.0 - s) * u_slope)
     tl.store(dx_ptr + o_e, narrow(dx, dx_ptr.dtype.element_ty), mask=m_e)
-    if OUTPUT:
+    if out_ptr is not None:
         tl.store(out_ptr + o_e, narrow(x * s, out_ptr.dtype.element_ty), mask=m_e)
 
 
@@ -65,12 +67,8 @@ def launch_forward(x: Tensor) -> Tensor:
     """Run the forward kernel; x of any shape."""
     x = x.contiguous()
     out = common.empty_like(x)
-    launch = LAUNCH.find(BLOCK, x.device)
-    if out.numel():
-        with common.on_device_of(x):
-            gelu_tanh_forward_kernel[common.cdiv(x.numel(), BLOCK),](
-                x, out, x.numel(), BLOCK=BLOCK, num_warps=launch.num_warps
-            )
+    grid = (cdiv(x.numel(), BLOCK),)
+    launch(gelu_tanh_forward_kernel, grid, x, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 
@@ -78,52 +76,36 @@ def launch_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tens
     """Run the backward kernel; grad and x of one shape. Returns dx, and y where `output` asks for it (else empty)."""
     grad, x = grad.contiguous(), x.contiguous()
     dx = common.empty_like(x)
-    out = common.empty_like(x) if output else x.new_empty(0)
-    launch = LAUNCH.find(BLOCK, x.device)
-    if dx.numel():
-        with common.on_device_of(x):
-            gelu_tanh_backward_kernel[common.cdiv(x.numel(), BLOCK),](
-                grad,
-                x,
-                dx,
-                out if output else None,
-                x.numel(),
-                BLOCK=BLOCK,
-                OUTPUT=output,
-                num_warps=launch.num_warps,
-            )
-    return dx, out
+    out = common.empty_like(x) if output else None
+    grid = (cdiv(x.numel(), BLOCK),)
+    launch(gelu_tanh_backward_kernel, grid, grad, x, dx, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return dx, x.new_empty(0) if out is None else out
 
 
-@torch.library.custom_op("sage_kernels::gelu_tanh", mutates_args=())
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return (launch_forward if common.runs_triton(x) else reference.gelu_tanh)(x)
-
-
-@torch.library.custom_op("sage_kernels::gelu_tanh_backward", mutates_args=())
-def _gelu_tanh_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
-    return (launch_backward if common.runs_triton(x) else reference.gelu_tanh_backward)(grad, x, output)
-
-
-@_gelu_tanh.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_gelu_tanh_backward.register_fake
-def _(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape if output else (0,))
-
-
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> Tensor:
-    return _gelu_tanh_backward(grad, *ctx.saved_tensors)[0]
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return gelu_tanh_backward(grad, x)[0]
 
 
-_gelu_tanh.register_autograd(_backward, setup_context=_setup_context)
+gelu_tanh_backward = operator(
+    "gelu_tanh_backward",
+    "(Tensor grad, Tensor x, bool output=False) -> (Tensor, Tensor)",
+    launcher=launch_backward,
+    reference=reference.gelu_tanh_backward,
+    shapes=lambda grad, x, output=False: (x.new_empty(x.shape), x.new_empty(x.shape if output else (0,))),
+)
+_gelu_tanh = operator(
+    "gelu_tanh",
+    "(Tensor x) -> Tensor",
+    launcher=launch_forward,
+    reference=reference.gelu_tanh,
+    shapes=lambda x: x.new_empty(x.shape),
+    gradient=Gradient(_save, _backward),
+)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -182,32 +164,15 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return gelu_tanh(F.linear(x, weight, bias))
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     x = random_tensor(*case.shape.values(), dtype=dtype, device=device, generator=generator, strided=case.strided)
     return {"x": x if generator is None else x * 3}
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    built = []
-    for dtype in ("bf16", "fp32"):
-        for direction, function, pointers in (
-            ("forward", gelu_tanh_forward_kernel, ("x_ptr", "out_ptr")),
-            ("backward_output", gelu_tanh_backward_kernel, ("grad_ptr", "x_ptr", "dx_ptr", "out_ptr")),
-        ):
-            kernel = Kernel(
-                name=f"gelu_tanh_{direction}[{dtype}]",
-                function=function,
-                signature={name: f"*{dtype}" for name in pointers} | {"size": "i32"},
-                constexprs={"BLOCK": BLOCK} | ({"OUTPUT": True} if "backward" in direction else {}),
-                num_warps=LAUNCH.find(BLOCK).num_warps,
-                streaming=pointers,
-            )
-            built.append(kernel)
-        built.append(kernel.variant(f"gelu_tanh_backward[{dtype}]", out_ptr=None, OUTPUT=False))
-    return tuple(built)
-
+_SHAPES = {
+    "A": {"batch": 1, "tokens": 18018, "width": 8192},
+    "B": {"batch": 1, "tokens": 32760, "width": 8192},
+}
 
 SPEC = OpSpec(
     name="gelu_tanh",
@@ -225,13 +190,9 @@ SPEC = OpSpec(
         Case(id="several-blocks", shape={"elements": 5000}),
     ),
     bench_cases=(
-        Case(id="A", shape={"batch": 1, "tokens": 18018, "width": 8192}),
-        Case(id="B", shape={"batch": 1, "tokens": 32760, "width": 8192}),
+        *(Case(id=id, shape=shape, backward={"output": True}) for id, shape in _SHAPES.items()),
+        Case(id="B, second layer frozen", shape=_SHAPES["B"]),
     ),
-    bytes_forward=lambda i: 2 * nbytes(i["x"]),
-    bytes_backward=lambda i: 3 * nbytes(i["x"]),
-    bytes_formula=("2 S", "3 S"),
-    k_bf16=1.1,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kernels=_kernels,
+    letters=lambda i: {"S": nbytes(i["x"])},
+    bytes_formula=("2 S", "4 S"),
 )

@@ -18,38 +18,29 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
-from sage_kernels import common
-from sage_kernels.adaln import (
-    MODULATION_BENCH_CASES,
+from sage_kernels import common, reference
+from sage_kernels.common import narrow
+from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.ops.adaln import (
+    FORWARD_LAUNCH,
+    MODULATION_SHAPES,
     MODULATION_TEST_CASES,
+    MODULATION_WIDE_SHAPE,
     normalize_row,
     normalize_row_backward,
 )
-from sage_kernels.common import Launch, LaunchTable, narrow
-from sage_kernels.gated_residual import check_gated_residual
-from sage_kernels.reference import gated_residual_adaln as reference
-from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+from sage_kernels.ops.gated_residual import check_gated_residual
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=4, rows=4),
-        (4096, None): Launch(num_warps=8, rows=4),
-        (None, None): Launch(num_warps=16, rows=4),
-    }
-)
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=2),
-        (4096, None): Launch(num_warps=16, programs_per_sm=1),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
-)
+BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(2, 1, 1))
 
 
 @triton.jit
@@ -98,12 +89,12 @@ def gated_residual_adaln_backward_kernel(
     grad_residual_ptr,  # (B, N, D), dense rows
     grad_ptr,  # (B, N, D), dense rows
     residual_ptr,  # (B, N, D), contiguous
-    y_ptr,  # (B, N, D), dense rows; None without SUMS
+    y_ptr,  # (B, N, D), dense rows; None for no sums
     gate_ptr,  # (B, D), dense rows
     scale_ptr,  # (B, D), dense rows
     dx_ptr,  # (B, N, D), contiguous
     dy_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, 3, D) float32: dgate, dscale and dshift of every program; None without SUMS
+    sums_ptr,  # (B, P, 3, D) float32: dgate, dscale and dshift of every program; None for no sums
     num_tokens,
     tokens_per_program,
     grad_residual_stride_b,
@@ -117,9 +108,8 @@ def gated_residual_adaln_backward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sums over them where wanted."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -137,188 +127,106 @@ def gated_residual_adaln_backward_kernel(
         residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         dx = tl.load(p_grad_residual + i_n * grad_residual_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        if SUMS:
+        if sums_ptr is not None:
             # Before the reductions, so that it is on its way while they wait for each other.
             y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, rstd = normalize_row(residual, m_d, eps, WIDTH)
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
-        if SUMS:
+        if sums_ptr is not None:
             dgate += dx * y
             dscale += grad * normed
             dshift += grad
         tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
         tl.store(dy_ptr + o_row, narrow(dx * gate, dy_ptr.dtype.element_ty), mask=m_d)
-    if SUMS:
+    if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 3 * WIDTH + o_d
         tl.store(p_sums, dgate, mask=m_d)
         tl.store(p_sums + WIDTH, dscale, mask=m_d)
         tl.store(p_sums + 2 * WIDTH, dshift, mask=m_d)
 
 
-def launch_forward(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def launch_forward(x, y, gate, scale, shift, eps) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. x, y (B, N, D); gate, scale, shift (B, D)."""
     x, y, gate, scale, shift = (common.dense_rows(tensor) for tensor in (x, y, gate, scale, shift))
     batch, tokens, width = x.shape
     residual, out = common.empty_like(x), common.empty_like(x)
-    launch = FORWARD_LAUNCH.find(width, x.device)
-    if out.numel():
-        with common.on_device_of(x):
-            gated_residual_adaln_forward_kernel[common.cdiv(tokens, launch.rows), batch](
-                x,
-                y,
-                gate,
-                scale,
-                shift,
-                residual,
-                out,
-                tokens,
-                x.stride(0),
-                x.stride(1),
-                y.stride(0),
-                y.stride(1),
-                gate.stride(0),
-                scale.stride(0),
-                shift.stride(0),
-                eps,
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                ROWS=launch.rows,
-                num_warps=launch.num_warps,
-            )
+    settings = FORWARD_LAUNCH.find(width, x.device)
+    launch(
+        gated_residual_adaln_forward_kernel,
+        (cdiv(tokens, settings.rows), batch),
+        *(x, y, gate, scale, shift, residual, out, tokens),
+        *(*x.stride()[:2], *y.stride()[:2], gate.stride(0), scale.stride(0), shift.stride(0), eps),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        ROWS=settings.rows,
+        num_warps=settings.num_warps,
+    )
     return residual, out
 
 
-def launch_backward(
-    grad_residual: Tensor,
-    grad: Tensor,
-    residual: Tensor,
-    y: Tensor | None,
-    gate: Tensor,
-    scale: Tensor,
-    y_dtype: torch.dtype,
-    shift_dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernel.
-
-    Returns the gradients of x, y (B, N, D), gate, scale and shift (B, D); without y the last three are empty.
-    """
+def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
+    """Run the backward kernel; arguments and results as `gated_residual_adaln_backward`."""
     grad_residual, grad, gate, scale = (common.dense_rows(tensor) for tensor in (grad_residual, grad, gate, scale))
     residual = residual.contiguous()
     batch, tokens, width = residual.shape
     dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
-    launch = BACKWARD_LAUNCH.find(width, residual.device)
-    split = common.split_tokens(tokens, batch, launch, residual.device)
+    settings = BACKWARD_LAUNCH.find(width, residual.device)
+    split = split_tokens(tokens, batch, settings, residual.device)
     sums = None
     if y is not None:
         y = common.dense_rows(y)
         sums = common.empty((batch, split.programs, 3, width), dtype=torch.float32, device=residual.device)
-    if dx.numel():
-        with common.on_device_of(residual):
-            gated_residual_adaln_backward_kernel[split.programs, batch](
-                grad_residual,
-                grad,
-                residual,
-                y,
-                gate,
-                scale,
-                dx,
-                dy,
-                sums,
-                tokens,
-                split.tokens,
-                grad_residual.stride(0),
-                grad_residual.stride(1),
-                grad.stride(0),
-                grad.stride(1),
-                0 if y is None else y.stride(0),
-                0 if y is None else y.stride(1),
-                gate.stride(0),
-                scale.stride(0),
-                eps,
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                SUMS=y is not None,
-                num_warps=launch.num_warps,
-            )
+    launch(
+        gated_residual_adaln_backward_kernel,
+        (split.programs, batch),
+        *(grad_residual, grad, residual, y, gate, scale, dx, dy, sums, tokens, split.tokens),
+        *(*grad_residual.stride()[:2], *grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2])),
+        *(gate.stride(0), scale.stride(0), eps),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        num_warps=settings.num_warps,
+    )
     if sums is None:
         return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
-    dgate, dscale, dshift = sums.sum(1).unbind(1)
-    return (
-        dx,
-        dy,
-        dgate.to(gate.dtype, copy=True),
-        dscale.to(scale.dtype, copy=True),
-        dshift.to(shift_dtype, copy=True),
-    )
+    dtypes = gate.dtype, scale.dtype, shift_dtype
+    return dx, dy, *(part.to(dtype, copy=True) for part, dtype in zip(sums.sum(1).unbind(1), dtypes, strict=True))
 
 
-@torch.library.custom_op("sage_kernels::gated_residual_adaln", mutates_args=())
-def _gated_residual_adaln(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    run = launch_forward if common.runs_triton(x) else reference.gated_residual_adaln
-    return run(x, y, gate, scale, shift, eps)
-
-
-@torch.library.custom_op("sage_kernels::gated_residual_adaln_backward", mutates_args=())
-def _gated_residual_adaln_backward(
-    grad_residual: Tensor,
-    grad: Tensor,
-    residual: Tensor,
-    y: Tensor | None,
-    gate: Tensor,
-    scale: Tensor,
-    y_dtype: torch.dtype,
-    shift_dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = launch_backward if common.runs_triton(residual) else reference.gated_residual_adaln_backward
-    return run(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps)
-
-
-@_gated_residual_adaln.register_fake
-def _(x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@_gated_residual_adaln_backward.register_fake
-def _(
-    grad_residual: Tensor,
-    grad: Tensor,
-    residual: Tensor,
-    y: Tensor | None,
-    gate: Tensor,
-    scale: Tensor,
-    y_dtype: torch.dtype,
-    shift_dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_shapes(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
     shape = gate.shape if y is not None else (0,)
-    return (
-        residual.new_empty(residual.shape),
-        residual.new_empty(residual.shape, dtype=y_dtype),
-        gate.new_empty(shape),
-        scale.new_empty(shape),
-        scale.new_empty(shape, dtype=shift_dtype),
-    )
+    dx, dy = residual.new_empty(residual.shape), residual.new_empty(residual.shape, dtype=y_dtype)
+    return dx, dy, gate.new_empty(shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, y, gate, scale, shift, ctx.eps = inputs
     ctx.dtypes = y.dtype, shift.dtype
     ctx.save_for_backward(output[0], y if any(ctx.needs_input_grad[2:5]) else None, gate, scale)
 
 
-def _backward(ctx, grad_residual: Tensor, grad: Tensor):
-    dx, dy, *modulation = _gated_residual_adaln_backward(grad_residual, grad, *ctx.saved_tensors, *ctx.dtypes, ctx.eps)
+def _backward(ctx: Any, grad_residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    arguments: tuple[Any, ...] = (grad_residual, grad, *ctx.saved_tensors, *ctx.dtypes, ctx.eps)
+    dx, dy, *modulation = gated_residual_adaln_backward(*arguments)
     wanted = ctx.needs_input_grad[2:5]
     return dx, dy, *(gradient if wants else None for gradient, wants in zip(modulation, wanted, strict=True)), None
 
 
-_gated_residual_adaln.register_autograd(_backward, setup_context=_setup_context)
+gated_residual_adaln_backward = operator(
+    "gated_residual_adaln_backward",
+    """(Tensor grad_residual, Tensor grad, Tensor residual, Tensor? y, Tensor gate, Tensor scale, ScalarType y_dtype,
+    ScalarType shift_dtype, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
+    launcher=launch_backward,
+    reference=reference.gated_residual_adaln_backward,
+    shapes=_backward_shapes,
+)
+_gated_residual_adaln = operator(
+    "gated_residual_adaln",
+    "(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps) -> (Tensor, Tensor)",
+    launcher=launch_forward,
+    reference=reference.gated_residual_adaln,
+    shapes=lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    gradient=Gradient(_save, _backward),
+)
 
 
 def gated_residual_adaln(
@@ -348,9 +256,7 @@ def gated_residual_adaln(
     return _gated_residual_adaln(x, y, gate, scale, shift, eps)
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
@@ -359,53 +265,6 @@ def _make_inputs(
         "y": draw(batch, tokens, width, dtype=dtype),
         **{name: draw(batch, width, dtype=small) for name in ("gate", "scale", "shift")},
     }
-
-
-def _kernels() -> tuple[Kernel, ...]:
-    built = []
-    for dtype in ("bf16", "fp32"):
-        modulation = ("gate_ptr", "scale_ptr")
-        built.append(
-            Kernel(
-                name=f"gated_residual_adaln_forward[{dtype}]",
-                function=gated_residual_adaln_forward_kernel,
-                signature={
-                    name: f"*{dtype}"
-                    for name in ("x_ptr", "y_ptr", *modulation, "shift_ptr", "residual_ptr", "out_ptr")
-                }
-                | {name: "i32" for name in ("num_tokens", "x_stride_b", "x_stride_n", "y_stride_b", "y_stride_n")}
-                | {name: "i32" for name in ("gate_stride_b", "scale_stride_b", "shift_stride_b")}
-                | {"eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
-                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
-                streaming=("x_ptr", "y_ptr", "residual_ptr", "out_ptr"),
-                unaligned=("num_tokens",),
-            )
-        )
-        streams = ("grad_residual_ptr", "grad_ptr", "residual_ptr", "y_ptr")
-        built.append(
-            Kernel(
-                name=f"gated_residual_adaln_backward[{dtype}]",
-                function=gated_residual_adaln_backward_kernel,
-                signature={name: f"*{dtype}" for name in (*streams, *modulation, "dx_ptr", "dy_ptr")}
-                | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
-                | {name: "i32" for name in ("grad_residual_stride_b", "grad_residual_stride_n")}
-                | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "y_stride_b", "y_stride_n")}
-                | {"gate_stride_b": "i32", "scale_stride_b": "i32", "eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True},
-                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
-                streaming=(*streams, "dx_ptr", "dy_ptr", "sums_ptr"),
-                unaligned=("num_tokens", "tokens_per_program"),
-            )
-        )
-        built.append(
-            built[-1].variant(f"gated_residual_adaln_backward_frozen[{dtype}]", y_ptr=None, sums_ptr=None, SUMS=False)
-        )
-    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
-        # A width that is no power of two: part of the block is masked off.
-        name = kernel.name.replace("bf16", "bf16, width 3072")
-        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
-    return tuple(built)
 
 
 SPEC = OpSpec(
@@ -418,11 +277,11 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "y", "gate", "scale", "shift"),
     test_cases=MODULATION_TEST_CASES,
-    bench_cases=MODULATION_BENCH_CASES,
-    bytes_forward=lambda i: 3 * nbytes(i["x"]) + nbytes(i["y"], i["gate"], i["scale"], i["shift"]),
-    bytes_backward=lambda i: 4 * nbytes(i["x"]) + 2 * nbytes(i["y"], i["gate"], i["scale"]) + nbytes(i["shift"]),
-    bytes_formula=("4 S + 3 m", "6 S + 5 m"),
-    k_bf16=1.1,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kernels=_kernels,
+    bench_cases=(
+        *(Case(id=id, shape=shape, frozen=("gate", "scale", "shift")) for id, shape in MODULATION_SHAPES.items()),
+        Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"]),
+    ),
+    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["gate"])},
+    bytes_formula=("4 S + 3 m", "5 S + 2 m"),
 )

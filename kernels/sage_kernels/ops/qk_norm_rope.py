@@ -22,32 +22,25 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
-from sage_kernels import common
-from sage_kernels.common import Launch, LaunchTable, narrow
-from sage_kernels.reference import qk_norm_rope as reference
-from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+from sage_kernels import common, reference
+from sage_kernels.common import narrow
+from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
+
+TOKENS = ("q", "k", "q_text", "k_text")
+WEIGHTS = tuple(f"{name}_weight" for name in TOKENS)
 
 # Keyed by H * D, the elements of a token.
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, rows=4),
-        (4096, None): Launch(num_warps=16, rows=4),
-        (None, None): Launch(num_warps=32, rows=4),
-    }
-)
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=2),
-        (4096, None): Launch(num_warps=16, programs_per_sm=1),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
-)
+FORWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), rows=4)
+BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(2, 1, 1))
 
 
 @triton.jit
@@ -261,124 +254,90 @@ def _strides(tensors: Iterable[Tensor]) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
-def _blocks(q: Tensor) -> dict[str, int]:
+def _blocks(q: Tensor) -> dict[str, Any]:
     heads, head_dim = q.shape[2:]
-    blocks = {"BLOCK_H": common.next_power_of_2(heads), "BLOCK_D": common.next_power_of_2(head_dim)}
+    blocks = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}
     return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
 
 
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_rope`."""
+    *small, eps = rest
     tokens = [dense_tokens(tensor) for tensor in (q, k, q_text, k_text)]
-    small = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight, cos, sin)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     joint = (batch, num_video + num_text, heads, head_dim)
-    q_out = common.empty(joint, dtype=q.dtype, device=q.device)
-    k_out = common.empty(joint, dtype=k.dtype, device=k.device)
-    launch = FORWARD_LAUNCH.find(heads * head_dim, q.device)
-    if q_out.numel():
-        programs = common.cdiv(num_video, launch.rows) + common.cdiv(num_text, launch.rows)
-        settings = {**_blocks(q), "ROWS": launch.rows, "num_warps": launch.num_warps}
-        with common.on_device_of(q):
-            qk_norm_rope_forward_kernel[programs, batch](
-                *tokens, *small, q_out, k_out, num_video, num_text, *_strides(tokens), eps, **settings
-            )
+    q_out, k_out = (common.empty(joint, dtype=tensor.dtype, device=q.device) for tensor in (q, k))
+    settings = FORWARD_LAUNCH.find(heads * head_dim, q.device)
+    launch(
+        qk_norm_rope_forward_kernel,
+        (cdiv(num_video, settings.rows) + cdiv(num_text, settings.rows), batch),
+        *(*tokens, *(tensor.contiguous() for tensor in small), q_out, k_out),
+        *(num_video, num_text, *_strides(tokens), eps),
+        **_blocks(q),
+        ROWS=settings.rows,
+        num_warps=settings.num_warps,
+    )
     return q_out, k_out
 
 
-def launch_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_text: Tensor,
-    k_text: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_text_weight: Tensor,
-    k_text_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, ...]:
+def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor, ...]:
     """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
+    *weights, cos, sin, eps = rest
     tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)]
-    weights = [tensor.contiguous() for tensor in (q_weight, k_weight, q_text_weight, k_text_weight)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
-    launch = BACKWARD_LAUNCH.find(heads * head_dim, q.device)
-    video = common.split_tokens(num_video, batch, launch, q.device)
+    settings = BACKWARD_LAUNCH.find(heads * head_dim, q.device)
+    video = split_tokens(num_video, batch, settings, q.device)
     # As many tokens as a video program, so that no program outlasts the others.
-    programs = video.programs + common.cdiv(num_text, video.tokens)
+    programs = video.programs + cdiv(num_text, video.tokens)
     sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
-    if sums.numel():
-        pointers = (*tokens, *weights, cos.contiguous(), sin.contiguous(), *gradients, sums)
-        sizes = (num_video, num_text, video.programs, video.tokens)
-        with common.on_device_of(q):
-            qk_norm_rope_backward_kernel[programs, batch](
-                *pointers, *sizes, *_strides(tokens), eps, **_blocks(q), num_warps=launch.num_warps
-            )
+    launch(
+        qk_norm_rope_backward_kernel,
+        (programs, batch),
+        *(*tokens, *(tensor.contiguous() for tensor in (*weights, cos, sin)), *gradients, sums),
+        *(num_video, num_text, video.programs, video.tokens, *_strides(tokens), eps),
+        **_blocks(q),
+        num_warps=settings.num_warps,
+    )
     # Rows of the query and the key weight, first of the video, then of the text programs.
     rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))
     return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
 
 
-# Schemas in place of annotations: the argument list is written out in the launchers, the reference and the public op.
-_ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
-    Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
-
-
-@torch.library.custom_op("sage_kernels::qk_norm_rope", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-def _qk_norm_rope(*arguments):
-    q = arguments[0]
-    return (launch_forward if common.runs_triton(q) else reference.qk_norm_rope)(*arguments)
-
-
-@torch.library.custom_op(
-    "sage_kernels::qk_norm_rope_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
-)
-def _qk_norm_rope_backward(*arguments):
-    _, _, q, *_ = arguments
-    return (launch_backward if common.runs_triton(q) else reference.qk_norm_rope_backward)(*arguments)
-
-
-@_qk_norm_rope.register_fake
-def _(q, k, q_text, *rest):
+def _shapes(q: Tensor, k: Tensor, q_text: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     joint = (q.shape[0], q.shape[1] + q_text.shape[1], *q.shape[2:])
     return q.new_empty(joint), k.new_empty(joint)
 
 
-@_qk_norm_rope_backward.register_fake
-def _(grad_q, grad_k, *inputs):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:8])
-
-
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
-    return *_qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps), None, None, None
+def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    arguments: tuple[Any, ...] = (grad_q, grad_k, *ctx.saved_tensors, ctx.eps)
+    return *qk_norm_rope_backward(*arguments), None, None, None
 
 
-_qk_norm_rope.register_autograd(_backward, setup_context=_setup_context)
+_ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
+    Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
+qk_norm_rope_backward = operator(
+    "qk_norm_rope_backward",
+    f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
+    launcher=launch_backward,
+    reference=reference.qk_norm_rope_backward,
+    shapes=lambda grad_q, grad_k, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:8]),
+)
+_qk_norm_rope = operator(
+    "qk_norm_rope",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    launcher=launch_forward,
+    reference=reference.qk_norm_rope,
+    shapes=_shapes,
+    gradient=Gradient(_save, _backward),
+)
 
 
 def qk_norm_rope(
@@ -419,12 +378,7 @@ def qk_norm_rope(
         ValueError: shapes that do not fit, odd D, another dtype, tensors on several devices, eps <= 0.
     """
     op = "qk_norm_rope"
-    weights = {
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "q_text_weight": q_text_weight,
-        "k_text_weight": k_text_weight,
-    }
+    weights = dict(zip(WEIGHTS, (q_weight, k_weight, q_text_weight, k_text_weight), strict=True))
     tensors = {"q": q, "k": k, "q_text": q_text, "k_text": k_text, **weights, "cos": cos, "sin": sin}
     common.check_tensors(op, tensors)
     common.check_ndim(op, "q", q, "(B, N, H, D)")
@@ -443,9 +397,7 @@ def qk_norm_rope(
     return _qk_norm_rope(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
 
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, video, text, heads, head_dim = (case.shape[name] for name in ("batch", "video", "text", "heads", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
@@ -455,84 +407,12 @@ def _make_inputs(
         flat = draw(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided)
         return flat.unflatten(-1, (heads, head_dim))
 
-    def weight() -> Tensor:
-        return draw(head_dim, dtype=small, strided=case.strided)
-
     angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
     return {
-        "q": projection(video),
-        "k": projection(video),
-        "q_text": projection(text),
-        "k_text": projection(text),
-        "q_weight": weight(),
-        "k_weight": weight(),
-        "q_text_weight": weight(),
-        "k_text_weight": weight(),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        **{name: projection(tokens) for name, tokens in zip(TOKENS, (video, video, text, text), strict=True)},
+        **{name: draw(head_dim, dtype=small, strided=case.strided) for name in WEIGHTS},
+        **{"cos": angles.cos(), "sin": angles.sin()},
     }
-
-
-def _kernels() -> tuple[Kernel, ...]:
-    shape = {"HEADS": 16, "HEAD_DIM": 128, "BLOCK_H": 16, "BLOCK_D": 128}
-    projections = ("q_ptr", "k_ptr", "q_text_ptr", "k_text_ptr")
-    weights = ("q_weight_ptr", "k_weight_ptr", "q_text_weight_ptr", "k_text_weight_ptr")
-    tables = {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    strides = [f"{name}_stride_{axis}" for name in ("q", "k", "q_text", "k_text") for axis in ("b", "n")]
-    built = []
-    for dtype in ("bf16", "fp32"):
-        joint = ("q_out_ptr", "k_out_ptr")
-        built.append(
-            Kernel(
-                name=f"qk_norm_rope_forward[{dtype}]",
-                function=qk_norm_rope_forward_kernel,
-                signature={name: f"*{dtype}" for name in (*projections, *weights)}
-                | tables
-                | {name: f"*{dtype}" for name in joint}
-                | {name: "i32" for name in ("num_video", "num_text", *strides)}
-                | {"eps": "fp32"},
-                constexprs=shape | {"ROWS": FORWARD_LAUNCH.find(2048).rows},
-                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
-                streaming=(*projections, *joint, *tables),
-                unaligned=("num_video", "num_text"),
-            )
-        )
-        grads = ("grad_q_ptr", "grad_k_ptr")
-        gradients = ("dq_ptr", "dk_ptr", "dq_text_ptr", "dk_text_ptr")
-        grad_strides = [f"grad_{name}_stride_{axis}" for name in ("q", "k") for axis in ("b", "n")]
-        integers = ("num_video", "num_text", "video_programs", "tokens_per_program")
-        built.append(
-            Kernel(
-                name=f"qk_norm_rope_backward[{dtype}]",
-                function=qk_norm_rope_backward_kernel,
-                signature={name: f"*{dtype}" for name in (*grads, *projections, *weights)}
-                | tables
-                | {name: f"*{dtype}" for name in gradients}
-                | {"sums_ptr": "*fp32"}
-                | {name: "i32" for name in (*integers, *grad_strides, *strides)}
-                | {"eps": "fp32"},
-                constexprs=shape,
-                num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
-                streaming=(*grads, *projections, *gradients, *tables),
-                unaligned=integers,
-            )
-        )
-    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
-        # A number of heads that is no power of two: part of the block is masked off.
-        name = kernel.name.replace("bf16", "bf16, 24 heads")
-        built.append(kernel.variant(name, table.find(24 * 128).num_warps, HEADS=24, BLOCK_H=32))
-    return tuple(built)
-
-
-def _bytes_forward(inputs: Inputs) -> int:
-    tokens = [inputs[name] for name in ("q", "k", "q_text", "k_text")]
-    # Every input is read; the outputs are the video and text tokens once more.
-    return nbytes(*inputs.values()) + nbytes(*tokens)
-
-
-def _bytes_backward(inputs: Inputs) -> int:
-    gradients = [inputs[name] for name in SPEC.differentiable]
-    return _bytes_forward(inputs) + nbytes(*gradients)
 
 
 SPEC = OpSpec(
@@ -543,16 +423,7 @@ SPEC = OpSpec(
     reference=reference.qk_norm_rope,
     eager=reference.qk_norm_rope_eager,
     make_inputs=_make_inputs,
-    differentiable=(
-        "q",
-        "k",
-        "q_text",
-        "k_text",
-        "q_weight",
-        "k_weight",
-        "q_text_weight",
-        "k_text_weight",
-    ),
+    differentiable=(*TOKENS, *WEIGHTS),
     test_cases=(
         Case(id="one-pair", shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2}),
         Case(id="no-text", shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8}),
@@ -565,10 +436,11 @@ SPEC = OpSpec(
         Case(id="A", shape={"batch": 1, "video": 18018, "text": 250, "heads": 16, "head_dim": 128}),
         Case(id="B", shape={"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}),
     ),
-    bytes_forward=_bytes_forward,
-    bytes_backward=_bytes_backward,
+    wide_cases=(Case(id="24 heads", shape={"batch": 1, "video": 32760, "text": 250, "heads": 24, "head_dim": 128}),),
+    letters=lambda i: {
+        "S": nbytes(i["q"], i["q_text"]),
+        "c": nbytes(i["cos"]),
+        "w": nbytes(i["q_weight"]),
+    },
     bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 8 w"),
-    k_bf16=1.1,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kernels=_kernels,
 )

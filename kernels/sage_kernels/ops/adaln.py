@@ -17,31 +17,21 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Generator, Tensor
 
-from sage_kernels import common
-from sage_kernels.common import Launch, LaunchTable, narrow
-from sage_kernels.reference import adaln as reference
-from sage_kernels.registry import Case, Inputs, Kernel, OpSpec, nbytes, random_tensor
+from sage_kernels import common, reference
+from sage_kernels.common import narrow
+from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
-FORWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=4, rows=4),
-        (4096, None): Launch(num_warps=8, rows=4),
-        (None, None): Launch(num_warps=16, rows=4),
-    }
-)
-BACKWARD_LAUNCH = LaunchTable(
-    {
-        (2048, None): Launch(num_warps=8, programs_per_sm=4),
-        (4096, None): Launch(num_warps=16, programs_per_sm=2),
-        (None, None): Launch(num_warps=32, programs_per_sm=1),
-    }
-)
+FORWARD_LAUNCH = LaunchTable.by_width((4, 8, 16), rows=4)
+BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1))
 
 
 @triton.jit
@@ -95,9 +85,9 @@ def adaln_backward_kernel(
     grad_ptr,  # (B, N, D), dense rows
     x_ptr,  # (B, N, D), dense rows
     scale_ptr,  # (B, D), dense rows
-    grad_residual_ptr,  # (B, N, D), contiguous: added to dx; None without RESIDUAL
+    grad_residual_ptr,  # (B, N, D), contiguous: added to dx; or None
     dx_ptr,  # (B, N, D), contiguous
-    sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program; None without SUMS
+    sums_ptr,  # (B, P, 2, D) float32: dscale and dshift of every program; None for no sums
     num_tokens,
     tokens_per_program,
     grad_stride_b,
@@ -108,10 +98,8 @@ def adaln_backward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and, with SUMS, leaves its sums over them."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sums over them where wanted."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -125,18 +113,18 @@ def adaln_backward_kernel(
         o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        if RESIDUAL:
+        if grad_residual_ptr is not None:
             # Before the reductions, so that it is on its way while they wait for each other.
             dx = tl.load(grad_residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
         else:
             dx = 0.0
         normed, rstd = normalize_row(x, m_d, eps, WIDTH)
-        if SUMS:
+        if sums_ptr is not None:
             dscale += grad * normed
             dshift += grad
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
         tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
-    if SUMS:
+    if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
         tl.store(p_sums, dscale, mask=m_d)
         tl.store(p_sums + WIDTH, dshift, mask=m_d)
@@ -147,129 +135,79 @@ def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     x, scale, shift = (common.dense_rows(tensor) for tensor in (x, scale, shift))
     batch, tokens, width = x.shape
     out = common.empty_like(x)
-    launch = FORWARD_LAUNCH.find(width, x.device)
-    if out.numel():
-        with common.on_device_of(x):
-            adaln_forward_kernel[common.cdiv(tokens, launch.rows), batch](
-                x,
-                scale,
-                shift,
-                out,
-                tokens,
-                x.stride(0),
-                x.stride(1),
-                scale.stride(0),
-                shift.stride(0),
-                eps,
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                ROWS=launch.rows,
-                num_warps=launch.num_warps,
-            )
+    settings = FORWARD_LAUNCH.find(width, x.device)
+    launch(
+        adaln_forward_kernel,
+        (cdiv(tokens, settings.rows), batch),
+        *(x, scale, shift, out, tokens, *x.stride()[:2], scale.stride(0), shift.stride(0), eps),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        ROWS=settings.rows,
+        num_warps=settings.num_warps,
+    )
     return out
 
 
-def launch_backward(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift_dtype: torch.dtype,
-    eps: float,
-    modulation: bool,
-    grad_residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernel. grad, x (B, N, D); scale (B, D); grad_residual (B, N, D), added to x's gradient.
-
-    Returns the gradients of x, scale and shift; without `modulation` the last two are empty.
-    """
+def launch_backward(grad, x, scale, shift_dtype, eps, modulation, grad_residual=None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernel; arguments and results as `adaln_backward`."""
     grad, x, scale = (common.dense_rows(tensor) for tensor in (grad, x, scale))
     batch, tokens, width = x.shape
     dx = common.empty_like(x)
-    launch = BACKWARD_LAUNCH.find(width, x.device)
-    split = common.split_tokens(tokens, batch, launch, x.device)
+    settings = BACKWARD_LAUNCH.find(width, x.device)
+    split = split_tokens(tokens, batch, settings, x.device)
     sums = None
     if modulation:
         sums = common.empty((batch, split.programs, 2, width), dtype=torch.float32, device=x.device)
-    if dx.numel():
-        with common.on_device_of(x):
-            adaln_backward_kernel[split.programs, batch](
-                grad,
-                x,
-                scale,
-                None if grad_residual is None else grad_residual.contiguous(),
-                dx,
-                sums,
-                tokens,
-                split.tokens,
-                grad.stride(0),
-                grad.stride(1),
-                x.stride(0),
-                x.stride(1),
-                scale.stride(0),
-                eps,
-                WIDTH=width,
-                BLOCK=common.next_power_of_2(width),
-                SUMS=modulation,
-                RESIDUAL=grad_residual is not None,
-                num_warps=launch.num_warps,
-            )
+    residual = None if grad_residual is None else grad_residual.contiguous()
+    launch(
+        adaln_backward_kernel,
+        (split.programs, batch),
+        *(grad, x, scale, residual, dx, sums, tokens, split.tokens),
+        *(*grad.stride()[:2], *x.stride()[:2], scale.stride(0), eps),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        num_warps=settings.num_warps,
+    )
     if sums is None:
         return dx, scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     dscale, dshift = sums.sum(1).unbind(1)
     return dx, dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
 
 
-@torch.library.custom_op("sage_kernels::adaln", mutates_args=())
-def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    return (launch_forward if common.runs_triton(x) else reference.adaln)(x, scale, shift, eps)
-
-
-@torch.library.custom_op("sage_kernels::adaln_backward", mutates_args=())
-def _adaln_backward(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift_dtype: torch.dtype,
-    eps: float,
-    modulation: bool,
-    grad_residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = launch_backward if common.runs_triton(x) else reference.adaln_backward
-    return run(grad, x, scale, shift_dtype, eps, modulation, grad_residual)
-
-
-@_adaln.register_fake
-def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_adaln_backward.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift_dtype: torch.dtype,
-    eps: float,
-    modulation: bool,
-    grad_residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(grad, x, scale, shift_dtype, eps, modulation, *rest) -> tuple[Tensor, Tensor, Tensor]:
     shape = scale.shape if modulation else (0,)
     return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, shift, ctx.eps = inputs
     ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(x, scale)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, scale_needs, shift_needs, _ = ctx.needs_input_grad[:4]
-    dx, dscale, dshift = _adaln_backward(grad, *ctx.saved_tensors, ctx.shift_dtype, ctx.eps, scale_needs or shift_needs)
+    x, scale = ctx.saved_tensors
+    dx, dscale, dshift = adaln_backward(grad, x, scale, ctx.shift_dtype, ctx.eps, scale_needs or shift_needs)
     return dx, dscale if scale_needs else None, dshift if shift_needs else None, None
 
 
-_adaln.register_autograd(_backward, setup_context=_setup_context)
+adaln_backward = operator(
+    "adaln_backward",
+    """(Tensor grad, Tensor x, Tensor scale, ScalarType shift_dtype, float eps, bool modulation,
+    Tensor? grad_residual=None) -> (Tensor, Tensor, Tensor)""",
+    launcher=launch_backward,
+    reference=reference.adaln_backward,
+    shapes=_backward_shapes,
+)
+_adaln = operator(
+    "adaln",
+    "(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor",
+    launcher=launch_forward,
+    reference=reference.adaln,
+    shapes=lambda x, scale, shift, eps: x.new_empty(x.shape),
+    gradient=Gradient(_save, _backward),
+)
 
 
 def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
@@ -305,16 +243,17 @@ MODULATION_TEST_CASES = (
 )
 """Test shapes of the ops with per-sample modulation."""
 
-MODULATION_BENCH_CASES = (
-    Case(id="A", shape={"batch": 1, "tokens": 18018, "width": 2048}),
-    Case(id="B", shape={"batch": 1, "tokens": 32760, "width": 2048}),
-)
+MODULATION_SHAPES = {
+    "A": {"batch": 1, "tokens": 18018, "width": 2048},
+    "B": {"batch": 1, "tokens": 32760, "width": 2048},
+}
 """Video tokens of HunyuanVideo-1.5 at 352x624 and 480x832, 81 frames."""
 
+MODULATION_WIDE_SHAPE = {"batch": 1, "tokens": 32760, "width": 3072}
+"""A width that is no power of two: part of the block is masked off."""
 
-def _make_inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
-) -> Inputs:
+
+def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
@@ -325,47 +264,8 @@ def _make_inputs(
     }
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    built = []
-    for dtype in ("bf16", "fp32"):
-        built.append(
-            Kernel(
-                name=f"adaln_forward[{dtype}]",
-                function=adaln_forward_kernel,
-                signature={name: f"*{dtype}" for name in ("x_ptr", "scale_ptr", "shift_ptr", "out_ptr")}
-                | {"num_tokens": "i32"}
-                | {name: "i32" for name in ("x_stride_b", "x_stride_n", "scale_stride_b", "shift_stride_b")}
-                | {"eps": "fp32"},
-                constexprs={"WIDTH": 2048, "BLOCK": 2048, "ROWS": FORWARD_LAUNCH.find(2048).rows},
-                num_warps=FORWARD_LAUNCH.find(2048).num_warps,
-                streaming=("x_ptr", "out_ptr"),
-                unaligned=("num_tokens",),
-            )
-        )
-        streams = ("grad_ptr", "x_ptr", "grad_residual_ptr", "dx_ptr")
-        residual = Kernel(
-            name=f"adaln_backward_residual[{dtype}]",
-            function=adaln_backward_kernel,
-            signature={name: f"*{dtype}" for name in (*streams, "scale_ptr")}
-            | {"sums_ptr": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32"}
-            | {name: "i32" for name in ("grad_stride_b", "grad_stride_n", "x_stride_b", "x_stride_n")}
-            | {"scale_stride_b": "i32", "eps": "fp32"},
-            constexprs={"WIDTH": 2048, "BLOCK": 2048, "SUMS": True, "RESIDUAL": True},
-            num_warps=BACKWARD_LAUNCH.find(2048).num_warps,
-            streaming=(*streams, "sums_ptr"),
-            unaligned=("num_tokens", "tokens_per_program"),
-        )
-        plain = residual.variant(f"adaln_backward[{dtype}]", grad_residual_ptr=None, RESIDUAL=False)
-        built.append(plain)
-        for kernel, name in ((plain, "frozen"), (residual, "residual_frozen")):
-            built.append(kernel.variant(f"adaln_backward_{name}[{dtype}]", sums_ptr=None, SUMS=False))
-        built.append(residual)
-    for kernel, table in ((built[0], FORWARD_LAUNCH), (built[1], BACKWARD_LAUNCH)):
-        # A width that is no power of two: part of the block is masked off.
-        name = kernel.name.replace("bf16", "bf16, width 3072")
-        built.append(kernel.variant(name, table.find(3072).num_warps, WIDTH=3072, BLOCK=4096))
-    return tuple(built)
-
+_FROZEN = ("scale", "shift")
+_RESIDUAL = {"grad_residual": lambda arguments: torch.randn_like(arguments["grad"])}
 
 SPEC = OpSpec(
     name="adaln",
@@ -377,11 +277,13 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "scale", "shift"),
     test_cases=MODULATION_TEST_CASES,
-    bench_cases=MODULATION_BENCH_CASES,
-    bytes_forward=lambda i: 2 * nbytes(i["x"]) + nbytes(i["scale"], i["shift"]),
-    bytes_backward=lambda i: 3 * nbytes(i["x"]) + 2 * nbytes(i["scale"]) + nbytes(i["shift"]),
-    bytes_formula=("2 S + 2 m", "3 S + 3 m"),
-    k_bf16=1.1,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kernels=_kernels,
+    bench_cases=(
+        *(Case(id=id, shape=shape, frozen=_FROZEN, backward=_RESIDUAL) for id, shape in MODULATION_SHAPES.items()),
+        Case(id="B, last layer", shape=MODULATION_SHAPES["B"], frozen=_FROZEN),
+        Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"], backward=_RESIDUAL),
+        Case(id="B, last layer, modulation trained", shape=MODULATION_SHAPES["B"]),
+    ),
+    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["scale"])},
+    bytes_formula=("2 S + 2 m", "4 S + m"),
 )

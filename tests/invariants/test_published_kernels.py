@@ -1,0 +1,127 @@
+"""The kernels that are published are the ones that training runs, in the variants that the benchmark times.
+
+A variant of an operator is what its arguments switch: which optional ones are absent, and the value of every bool. One
+iteration of each kind of training is recorded; operators of sage_kernels run their plain twins meanwhile, which takes a
+fraction of the interpreter's time and calls the same operators.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_fast.config.schema import TrainingConfig
+from sage_fast.run.run import build_trainer
+from sage_kernels import common, registry
+from sage_kernels.tracer import backward_call
+from tests.invariants.paired_training import MakeRun
+
+SPECS = registry.specs()
+TYPES = inspect.get_annotations(TrainingConfig)
+MODES = [
+    [f"--training.update={update}", f"--training.guidance={guidance}", "--rollout.micro_batch_size=1"]
+    for update in TYPES["update"].__args__
+    for guidance in TYPES["guidance"].__args__
+]
+OPTIONS = [
+    ["--training.mode=full"],
+    ["--objective.kl_mode=none", "--lora.target_modules=[attn.to_q,attn.to_k]"],
+    ["--objective.ratio=ratio_norm", "--objective.kl_velocity=exact"],
+    ["--objective.logprob=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
+]
+
+Variant = tuple[str, tuple[tuple[str, object], ...]]
+
+
+class Recorder(TorchDispatchMode):
+    """Variants of the operators of sage_kernels that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variants: set[Variant] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sage_kernels":
+            self.variants.add((func.overloadpacket.__name__, switches(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def switches(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, object], ...]:
+    """Optional arguments and whether they were given, bool arguments and their values."""
+    found: list[tuple[str, object]] = []
+    for position, argument in enumerate(func._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        value = args[position] if position < len(args) else kwargs.get(argument.name, default)
+        if str(argument.type).startswith("Optional"):
+            found.append((argument.name, value is not None))
+        elif str(argument.type) == "bool":
+            found.append((argument.name, value))
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def timed() -> set[Variant]:
+    """What the benchmark times, on the meta device."""
+    calls: list[Callable[[], object]] = []
+    for spec in SPECS.values():
+        for case in spec.bench_cases:
+            inputs = spec.make_inputs(case, spec.bench_dtype, "meta", None)
+            calls.append(partial(spec.op, **inputs))
+            if spec.differentiable:
+                calls.append(backward_call(spec, case, inputs))
+    with Recorder() as recorder:
+        for call in calls:
+            call()
+    return recorder.variants
+
+
+_trained: dict[tuple[str, ...], set[Variant]] = {}
+
+
+def variants_of_training(make: MakeRun, overrides: list[str], patch: pytest.MonkeyPatch) -> set[Variant]:
+    """Variants that one iteration calls, recorded once for all tests."""
+    if tuple(overrides) not in _trained:
+        patch.setattr(common, "runs_triton", lambda tensor: tensor.is_cuda)
+        trainer = build_trainer(make("--model.kernels=triton", *overrides))
+        with Recorder() as recorder:
+            trainer.iterate()
+        _trained[tuple(overrides)] = recorder.variants
+    return _trained[tuple(overrides)]
+
+
+@pytest.mark.parametrize("overrides", [*MODES, *OPTIONS], ids=" ".join)
+def test_training_runs_what_the_benchmark_times(
+    overrides: list[str], tiny_run: MakeRun, timed: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = variants_of_training(tiny_run, overrides, monkeypatch)
+    assert {name.removesuffix("_backward") for name, _ in called} == set(SPECS)
+    assert called <= timed
+
+
+def test_the_benchmark_times_what_training_runs(
+    tiny_run: MakeRun, timed: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides the log-probability, which is there for other trainers."""
+    trained = set().union(*(variants_of_training(tiny_run, o, monkeypatch) for o in (*MODES, *OPTIONS)))
+    assert timed - trained == {("sde_step", (("noise_ids", True), ("log_prob", True)))}
+    for name in {name for name, _ in timed}:
+        variants = [dict(arguments) for other, arguments in timed if other == name]
+        assert all(any(variant[argument] for variant in variants) for argument in variants[0]), name
+    published = {name for name in vars(torch.ops.sage_kernels) if not name.startswith("_")}
+    assert published - {"name"} == {name for name, _ in timed}
+
+
+def test_no_op_has_a_parameter_that_nobody_gives() -> None:
+    for spec in SPECS.values():
+        given = {
+            name
+            for case in spec.bench_cases
+            for name, value in spec.make_inputs(case, spec.bench_dtype, "meta", None).items()
+            if value is not None
+        }
+        parameters = set(inspect.signature(spec.op).parameters) - {"eps", "rest", "inputs"}
+        assert parameters <= given, spec.name

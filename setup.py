@@ -81,7 +81,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["sage_fast", "sage_fast.*"]) + list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
-    package_data={"sage_fast": ["py.typed", "models/toy/assets/*"]},
+    package_data={"sage_fast": ["py.typed", "models/toy/assets/*", "tools/scenes.yaml"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["sage-fast = sage_fast.commands.cli:main"]},

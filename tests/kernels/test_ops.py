@@ -320,7 +320,8 @@ def test_readme_table_is_current() -> None:
 def test_bandwidth_column_reads_the_newest_run(tmp_path: Path) -> None:
     folder = tmp_path / "H100"
     folder.mkdir()
-    row = {"op": "adaln", "case": "B", "direction": "forward", "dtype": "bfloat16", "share_of_copy": 0.9}
+    row = {"op": "adaln", "shape": "B", "step": "adaln forward", "contender": "ours", "share": 0.9}
     for day, rate in (("2026-01-01-aaa", 1000), ("2026-01-02-bbb", 2500)):
-        (folder / f"{day}.json").write_text(json.dumps({"kernels": [row | {"gb_per_s": rate}]}))
+        cells = {"one": {"suite": "kernels", "rows": [row | {"rate": rate}, row | {"contender": "eager", "rate": 9}]}}
+        (folder / f"{day}.json").write_text(json.dumps({"cells": cells}))
     assert readme.bandwidths(tmp_path) == {"adaln": "forward 2500 GB/s (90% of copy), H100/2026-01-02-bbb.json"}

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -324,9 +323,3 @@ def marginal_rows(spread: float) -> list[str]:
         + " |"
         for sde_type in SDE_TYPES
     ]
-
-
-@pytest.mark.parametrize("spread", [0.5, 0.1])
-def test_the_documented_table_is_what_the_code_gives(spread: float) -> None:
-    document = (Path(__file__).parents[1] / "docs" / "algorithm.md").read_text()
-    assert "\n".join(marginal_rows(spread)) in document

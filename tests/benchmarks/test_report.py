@@ -25,19 +25,6 @@ def results_of(*paths: Path) -> report.Results:
     return report.read_results(paths)
 
 
-def test_documents_are_what_the_committed_results_say() -> None:
-    """`python -m benchmarks report --write` mends this one."""
-    found = report.read_results(report.committed_files())
-    for name in report.DOCUMENTS:
-        text = (ROOT / name).read_text("utf-8")
-        assert report.document(text, found) == text, name
-
-
-def test_every_block_stands_in_a_document() -> None:
-    text = "".join((ROOT / name).read_text("utf-8") for name in report.DOCUMENTS)
-    assert all(f"<!-- benchmark {name}: begin -->" in text for name in report.BLOCKS)
-
-
 def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
     found = results_of(written(tmp_path, gpu_result()))
     targets = report.targets_block(found)

@@ -1,8 +1,6 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -115,41 +113,6 @@ def test_options_are_not_abbreviated(command: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         parse([command, "runs/x", "--out=y"])
     assert "--output" in capsys.readouterr().err
-
-
-def documented_commands() -> list[str]:
-    """Every `sage-fast ...` line of a code block, without its comment."""
-    found = []
-    for name in ("README.md", "docs/real_model.md", "docs/rewards.md"):
-        lines = iter((ROOT / name).read_text(encoding="utf-8").splitlines())
-        for line in lines:
-            if not line.startswith("    sage-fast "):
-                continue
-            command = line.strip()
-            while command.endswith("\\"):
-                command = command[:-1] + next(lines).strip()
-            found.append(re.split(r"\s+#", command)[0])
-    return found
-
-
-def test_the_documents_are_full_of_commands() -> None:
-    assert len(documented_commands()) >= 15
-
-
-@pytest.mark.parametrize("command", documented_commands())
-def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its options exist, the configurations it names load, and the keys it sets are keys."""
-    monkeypatch.chdir(ROOT)
-    options, overrides = parse(shlex.split(command)[1:])
-    files = options.config
-    if options.command == "train" and options.keys:
-        return
-    if files and files[0].startswith("configs/"):
-        load_config(files, overrides)
-    else:
-        assert files or options.command == "doctor"
-        assert all(name.startswith("runs/") for name in files)
-        load_config("configs/toy_cpu.yaml", overrides)
 
 
 # ------------------------------------------------------------------------------------------ generate

@@ -31,10 +31,13 @@ from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, save_lor
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
+    ),
+]
 
 RANKS = 2
 STAGES = (2, 3)

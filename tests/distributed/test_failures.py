@@ -19,6 +19,8 @@ from sage_fast.run.metrics import read_metrics
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import free_port, try_ranks
 
+pytestmark = pytest.mark.slow
+
 UPDATES = 4
 
 

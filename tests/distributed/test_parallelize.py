@@ -43,6 +43,7 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], dict[str
     return records, {name: value.detach() for name, value in whole.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_shards_in_cpu_memory_train_alike(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
     file = write_run(tiny_model, tmp_path)

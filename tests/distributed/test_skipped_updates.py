@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, run_ranks
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "replicated": ["--training.mode=lora"],
     "fsdp": ["--training.mode=full", "--model.adaln=weights"],

@@ -33,6 +33,8 @@ from tests.distributed.ulysses_support import (
 )
 from tests.models.hunyuan15.oracle import latents, prompt
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "tokens-divide": Case(size=(2, 3, 4)),
     "tokens-do-not-divide": Case(),

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, run_ranks
 
+pytestmark = pytest.mark.slow
+
 UPDATES, VIDEOS = 5, 8
 TOLERANCE = {"kl/position": 5e-6, "loss": 0.0, "log_ratio/mean": 0.0, "kl/velocity": 0.0, "ratio/mean": 1e-7}
 """Largest difference by metric where it is not 1e-5 relative. The loss is a mean of advantages, of which nothing but

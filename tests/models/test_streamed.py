@@ -119,6 +119,7 @@ def wide_transformer() -> HunyuanVideo15Transformer3DModel:
     return tiny_transformer(num_attention_heads=4, attention_head_dim=64, num_layers=12)
 
 
+@pytest.mark.slow
 def test_an_export_takes_a_tensor_of_memory(tmp_path: Path) -> None:
     with torch.device("meta"):
         shapes = {name: t.shape for name, t in wide_transformer().state_dict().items()}

@@ -214,6 +214,7 @@ def timeless(record: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
 def test_a_run_gives_the_same_numbers(tiny_run: MakeRun, tmp_path: Path, on_failure: str) -> None:
     """Bit by bit: metrics, evaluation and weights after an update, with a group that is dropped or without."""
@@ -247,6 +248,7 @@ def test_a_run_gives_the_same_numbers(tiny_run: MakeRun, tmp_path: Path, on_fail
     assert all(torch.equal(w, process_weights[n]) for n, w in inline_weights.items())
 
 
+@pytest.mark.slow
 def test_scoring_overlaps_the_rollout(tiny_run: MakeRun, tmp_path: Path) -> None:
     """Batch 0 is in the reward, and stays there until the sampling of batch 1 has begun; so on to the end."""
     trainer = build_trainer(
@@ -317,6 +319,7 @@ def rows(run: RunConfig) -> list[dict[str, float]]:
     return [timeless(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(tiny_run: MakeRun, tmp_path: Path) -> None:
     whole = tiny_run(*drawing_run(tmp_path))
     Run(whole).train()

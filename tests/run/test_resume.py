@@ -359,11 +359,3 @@ def test_an_adapter_that_does_not_fit(tiny_run: MakeRun, finished_run: Path, ove
 
 
 # ------------------------------------------------------------------------------------------ documentation
-
-
-def test_every_test_that_the_page_names_is_there() -> None:
-    root = Path(__file__).resolve().parents[2]
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "docs/reliability.md").read_text(encoding="utf-8"))
-    assert len(named) > 15
-    for file, test in named:
-        assert f"def {test}(" in (root / "tests" / file).read_text(encoding="utf-8"), test

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -87,31 +86,6 @@ def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: Ma
     torch.testing.assert_close(loaded, expected)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("--objective.kl_mode=dual", "--training.anchor_interval=2"),
-        ("--optimizer.name=muon", "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.9"),
-        ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
-    ],
-    ids=["lora-anchor", "full-muon-ema", "window-two-updates"],
-)
-def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    def config(output: str, updates: int, resume: str) -> RunConfig:
-        given = (*overrides, f"--training.num_updates={updates}", "--checkpoint.every=2", f"--resume={resume}")
-        return with_output(tiny_run(*given), tmp_path / output)
-
-    Run(config("whole", 6, "none")).train()
-    Run(config("parts", 4, "none")).train()
-    Run(config("parts", 6, "auto")).train()
-    whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
-    # The shorter run also evaluated at its own end.
-    assert [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in parts] == [
-        {k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole
-    ]
-    assert parts[-1] == whole[-1]
-
-
 def command(config: Path) -> list[str]:
     return [sys.executable, "-m", "sage_fast", "train", str(config), "--resume", "auto"]
 
@@ -136,43 +110,6 @@ def start(config: Path) -> subprocess.Popen[str]:
 
 def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
-    files = {}
-    for name in ("whole", "killed"):
-        config = tiny_run(
-            "--training.num_updates=30", "--checkpoint.every=3", "--evaluation.every=10", "--num_threads=1"
-        )
-        files[name] = tmp_path / f"{name}.yaml"
-        files[name].write_text(dump_config(with_output(config, tmp_path / name)))
-    subprocess.run(command(files["whole"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250)
-
-    log, saved = tmp_path / "killed/metrics.jsonl", tmp_path / "killed/checkpoints"
-    moments = random.Random(20)
-    for attempt in range(3):
-        # Lines of an earlier attempt do not count: the process must have trained before it dies.
-        lines = count_lines(log)
-        process = start(files["killed"])
-        if attempt < 2:
-            wait_until(lambda lines=lines: count_lines(log) > lines + 1, process)
-            time.sleep(moments.uniform(0, 0.3))
-        else:
-            # The newest checkpoint is damaged below, and there must be another to fall back to.
-            wait_until(lambda: len(list_checkpoints(saved)) > 1 and any(saved.glob(".update-*.partial")), process)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    # A machine that died while writing: the newest checkpoint is there but cut short.
-    newest = list_checkpoints(tmp_path / "killed/checkpoints")[-1]
-    (shard,) = (newest / "shards").glob("*.distcp")
-    with shard.open("r+b") as file:
-        file.truncate(100)
-    end = subprocess.run(
-        command(files["killed"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250, text=True
-    )
-    assert "Skipping a damaged checkpoint" in end.stderr and newest.name in end.stderr
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
 
 
 @pytest.mark.signals
@@ -459,19 +396,3 @@ def test_the_models_folder_may_move_but_not_change(tiny_run: MakeRun, tiny_model
     save_file(weights, moved / WEIGHTS_NAME)
     with pytest.raises(ConfigError, match=r"model\.path: the weights at .*moved are not those"):
         Run(tiny_run("--resume=auto", "--training.num_updates=4", f"--model.path={moved}"))
-
-
-def test_resume_is_bit_for_bit_also_where_evaluation_and_rollout_batch_differently(
-    tiny_run: MakeRun, tmp_path: Path
-) -> None:
-    """A resumed run meets the noise levels first in another batch than the whole run did."""
-    options = ["--training.num_updates=3", "--rollout.micro_batch_size=1", "--evaluation.batch_size=4"]
-    Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
-    half = tiny_run(*options)
-    half.training.num_updates = 1
-    Run(with_output(half, tmp_path / "half")).train()
-    Run(with_output(tiny_run(*options), tmp_path / "half", resume="auto")).train()
-    last, other = (numbers(tmp_path / name)[-1] for name in ("whole", "half"))
-    assert {k: v for k, v in last.items() if not k.startswith("eval/")} == {
-        k: v for k, v in other.items() if not k.startswith("eval/")
-    }

@@ -339,6 +339,7 @@ def test_what_does_not_fit_comes_with_the_setting_that_helps_most(
     assert fix in found.fix
 
 
+@pytest.mark.slow
 def test_the_estimate_moves_as_it_should(tmp_path: Path) -> None:
     def parts(*overrides: str) -> dict[str, float]:
         plan = make_memory_plan(preset(tmp_path, *overrides), on_gpu=True, gpus=1, memory_gb=80, sizes={})

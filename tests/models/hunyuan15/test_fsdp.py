@@ -59,6 +59,7 @@ def rank(number: int, folder: str, lora: bool, mixed: bool) -> None:
     os._exit(0)  # gloo's threads may abort an orderly exit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "mixed"), [(False, False), (True, False), (False, True)])
 def test_two_ranks_compute_what_one_does(lora: bool, mixed: bool, tmp_path: Path) -> None:
     expected, gradients = run(model(lora))

@@ -371,6 +371,7 @@ def test_glyph_projections_are_kept_while_their_weights_stay(monkeypatch: pytest
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_compiled_refiner_computes_the_same_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
 

@@ -54,6 +54,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "--model.device=cpu",
         f"--data.prompts={prompts}",
         f"--evaluation.prompts={prompts}",
+        "--evaluation.num_prompts=null",
         "--evaluation.num_steps=3",
         "--evaluation.every=2",
         "--evaluation.num_samples=1",

@@ -1,7 +1,7 @@
 """Counts of the fused forward at the true configuration, on the meta device, against bounds and closed forms.
 
 Each count also meets a deliberate regression, and must see it. What exactly is allowed stands in
-benchmarks/budgets.yaml, which `test_guard.py` tests.
+benchmarks/budgets.yaml, which `tests/benchmarks/test_guard.py` tests.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,75 @@
+"""What the documents state is what the code, the tests and the committed results say."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from sage_fast.commands.cli import parse
+from sage_fast.config.load import load_config
+from tests.test_sde import marginal_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def documented_commands() -> list[str]:
+    """Every `sage-fast ...` line of a code block, without its comment."""
+    found = []
+    for name in ("README.md", "docs/real_model.md", "docs/rewards.md"):
+        lines = iter((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for line in lines:
+            if not line.startswith("    sage-fast "):
+                continue
+            command = line.strip()
+            while command.endswith("\\"):
+                command = command[:-1] + next(lines).strip()
+            found.append(re.split(r"\s+#", command)[0])
+    return found
+
+
+def test_the_documents_are_full_of_commands() -> None:
+    assert len(documented_commands()) >= 15
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options exist, the configurations it names load, and the keys it sets are keys."""
+    monkeypatch.chdir(ROOT)
+    options, overrides = parse(shlex.split(command)[1:])
+    files = options.config
+    if options.command == "train" and options.keys:
+        return
+    if files and files[0].startswith("configs/"):
+        load_config(files, overrides)
+    else:
+        assert files or options.command == "doctor"
+        assert all(name.startswith("runs/") for name in files)
+        load_config("configs/toy_cpu.yaml", overrides)
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"))
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+
+
+def test_documents_are_what_the_committed_results_say() -> None:
+    """`python -m benchmarks report --write` mends this one."""
+    found = report.read_results(report.committed_files())
+    for name in report.DOCUMENTS:
+        text = (ROOT / name).read_text("utf-8")
+        assert report.document(text, found) == text, name
+
+
+def test_every_block_stands_in_a_document() -> None:
+    text = "".join((ROOT / name).read_text("utf-8") for name in report.DOCUMENTS)
+    assert all(f"<!-- benchmark {name}: begin -->" in text for name in report.BLOCKS)
+
+
+@pytest.mark.parametrize("spread", [0.5, 0.1])
+def test_the_documented_table_is_what_the_code_gives(spread: float) -> None:
+    document = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
+    assert "\n".join(marginal_rows(spread)) in document

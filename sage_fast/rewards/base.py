@@ -72,15 +72,11 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
     }
 
 
-def reward_requirements(config: RewardConfig) -> list[Requirement]:
-    """The files that the rewards of a config say they need. ConfigError as above."""
-    says = {name: getattr(find_reward(name), "requirements", None) for name in config.rewards}
-    return [
-        found
-        for name, requirements in says.items()
-        if requirements is not None
-        for found in requirements(config.options.get(name, {}))
-    ]
+def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requirement]:
+    """The files that a reward says it needs with its options; none where it does not say. ConfigError as above."""
+    requirements = getattr(find_reward(name), "requirements", None)
+    found: list[Requirement] = [] if requirements is None else requirements(options)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
             yield from _weights(config, family)
     for name in config.reward.rewards:
         with suppress(ConfigError):
-            yield from map(_file, reward_requirements(replace(config.reward, rewards=[name])))
+            yield from map(_file, reward_requirements(name, config.reward.options.get(name, {})))
 
 
 def _file(requirement: Requirement) -> Check:

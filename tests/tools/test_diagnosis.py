@@ -174,7 +174,9 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
         PRESET,
         ["--reward.rewards=[videoalign, clip_score, pick_score]", "--reward.options.clip_score.path=models/clip"],
     )
-    needed = [*model_family(config.model.family).requirements(config.model), *reward_requirements(config.reward)]
+    needed = model_family(config.model.family).requirements(config.model)
+    for name in config.reward.rewards:
+        needed = [*needed, *reward_requirements(name, config.reward.options.get(name, {}))]
     found = {r.name: r for r in needed}
     assert all(r.missing for r in found.values())
     assert {name: r.fetch for name, r in found.items()} == {

@@ -20,7 +20,7 @@ from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
 from sage_fast.kernels import Kernels, StepColumns
 from sage_fast.noise import NoiseKey, noise_ids
-from sage_fast.objective import ObjectiveSettings, PolicyTerms, loss_settings
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
 from sage_fast.rewards.base import describe_batch
@@ -78,7 +78,7 @@ class StepLoss:
     """
 
     kernels: Kernels
-    settings: ObjectiveSettings
+    settings: ObjectiveConfig
     step: TrajectoryStep
     keys: Sequence[NoiseKey]
     velocity_anchor: Tensor | None
@@ -119,7 +119,7 @@ class TwoPhaseGradient:
         policy: GuidedPolicy,
         engine: Engine,
         kernels: Kernels,
-        settings: ObjectiveSettings,
+        settings: ObjectiveConfig,
         *,
         split: bool,
         progress: Progress,

@@ -28,9 +28,9 @@ from sage_fast.kernels import (
 __all__ = [
     "KL_MODES",
     "GroupAdvantages",
-    "KLWeightSettings",
+    "KLWeightConfig",
     "KLWeightState",
-    "ObjectiveSettings",
+    "ObjectiveConfig",
     "PolicyTerms",
     "anchor_kind",
     "clipped_surrogate",
@@ -190,7 +190,7 @@ def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveSettings:
+class ObjectiveConfig:
     """What the loss of a trained step consists of. The defaults are those of the SAGE-GRPO reference."""
 
     clip_range: float = 1e-4
@@ -227,7 +227,7 @@ class ObjectiveSettings:
             raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
 
 
-def loss_settings(settings: ObjectiveSettings, kl_weight: float) -> LossSettings:
+def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
     """What the loss of an update consists of.
 
     Args:
@@ -262,7 +262,7 @@ def policy_loss(
     scale: Tensor,
     advantage: Tensor,
     kl_weight: float,
-    settings: ObjectiveSettings,
+    settings: ObjectiveConfig,
 ) -> PolicyTerms:
     """Loss per sample of one trained step, the paper's Eq. 43 with the reference code's sign of the KL:
 
@@ -292,7 +292,7 @@ def policy_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLWeightSettings:
+class KLWeightConfig:
     """How the KL weight lambda moves: a linear warm-up, then a controller that keeps the KL near a target."""
 
     minimum: float = 1e-7
@@ -326,7 +326,7 @@ class KLWeightState:
     """State of the KL weight; JSON-able, part of a checkpoint.
 
     Example:
-        >>> initial_kl_weight(KLWeightSettings(target=0.01)).to_dict()
+        >>> initial_kl_weight(KLWeightConfig(target=0.01)).to_dict()
         {'weight': 1e-07, 'update': 0, 'history': []}
     """
 
@@ -351,12 +351,12 @@ class KLWeightState:
         )
 
 
-def initial_kl_weight(settings: KLWeightSettings) -> KLWeightState:
+def initial_kl_weight(settings: KLWeightConfig) -> KLWeightState:
     """State before the first update."""
     return KLWeightState(weight=settings.minimum if settings.warmup_updates else settings.maximum, update=0)
 
 
-def next_kl_weight(state: KLWeightState, kl_value: float, settings: KLWeightSettings) -> KLWeightState:
+def next_kl_weight(state: KLWeightState, kl_value: float, settings: KLWeightConfig) -> KLWeightState:
     """State after an update that measured `kl_value`.
 
     During the warm-up lambda = minimum + (maximum - minimum) update / K. After it, the mean of the last H

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import GroupAdvantages, ObjectiveSettings, PolicyTerms
+from sage_fast.objective import GroupAdvantages, ObjectiveConfig, PolicyTerms
 from sage_fast.sde import TransitionTable
 
 
@@ -175,7 +175,7 @@ def update_metrics(terms: PolicyTerms) -> dict[str, float]:
     }
 
 
-def weighted_kl(terms: PolicyTerms, settings: ObjectiveSettings) -> float:
+def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
     """Mean of the weighted KL terms, which the controller of the KL weight watches; `terms` as in `update_metrics`."""
     kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
     return float(kl.mean())

@@ -32,7 +32,7 @@ from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveSettings, PolicyTerms, anchor_kind, kl_uses
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
@@ -109,7 +109,7 @@ class SinglePassGradient:
         policy: GuidedPolicy,
         parameters: Sequence[nn.Parameter],
         kernels: Kernels,
-        settings: ObjectiveSettings,
+        settings: ObjectiveConfig,
         training: TrainingConfig,
         groups: GroupOrder,
     ) -> None:

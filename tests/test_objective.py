@@ -10,9 +10,9 @@ import torch
 
 from sage_fast.objective import (
     KL_MODES,
-    KLWeightSettings,
+    KLWeightConfig,
     KLWeightState,
-    ObjectiveSettings,
+    ObjectiveConfig,
     anchor_kind,
     clipped_surrogate,
     gaussian_kl,
@@ -190,7 +190,7 @@ def test_surrogate_is_the_pessimistic_branch_and_stops_the_gradient(ratio: float
     assert float(value.grad) == pytest.approx(0 if held_back else -advantage * ratio)
 
 
-def terms_for(settings: ObjectiveSettings, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def terms_for(settings: ObjectiveConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     new, anchor, noise = (torch.randn(3, 4, 2, 5, generator=generator) for _ in range(3))
     inputs: dict[str, Any] = {
@@ -213,7 +213,7 @@ def terms_for(settings: ObjectiveSettings, dtype: torch.dtype = torch.float32, *
 @pytest.mark.parametrize("ratio", ["gaussian", "ratio_norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_ratio_is_exactly_one_before_the_policy_moves(dtype: torch.dtype, ratio: Any, logprob: Any) -> None:
-    terms = terms_for(ObjectiveSettings(ratio=ratio, logprob=logprob), dtype)
+    terms = terms_for(ObjectiveConfig(ratio=ratio, logprob=logprob), dtype)
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     for column in terms[:-1]:
         assert column.dtype == expected and column.shape == (3,)
@@ -234,7 +234,7 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
         "moving": (True, False, "moving"),
         "dual": (True, True, "moving"),
     }[mode]
-    settings = ObjectiveSettings(kl_mode=mode, kl_velocity="exact")
+    settings = ObjectiveConfig(kl_mode=mode, kl_velocity="exact")
     terms = terms_for(settings, velocity_old=torch.zeros(3, 4, 2, 5), kl_weight=0.7)
     assert bool((terms.kl_position > 0).all()) == position
     assert bool((terms.kl_velocity > 0).all()) == velocity
@@ -249,14 +249,14 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
 
 
 def test_equalizer_off_leaves_the_surrogate_alone() -> None:
-    terms = terms_for(ObjectiveSettings(equalizer=False, kl_mode="none"), velocity_old=torch.zeros(3, 4, 2, 5))
+    terms = terms_for(ObjectiveConfig(equalizer=False, kl_mode="none"), velocity_old=torch.zeros(3, 4, 2, 5))
     assert torch.equal(terms.loss, terms.surrogate)
 
 
 def test_unnormalized_scales_the_ratio_and_not_the_kl() -> None:
     moved = torch.zeros(3, 4, 2, 5)
-    plain = terms_for(ObjectiveSettings(), velocity_old=moved)
-    scaled = terms_for(ObjectiveSettings(logprob="unnormalized"), velocity_old=moved)
+    plain = terms_for(ObjectiveConfig(), velocity_old=moved)
+    scaled = terms_for(ObjectiveConfig(logprob="unnormalized"), velocity_old=moved)
     torch.testing.assert_close(scaled.log_ratio, plain.log_ratio * 2 * torch.tensor([0.3, 0.2, 0.1]) ** 2)
     assert torch.equal(scaled.kl_velocity, plain.kl_velocity)
     assert torch.equal(scaled.kl_position, plain.kl_position)
@@ -270,7 +270,7 @@ def test_clipped_marks_the_samples_without_gradient() -> None:
     # A negative gain: velocity along -noise raises the ratio. Rows: raised with A > 0, lowered with A < 0,
     # lowered with A > 0; the last may still pull back.
     terms = terms_for(
-        ObjectiveSettings(kl_mode="none"),
+        ObjectiveConfig(kl_mode="none"),
         velocity_new=new,
         velocity_old=old,
         noise=noise,
@@ -288,7 +288,7 @@ def test_gradients_reach_the_new_velocity_only() -> None:
         name: torch.randn(3, 4, 2, 5, generator=torch.Generator().manual_seed(i)).requires_grad_()
         for i, name in enumerate(("velocity_new", "velocity_old", "velocity_anchor"))
     }
-    terms_for(ObjectiveSettings(), **leaves).loss.sum().backward()
+    terms_for(ObjectiveConfig(), **leaves).loss.sum().backward()
     assert leaves["velocity_new"].grad is not None
     assert leaves["velocity_old"].grad is None and leaves["velocity_anchor"].grad is None
 
@@ -308,7 +308,7 @@ def test_gradients_reach_the_new_velocity_only() -> None:
 )
 def test_policy_loss_refuses_inputs_that_do_not_match(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        terms_for(ObjectiveSettings(), **changes)
+        terms_for(ObjectiveConfig(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -325,9 +325,9 @@ def test_policy_loss_refuses_inputs_that_do_not_match(changes: dict[str, Any], m
     ],
 )
 def test_objective_settings_are_checked(field: str, value: Any, message: str) -> None:
-    assert field in {item.name for item in fields(ObjectiveSettings)}
+    assert field in {item.name for item in fields(ObjectiveConfig)}
     with pytest.raises(ValueError, match=message):
-        ObjectiveSettings(**{field: value})
+        ObjectiveConfig(**{field: value})
 
 
 def test_unknown_kl_modes_are_refused_by_the_helpers() -> None:
@@ -339,7 +339,7 @@ def test_unknown_kl_modes_are_refused_by_the_helpers() -> None:
 # KL weight
 
 
-def weights(settings: KLWeightSettings, values: list[float]) -> list[float]:
+def weights(settings: KLWeightConfig, values: list[float]) -> list[float]:
     state, result = initial_kl_weight(settings), []
     for value in values:
         result.append(state.weight)
@@ -360,25 +360,25 @@ KL_VALUES = [4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 1.0, 2.0, 2.0]
     ],
 )
 def test_kl_weight_by_hand(direction: Any, expected: list[float]) -> None:
-    settings = KLWeightSettings(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2, direction=direction)
+    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2, direction=direction)
     assert weights(settings, KL_VALUES) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("direction", "value", "bound"), [("paper", 9.0, 2.0), ("tighten", 0.0, 2.0)])
 def test_kl_weight_stays_above_its_minimum(direction: Any, value: float, bound: float) -> None:
-    settings = KLWeightSettings(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0, direction=direction)
+    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0, direction=direction)
     path = weights(settings, [value] * 40)
     assert path[0] == 8 and path[-1] == bound
 
 
 def test_kl_weight_defaults_warm_up_in_a_hundred_updates() -> None:
-    path = weights(KLWeightSettings(target=1.0), [1.0] * 120)
+    path = weights(KLWeightConfig(target=1.0), [1.0] * 120)
     assert path[0] == 1e-7 and path[50] == pytest.approx(5.05e-6) and path[100] == 1e-5
     assert path[101:] == [1e-5] * 20
 
 
 def test_kl_weight_resumes_from_json() -> None:
-    settings = KLWeightSettings(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2)
+    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2)
     state = initial_kl_weight(settings)
     for value in KL_VALUES[:5]:
         state = next_kl_weight(state, value, settings)
@@ -403,10 +403,10 @@ def test_kl_weight_resumes_from_json() -> None:
 )
 def test_kl_weight_settings_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KLWeightSettings(**{"target": 1.0, **changes})
+        KLWeightConfig(**{"target": 1.0, **changes})
 
 
 def test_kl_weight_refuses_values_that_are_not_finite() -> None:
-    settings = KLWeightSettings(target=1.0)
+    settings = KLWeightConfig(target=1.0)
     with pytest.raises(ValueError, match="KL of update 0 is nan"):
         next_kl_weight(initial_kl_weight(settings), math.nan, settings)

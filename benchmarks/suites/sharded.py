@@ -43,7 +43,7 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites.transformer import FULL_DEPTH
 from benchmarks.workload import Inputs, Shape
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.schema import DataConfig, LoraConfig, ModelConfig, RunConfig, TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
 from sage_fast.distributed.torch_engine import TorchEngine
@@ -86,13 +86,13 @@ def one_rank(device: torch.device) -> Iterator[World]:
 def run_config(mode: Mode) -> RunConfig:
     """What a run's configuration says of the model, the optimizer and FSDP2; nothing else of it is read."""
     model = ModelConfig(dtype="bfloat16" if mode == "lora" else "float32", checkpointing="selective")
-    offload = DistributedSettings(cpu_offload=True, param_dtype="bfloat16")
+    offload = DistributedConfig(cpu_offload=True, param_dtype="bfloat16")
     return RunConfig(
         output_dir="unused",
         data=DataConfig(prompts="unused"),
         model=model,
         training=TrainingConfig(mode=mode),
-        distributed=offload if mode == "full" else DistributedSettings(keep_gathered="never"),
+        distributed=offload if mode == "full" else DistributedConfig(keep_gathered="never"),
     )
 
 

@@ -7,7 +7,7 @@ from sage_fast.config.errors import ConfigError
 
 
 @dataclass(kw_only=True)
-class DistributedSettings:
+class DistributedConfig:
     """How a run is spread over processes, one per GPU, that torchrun or SLURM has started.
 
     ranks = dp_replicate * dp_shard * sp. Every `sp` consecutive ranks share the tokens of the same videos.
@@ -16,7 +16,7 @@ class DistributedSettings:
         ValueError: a degree or a time out of range, or settings that exclude each other.
 
     Example: 64 GPUs as 4 replicas of weights that 16 ranks share, every pair on one video, are
-    `DistributedSettings(dp_replicate=4, dp_shard=8, sp=2)`.
+    `DistributedConfig(dp_replicate=4, dp_shard=8, sp=2)`.
     """
 
     engine: Literal["fsdp", "deepspeed"] = "fsdp"

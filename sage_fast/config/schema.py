@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError as ConfigError
 from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, REMEDY, SHAPES, fixed, free
-from sage_fast.objective import KLWeightSettings, ObjectiveSettings
+from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
 SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
 
@@ -536,9 +536,9 @@ class RunConfig:
     """Sampling."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Advantages."""
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Objective."""
-    kl_weight: KLWeightSettings = field(default_factory=KLWeightSettings)
+    kl_weight: KLWeightConfig = field(default_factory=KLWeightConfig)
     """Weight lambda of the KL terms: warm-up and feedback."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Rewards."""
@@ -554,7 +554,7 @@ class RunConfig:
     """Checkpoints."""
     logging: LoggingConfig = field(default_factory=LoggingConfig, metadata={FREE: PACE})
     """Loggers."""
-    distributed: DistributedSettings = field(default_factory=DistributedSettings, metadata={FREE: MACHINE})
+    distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={FREE: MACHINE})
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import EvaluationConfig, ModelConfig, RolloutConfig, TrainingConfig
 from sage_fast.distributed.engine import Phase
@@ -43,7 +43,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 def parallelize(
     transformer: HunyuanVideo15Transformer3DModel,
-    distributed: DistributedSettings,
+    distributed: DistributedConfig,
     model: ModelConfig,
     training: TrainingConfig,
     world: World,
@@ -105,7 +105,7 @@ def parallelize(
 
 def shard_weights(
     transformer: HunyuanVideo15Transformer3DModel,
-    distributed: DistributedSettings,
+    distributed: DistributedConfig,
     model: ModelConfig,
     world: World,
     device: torch.device,
@@ -211,7 +211,7 @@ def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
 
 def _resolve_keep_gathered(
     transformer: nn.Module,
-    distributed: DistributedSettings,
+    distributed: DistributedConfig,
     mode: Literal["lora", "full"],
     world: World,
     device: torch.device,
@@ -228,9 +228,7 @@ def _resolve_keep_gathered(
     return "rollout" if world.any(size > room) else "always"
 
 
-def _check_settings(
-    distributed: DistributedSettings, model: ModelConfig, training: TrainingConfig, world: World
-) -> None:
+def _check_settings(distributed: DistributedConfig, model: ModelConfig, training: TrainingConfig, world: World) -> None:
     """ConfigError for FSDP2 settings that have no effect or exclude each other."""
     section, mode = distributed, training.mode
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
@@ -262,7 +260,7 @@ def _check_settings(
         )
 
 
-def _check_steps_agree(distributed: DistributedSettings, training: TrainingConfig) -> None:
+def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig) -> None:
     """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.

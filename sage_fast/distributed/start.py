@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.distributed.failure.selfcheck import check_identities
 from sage_fast.distributed.launch import meeting_place
@@ -16,7 +16,7 @@ from sage_fast.distributed.world import ALONE, World, set_group_timeouts
 
 
 def start_world(
-    distributed: DistributedSettings,
+    distributed: DistributedConfig,
     mode: Literal["lora", "full"],
     device: torch.device,
     configuration: Mapping[str, Any],

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
-from sage_fast.config.distributed import DistributedSettings, check_heads
+from sage_fast.config.distributed import DistributedConfig, check_heads
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RolloutConfig, RunConfig, check_batch
 
@@ -85,7 +85,7 @@ class Layout:
         yield from (range(first, first + size) for first in range(0, self.gpus, size))
 
 
-def least_gpus(section: DistributedSettings, rollout: RolloutConfig) -> int:
+def least_gpus(section: DistributedConfig, rollout: RolloutConfig) -> int:
     """The fewest GPUs that the degrees of a configuration fit, and on which a rollout has complete groups."""
     known = (section.dp_replicate or 1) * (section.dp_shard or 1) * section.sp
     if section.dp_replicate is not None and section.dp_shard is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.commands.cli import main
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, resolve
@@ -200,7 +200,7 @@ def test_a_model_family_that_is_none(family: str, reason: str) -> None:
 
 def test_numbers_of_processes_are_bounded() -> None:
     with pytest.raises(ConfigError, match="distributed.sp is .*at most"):
-        RunConfig(output_dir="x", data=DataConfig(prompts="p"), distributed=DistributedSettings(sp=10**9))
+        RunConfig(output_dir="x", data=DataConfig(prompts="p"), distributed=DistributedConfig(sp=10**9))
 
 
 def test_a_configuration_of_an_earlier_run_is_read(tmp_path: Path) -> None:

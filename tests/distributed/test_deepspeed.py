@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from sage_fast import accelerate
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import OptimizerConfig
 from sage_fast.distributed.deepspeed.zero_config import read_config
@@ -152,7 +152,7 @@ def finish() -> None:
 def engine_of(policy: GuidedPolicy, mode: Any, world: World, file: str) -> Any:
     from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
-    settings = DistributedSettings(engine="deepspeed", deepspeed_config=file)
+    settings = DistributedConfig(engine="deepspeed", deepspeed_config=file)
     return DeepSpeedEngine(policy.transformer, CONFIG, settings, world, mode=mode)
 
 
@@ -576,7 +576,7 @@ def test_a_run_that_was_not_launched_is_told_how(tmp_path: Path) -> None:
     from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
     write(tmp_path, 2)
-    settings = DistributedSettings(engine="deepspeed", deepspeed_config=str(tmp_path / "zero2.json"))
+    settings = DistributedConfig(engine="deepspeed", deepspeed_config=str(tmp_path / "zero2.json"))
     with pytest.raises(ConfigError, match="torchrun"):
         DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import DataConfig, RunConfig, to_dict
 from sage_fast.distributed import launch
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def config(folder: Path) -> RunConfig:
-    degrees = DistributedSettings(dp_replicate=1, dp_shard=2, sp=2, startup_timeout_seconds=77.0)
+    degrees = DistributedConfig(dp_replicate=1, dp_shard=2, sp=2, startup_timeout_seconds=77.0)
     return RunConfig(output_dir=str(folder / "run"), data=DataConfig(prompts="prompts.csv"), distributed=degrees)
 
 

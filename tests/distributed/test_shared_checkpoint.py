@@ -30,7 +30,7 @@ from sage_fast.checkpoint import (
     writer,
 )
 from sage_fast.checkpoint import folder as folder_module
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
 from sage_fast.distributed.start import start_world
@@ -39,7 +39,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def join(**degrees: int) -> World:
-    return start_world(DistributedSettings(**degrees), "full", torch.device("cpu"), {})
+    return start_world(DistributedConfig(**degrees), "full", torch.device("cpu"), {})
 
 
 def model(value: int | None = None) -> nn.Module:

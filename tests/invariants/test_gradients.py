@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from sage_fast.objective import KL_MODES, ObjectiveSettings, kl_uses, policy_loss
+from sage_fast.objective import KL_MODES, ObjectiveConfig, kl_uses, policy_loss
 from sage_fast.sde import sigma_schedule, transition_table
 
 GUIDANCE = 6.0
@@ -61,7 +61,7 @@ class Batch:
         return Normal(self.mean(velocity), self.rows(self.std).expand(SHAPE))
 
 
-def explicit_loss(batch: Batch, settings: ObjectiveSettings) -> Tensor:
+def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     new = batch.policy(guided(batch.condition, batch.uncondition))
     old, anchor = batch.policy(batch.old), batch.policy(batch.anchor)
     log_ratio = mean_over_elements(new.log_prob(batch.x_next) - old.log_prob(batch.x_next))
@@ -99,7 +99,7 @@ def test_loss_and_gradients_equal_explicit_log_probabilities(
     sde_type: str, kl_mode: Any, ratio: Any, logprob: Any, kl_velocity: Any
 ) -> None:
     batch = Batch(sde_type)
-    settings = ObjectiveSettings(
+    settings = ObjectiveConfig(
         clip_range=2e-3,
         ratio=ratio,
         logprob=logprob,
@@ -146,7 +146,7 @@ def test_gradient_at_the_rollout_policy_is_noise_regression() -> None:
         scale=batch.scale,
         advantage=batch.advantage,
         kl_weight=0.0,
-        settings=ObjectiveSettings(kl_mode="none"),
+        settings=ObjectiveConfig(kl_mode="none"),
     )
     (gradient,) = torch.autograd.grad(terms.loss.sum(), velocity)
     median = (batch.gain.abs() * batch.scale)[0]

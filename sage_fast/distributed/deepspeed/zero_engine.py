@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import AdamW
 
-from sage_fast.config.distributed import DistributedSettings
+from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import OptimizerConfig
 from sage_fast.distributed.deepspeed.gathering import BlockGathering
@@ -81,7 +81,7 @@ class DeepSpeedEngine:
         self,
         transformer: HunyuanVideo15Transformer3DModel,
         optimizer_config: OptimizerConfig,
-        settings: DistributedSettings,
+        settings: DistributedConfig,
         world: World,
         *,
         mode: Literal["lora", "full"],

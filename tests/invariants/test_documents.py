@@ -9,6 +9,7 @@ import pytest
 from benchmarks import report
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
+from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
 from tests.test_sde import marginal_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     options, overrides = parse(shlex.split(command)[1:])
     files = options.config
-    if options.command == "train" and options.keys:
+    if options.command == "prompts" or (options.command == "train" and options.keys):
         return
     if files and files[0].startswith("configs/"):
         load_config(files, overrides)
@@ -73,3 +74,11 @@ def test_every_block_stands_in_a_document() -> None:
 def test_the_documented_table_is_what_the_code_gives(spread: float) -> None:
     document = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
     assert "\n".join(marginal_rows(spread)) in document
+
+
+def test_noise_left_in_the_sample_is_ranked_as_the_readme_says() -> None:
+    """At the defaults: 20 steps, shift 5, eta 0.5."""
+    left = {sde: float(transition_table(sde, sigma_schedule(20, 5.0), 0.5).std[-1]) for sde in SDE_TYPES}
+    assert left["cps"] == 0 < left["sage_grpo"] < left["flow_grpo"] < left["dance_grpo"]
+    ranked = "grows from `cps` (none) over `sage_grpo` and `flow_grpo` to `dance_grpo`"
+    assert ranked in (ROOT / "README.md").read_text(encoding="utf-8")

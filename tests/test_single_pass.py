@@ -201,6 +201,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_whole_trainings_agree(tiny_run: MakeRun, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = single_video(tiny_run, *SMOOTH_ADAM, *SMALL, *STRONG_KL, *TRAININGS[name])
@@ -217,6 +218,7 @@ def test_whole_trainings_agree(tiny_run: MakeRun, name: str, monkeypatch: pytest
         torch.testing.assert_close(b, a, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_with_the_kernels_of_sage_kernels(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     config = single_video(
         tiny_run, *STRONG_KL, "--model.kernels=triton", "--model.forward=stock", "--objective.kl_mode=dual"
@@ -276,6 +278,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update", "scale", "branches"), [key[:3] for key in PHASES if key[3]])
 def test_forwards_of_the_transformer_per_phase(
     tiny_run: MakeRun, update: str, scale: int, branches: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from sage_fast.distributed.world import World
 from sage_fast.optim import ShardedMuon
 from sage_fast.policy.lora import train_all
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = SMOKE[1]
 MakeSession = Callable[..., Session]

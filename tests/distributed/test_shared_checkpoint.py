@@ -37,6 +37,8 @@ from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import World
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def join(**degrees: int) -> World:
     return start_world(DistributedConfig(**degrees), "full", torch.device("cpu"), {})

@@ -20,6 +20,8 @@ from sage_fast.distributed.failure.watchdog import Watchdog, is_communication_er
 from sage_fast.distributed.launch import connect_store, end_process, rank, report_error
 from tests.distributed.ranks import try_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZE, INTERVAL, TIMEOUT = 3, 0.2, 2.0
 
 

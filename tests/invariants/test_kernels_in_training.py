@@ -56,7 +56,14 @@ def pair(tiny_run: MakeRun) -> Callable[..., tuple[RunConfig, RunConfig]]:
     return make
 
 
-@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS.keys())
+# One of them in the quick tests: the interpreter takes its time.
+CASES = [
+    pytest.param(words, id=name, marks=[] if name == "on-policy" else [pytest.mark.slow])
+    for name, words in RUNS.items()
+]
+
+
+@pytest.mark.parametrize("overrides", CASES)
 def test_training_is_the_same_with_and_without_kernels(pair: Callable, overrides: list[str]) -> None:
     reference_config, fused_config = pair(*overrides)
     reference, fused = train(reference_config), train(fused_config)
@@ -78,6 +85,7 @@ def slightly_wrong() -> Any:
     return SimpleNamespace(**vars(sage_kernels) | {"policy_loss": wrong})
 
 
+@pytest.mark.slow
 def test_a_slightly_wrong_kernel_is_noticed(pair: Callable) -> None:
     # This optimizer moves by the gradient itself, so the error of the gradient shows as it is.
     plain = ["--optimizer.name=adamw", "--optimizer.eps=1.0", "--optimizer.weight_decay=0.0"]

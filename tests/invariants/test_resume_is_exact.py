@@ -47,6 +47,7 @@ def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrid
     assert parts[-1] == whole[-1]
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
     files = {}
     for name in ("whole", "killed"):

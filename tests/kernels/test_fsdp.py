@@ -100,6 +100,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [spec.name for spec in registry.specs().values() if spec.differentiable])
 def test_sharded_gradients_are_the_mean_of_the_ranks(name: str, differences: dict[str, dict[str, float]]) -> None:
     assert differences[name], "no gradient was compared"

@@ -268,6 +268,7 @@ print(json.dumps({"runtime": runtime, "peak": peak}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
     """Resident memory of a whole `train` of one update with its evaluations, libraries included."""

@@ -109,6 +109,7 @@ def test_a_reward_that_raises_stops_or_marks_as_inline(started: Callable[..., Re
     assert torch.equal(marked.scores["score"], same.scores["score"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "on_failure", "how"),
     [
@@ -130,6 +131,7 @@ def test_a_worker_that_dies_is_an_error(
         worker.submit(videos(1), samples("good"))
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_stopped(started: Callable[..., RewardProcess]) -> None:
     worker = started(config("brightness", "Faulty", options={"Faulty": {"fault": "hang"}}, timeout_seconds=8.0))
     worker._timeout = 0.3  # the start took the seconds above
@@ -140,6 +142,7 @@ def test_a_reward_that_hangs_is_stopped(started: Callable[..., RewardProcess]) -
     assert worker._process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
@@ -158,6 +161,7 @@ def test_rewards_that_cannot_be_set_up(fault: str, kind: type[Exception], messag
         load_scorer(config("Faulty", options=options, timeout_seconds=seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sys.exit", "os._exit"])
 def test_a_reward_that_exits_has_failed_and_its_process_goes_on(
     started: Callable[..., RewardProcess], fault: str
@@ -283,6 +287,7 @@ DRAWING = "tests.rewards.support:Drawing"
 DRAWN = ["python", "numpy", "torch"]
 
 
+@pytest.mark.slow
 def test_the_generators_are_seeded_and_their_state_goes_on(started: Callable[..., RewardProcess]) -> None:
     settings = config("Drawing", weights=dict.fromkeys(DRAWN, 1.0))
 

@@ -318,6 +318,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gigabytes", "overrides", "status", "fix"),
     [

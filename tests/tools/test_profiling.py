@@ -17,6 +17,8 @@ from sage_fast.run.run import build_trainer
 from sage_fast.tools.profiling import BLOCK, TABLE_JSON, TABLE_TEXT, TRACE, Profile, profile_update, summarise
 from sage_fast.trainer import PHASE_PREFIX
 
+pytestmark = pytest.mark.slow
+
 MakeRun = Callable[..., RunConfig]
 PHASES = {"rollout", "decode", "reward", "anchor", "update", "optimizer"}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from sage_fast.models.toy.components import (
 from sage_fast.run.run import Run
 
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them ignore SIGINT, and every process they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = {
     "num_attention_heads": 2,

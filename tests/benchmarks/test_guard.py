@@ -262,6 +262,7 @@ def seen_by(patterns: list[str]) -> set[str]:
     return {b.name for b in read_budgets() if any(fnmatch.fnmatchcase(b.name, pattern) for pattern in patterns)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_deliberate_regression_is_seen_and_named(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     apply, patterns = MUTATIONS[name]

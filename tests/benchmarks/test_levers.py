@@ -31,6 +31,7 @@ def test_the_committed_file_has_every_lever() -> None:
         assert row["factor"] == row["without"]["seconds"] / row["with"]["seconds"]
 
 
+@pytest.mark.slow
 def test_the_committed_predictions_are_those_of_the_planner() -> None:
     """`python -m benchmarks levers` and `python -m benchmarks report --write` mend this one."""
     (lever,) = [lever for lever in LEVERS if lever.name == "condition-only gradient"]

@@ -314,6 +314,7 @@ def test_a_missing_sanitizer_is_no_success(session: MakeSession, monkeypatch: py
     assert not results.succeeded(run.result)
 
 
+@pytest.mark.slow
 def test_it_loads_on_a_bare_machine() -> None:
     """What the script imports besides torch, triton, numpy, diffusers, transformers and peft."""
     code = """

@@ -135,6 +135,7 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_a_preset_fits_80_gigabytes(preset: Path) -> None:
     """By the planner, with a tenth to spare; the prompt encoder, alone on the GPU before the run, included."""

@@ -26,7 +26,15 @@ MakeRun = Callable[..., RunConfig]
     "overrides",
     [
         ("--objective.kl_mode=dual", "--training.anchor_interval=2"),
-        ("--optimizer.name=muon", "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.9"),
+        pytest.param(
+            (
+                "--optimizer.name=muon",
+                "--training.mode=full",
+                "--optimizer.learning_rate=1e-3",
+                "--training.ema_decay=0.9",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
     ],
     ids=["lora-anchor", "full-muon-ema", "window-two-updates"],
@@ -85,6 +93,7 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_resume_is_bit_for_bit_also_where_evaluation_and_rollout_batch_differently(
     tiny_run: MakeRun, tmp_path: Path
 ) -> None:

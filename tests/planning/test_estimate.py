@@ -318,6 +318,7 @@ def test_the_peak_of_a_gradient_at_480p_is_the_measured_one() -> None:
 # ------------------------------------------------------------------------------------------ what makes it fit
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
     words = ["--training.guidance=paired", "--model.checkpointing=none"]
     whole = small_plan(*words)
@@ -355,6 +356,7 @@ def test_what_never_fits_says_what_needs_least() -> None:
 # ------------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "configs/toy_cpu.yaml", "--device", "h100"]
     assert main(words) == 0

@@ -112,6 +112,7 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.signals
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
@@ -190,7 +191,7 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tiny_run: MakeRun) -> N
     checkpoints = result.output_dir / "checkpoints"
     assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000002", "update-000004"]
     scores = {
-        row["update"]: row.get("eval/reward_mean", -math.inf)
+        row["update"]: row.get("eval/paired_gain", -math.inf)
         for row in read_metrics(result.output_dir / "metrics.jsonl")
     }
     best = json.loads((checkpoints / "best.json").read_text())

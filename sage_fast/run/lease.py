@@ -153,14 +153,26 @@ class Lease:
                     with replacing(self.path) as partial:
                         partial.write_text(text, encoding="utf-8")
             else:
-                with self.path.open("x", encoding="utf-8") as file:
-                    file.write(text)
+                self._create(text)
         except FileExistsError:
             pass  # somebody was faster: told below
         except OSError as error:
             raise unwritable(self.directory, error) from error
         if (holder := _read(self.path)) != self._own:
             raise self._held(holder)
+
+    def _create(self, text: str) -> None:
+        """Make the file, whole from the first moment: who is killed here leaves none that names nobody.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        draft = self.path.with_name(f".{FILE_NAME}.{self._own.attempt}.draft")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.link(draft, self.path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     def _wait_for_others(self) -> None:
         """Return when nobody holds the lease; raise once the holder shows a sign of life."""

@@ -35,7 +35,7 @@ SANITIZERS = ("memcheck", "racecheck")
 
 
 def every_kernel() -> int:
-    """Run every kernel once per test shape and type, forward and backward, and nothing else: the sanitizer's program.
+    """Run every kernel once per test shape and type, forward and, where it has one, backward: the sanitizer's program.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that an access past its end is seen.
     """
@@ -45,9 +45,9 @@ def every_kernel() -> int:
         for case, dtype in itertools.product(spec.test_cases, spec.dtypes):
             inputs = spec.make_inputs(case, dtype, device, torch.Generator().manual_seed(0))
             outputs, leaves = parity.run_forward(spec, spec.op, inputs)
-            if spec.differentiable_outputs is not None:
-                outputs = [outputs[index] for index in spec.differentiable_outputs]
-            torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
+            if leaves:
+                outputs = spec.with_gradient(outputs)
+                torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
             count += 1
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -39,6 +39,8 @@ BUDGET = 510.0
 """Seconds of a whole run."""
 CELL_SHARE = 1 / 24
 """Of a run's time, for the rounds of one cell beyond the fewest."""
+SETTLED = ("done", "absent")
+"""How the status of a cell begins that a later run does not repeat; other libraries make it another run."""
 ASSUMED_MFU = 0.35
 """For the guess whether a cell still fits into the time."""
 
@@ -148,9 +150,8 @@ class Session:
         self.save()
 
     def measure(self, cell: Cell) -> None:
-        """Measure a cell, unless it is done, and save the result."""
-        known = self.cells.get(cell.key, {})
-        if known.get("status") == "done":
+        """Measure a cell, unless it is done or its library is known to be absent, and save the result."""
+        if self.cells.get(cell.key, {}).get("status", "").partition(":")[0] in SETTLED:
             return
         red = [name for name in cell.needs if not results.passed(self.result, name)]
         record: Record

@@ -177,12 +177,11 @@ class Lease:
     def _wait_for_others(self) -> None:
         """Return when nobody holds the lease; raise once the holder shows a sign of life."""
         try:
-            first = _touched(self.path)
+            holder, first = _look(self.path)
         except FileNotFoundError:
             return
         except OSError as error:
             raise unwritable(self.directory, error) from error
-        holder = _read(self.path)
         if holder is not None and holder.is_gone():
             logger.info("The process that wrote %s last is gone (%s).", self.directory, holder)
             return
@@ -195,10 +194,14 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
             try:
-                if _touched(self.path) != first:
-                    raise self._held(_read(self.path))
+                holder, touched = _look(self.path)
             except FileNotFoundError:
                 return
+            except OSError as error:  # it may pass; the holder's next touch shows as well
+                logger.debug("%s cannot be read for now: %s", self.path, error)
+                continue
+            if touched != first:
+                raise self._held(holder)
 
     def _held(self, holder: Holder | None) -> RunDirectoryError:
         who = str(holder) if holder is not None else "a process that cannot be told from its file"
@@ -252,10 +255,10 @@ def _parse(text: str) -> Holder | None:
         return None
 
 
-def _touched(path: Path) -> int:
-    """When a file was last touched, in ns. Opened first: network file systems then ask the server."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
+def _look(path: Path) -> tuple[Holder | None, int]:
+    """Who holds a lease, and when it was last touched, in ns. Opened first: network file systems then ask the server."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
 
 
 def _machine() -> str:

@@ -256,7 +256,7 @@ def _parse(text: str) -> Holder | None:
 
 
 def _look(path: Path) -> tuple[Holder | None, int]:
-    """Who holds a lease, and when it was last touched, in ns. Opened first: network file systems then ask the server."""
+    """Who holds a lease, and when it was last touched, in ns. Opening makes a network file system ask its server."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return _parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
 

@@ -34,11 +34,8 @@ def verdict(errors: Mapping[str, float], bounds: Mapping[str, float] | float) ->
         bounds: by name of the error, or one for all.
     """
     limits = bounds if isinstance(bounds, Mapping) else dict.fromkeys(errors, bounds)
-    return {
-        "errors": dict(errors),
-        "bounds": dict(limits),
-        "passed": all(error <= limits[name] for name, error in errors.items()),
-    }
+    passed = all(error <= limits[name] for name, error in errors.items())
+    return {"errors": dict(errors), "bounds": dict(limits), "passed": passed}
 
 
 def against_p2(errors: Mapping[str, float], p2: Mapping[str, float] | None) -> dict[str, Any]:

@@ -63,13 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparison = baseline.compare_newest(options.result) if options.result or not options.only else None
     ok = all(verdict.ok for verdict in verdicts) and (comparison is None or comparison.ok)
     if options.json:
-        shown = {
-            "ok": ok,
-            "budgets": [
-                asdict(verdict.budget) | {"measured": verdict.measured, "ok": verdict.ok} for verdict in verdicts
-            ],
-            "baseline": None if comparison is None else asdict(comparison),
-        }
+        held = [asdict(verdict.budget) | {"measured": verdict.measured, "ok": verdict.ok} for verdict in verdicts]
+        shown = {"ok": ok, "budgets": held, "baseline": None if comparison is None else asdict(comparison)}
         print(json.dumps(shown, indent=1))
         return 0 if ok else 1
     print(table(verdicts))

@@ -258,45 +258,6 @@ def document(text: str, found: Results) -> str:
 # ------------------------------------------------------------------------------------------ plots
 
 
-def roofline_points(rows: Rows) -> dict[str, list[tuple[str, float]]]:
-    """Unit -> (name, rate) of what was measured at shape B under the roof of memory or of products."""
-    points: dict[str, list[tuple[str, float]]] = {"GB/s": [], "TFLOP/s": []}
-    for (suite, step, shape), contenders in rows.items():
-        for contender, row in contenders.items():
-            if shape == "B" and "rate" in row and (suite != "kernels" or contender == "ours"):
-                points[row["unit"]].append((f"{suite} {step} {contender}", row["rate"]))
-    return points
-
-
-def draw_roofline(device: DeviceResults, path: Path) -> bool:
-    """Both roofs with what lies under them; False where nothing was measured."""
-    points = roofline_points(results.rows(device.result))
-    ceilings = {"GB/s": ("copy", "device copy"), "TFLOP/s": ("matmul", "bfloat16 product")}
-    roofs = [
-        (points[unit], unit, results.ceiling(device.result, name), label)
-        for unit, (name, label) in ceilings.items()
-        if points[unit]
-    ]
-    if not roofs:
-        return False
-    pyplot = _pyplot()
-    height = 1.2 + 0.26 * max(len(found) for found, *_ in roofs)
-    size = (6.5 * len(roofs), height)
-    figure, axes = pyplot.subplots(1, len(roofs), figsize=size, squeeze=False, layout="constrained")
-    for axis, (found, unit, ceiling, label) in zip(axes[0], roofs, strict=True):
-        names, heights = zip(*found, strict=True)
-        axis.barh(range(len(found)), heights, color="#4c72b0")
-        axis.set_yticks(range(len(found)), names, fontsize=8)
-        axis.invert_yaxis()
-        if ceiling is not None:
-            axis.axvline(ceiling, color="#c44e52", label=f"{label}, {ceiling:.0f} {unit}")
-            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=8, frameon=False)
-        axis.set_xlabel(unit)
-    figure.suptitle(f"{device.name}, shape B")
-    _save(figure, path)
-    return True
-
-
 def video_bars(rows: Rows) -> dict[str, dict[str, float]]:
     """Bar -> part -> seconds of a video: each contender's transformer, and ours with decoding."""
     recipe = {"rollout": "rollout", "anchor": "rollout", "update": "train"}
@@ -322,8 +283,10 @@ def draw_bars(bars: Mapping[str, Mapping[str, float]], path: Path, *, title: str
     """Stacked bars, name -> part -> seconds; False where there are none."""
     if not bars:
         return False
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 1.4 + 0.5 * len(bars)))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.4 + 0.5 * len(bars)))
+    axis = figure.subplots()
     starts = dict.fromkeys(bars, 0.0)
     for part in dict.fromkeys(part for bar in bars.values() for part in bar):
         heights = [bar.get(part, 0.0) for bar in bars.values()]
@@ -335,41 +298,25 @@ def draw_bars(bars: Mapping[str, Mapping[str, float]], path: Path, *, title: str
     axis.set_title(title)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axis.margins(x=0.02)
-    _save(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date or version in it, the same figures give the same file.
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
     return True
 
 
 def plots(found: Results, folder: Path) -> list[Path]:
-    """Draw roofline.png and stacked_time.png of every device that has the figures, and the predicted times."""
+    """Draw stacked_time.png of every device that has the figures, and of the predicted times."""
     drawn = []
     for device in found.devices:
-        roofline, stacked = (folder / device.folder / name for name in ("roofline.png", "stacked_time.png"))
-        bars = video_bars(results.rows(device.result))
+        path, bars = folder / device.folder / "stacked_time.png", video_bars(results.rows(device.result))
         label = f"seconds per video ({NUM_STEPS} steps, guidance, measured medians)"
-        drawn += [roofline] if draw_roofline(device, roofline) else []
-        drawn += [stacked] if draw_bars(bars, stacked, title=device.name, label=label) else []
+        drawn += [path] if draw_bars(bars, path, title=device.name, label=label) else []
     if "levers" in found.predicted:
         predicted, path = found.predicted["levers"], folder / "predicted" / "stacked_time.png"
         bars = {Path(file).stem: plan["phases"] for file, plan in predicted["recipes"].items()}
         draw_bars(bars, path, title=f"{predicted['device']}: predicted, not measured", label="seconds per video")
         drawn.append(path)
     return drawn
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date or version in it, the same figures give the same file.
-    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
-    _pyplot().close(figure)
 
 
 # ------------------------------------------------------------------------------------------ the command

@@ -84,12 +84,9 @@ def test_the_newest_figure_of_a_device_counts_and_smoke_runs_do_not(tmp_path: Pa
 def test_plots_of_a_gpu(tmp_path: Path) -> None:
     found = results_of(written(tmp_path, gpu_result()))
     rows = results.rows(found.devices[0].result)
-    points = report.roofline_points(rows)
-    assert points["GB/s"] == [("kernels adaln forward ours", 2237.0)]
-    assert ("attention forward cudnn", 595.0) in points["TFLOP/s"] and "wrong" not in str(points)
     assert report.video_bars(rows)["B, ours"] == {"rollout": 36.0, "anchor": 36.0, "update": 100.0, "decode": 2.0}
     drawn = report.plots(found, tmp_path)
-    assert [path.name for path in drawn] == ["roofline.png", "stacked_time.png"]
+    assert [path.name for path in drawn] == ["stacked_time.png"]
     first = [path.read_bytes() for path in drawn]
     assert all(image.startswith(b"\x89PNG") for image in first)
     assert [path.read_bytes() for path in report.plots(found, tmp_path)] == first

@@ -32,9 +32,10 @@ from sage_fast.run.run import Run
 
 torch.set_num_threads(1)
 
-# A shell that starts the tests in the background has them ignore SIGINT, and every process they start inherits that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# In the background a shell has the tests ignore SIGINT, and `nohup` SIGHUP; every process they start inherits that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 TINY = {
     "num_attention_heads": 2,

@@ -437,6 +437,7 @@ def ends_well(words: Sequence[str], **environment: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("utf8", ["0", "1"])
 def test_a_path_beyond_ascii_in_the_c_locale(utf8: str, tmp_path: Path) -> None:
     file = tmp_path / "é猫.yaml"

@@ -405,12 +405,8 @@ def tables() -> dict[str, str]:
     return dict(re.findall(r"<!-- plan ([\w-]+): begin -->\n(.*?)<!-- plan", text, flags=re.S))
 
 
-SLOW = ("phases-lora", "phases-full", "sequence", "strong", "presets", "beyond")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in scaling.TABLES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scaling.TABLES)
 def test_the_page_shows_what_the_planner_counts(name: str) -> None:
     """Without weights on this machine. `python -m benchmarks scaling` writes the page."""
     assert tables()[name] == scaling.TABLES[name]()

@@ -173,6 +173,7 @@ def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
     assert result.finished and result.test is not None
 
 
+@pytest.mark.slow
 def test_saving_in_the_background_changes_no_number(tiny_run: MakeRun, tmp_path: Path) -> None:
     given = ("--training.mode=full", "--optimizer.name=adamw", "--training.num_updates=3", "--checkpoint.every=1")
     ways = {"background": "true", "foreground": "false"}

@@ -32,6 +32,7 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components
+from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
     KLWeightState,
@@ -140,12 +141,12 @@ class Trainer:
         # because there may not be room for both.
         texts = ["", *(prompt.text for prompt in prompts)]
         self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
-        self.model_digest = base_digest(transformer)
+        self.model_digest = base_digest(transformer, components.weights)
         """Which weights the run starts from."""
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         if config.model.adapter is not None:
             load_adapter(transformer, Path(config.model.adapter))
-        self.engine = self._make_engine(transformer)
+        self.engine = self._make_engine(transformer, components.weights)
         self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
             transformer,
@@ -174,10 +175,11 @@ class Trainer:
             train, scored = ([self.embeds[p.text] for p in group] for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
 
-    def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel) -> Engine:
-        """The engine of `distributed.engine` over the transformer, whose trained weights are settled."""
+    def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
+        """The engine of `distributed.engine` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
-        gathering = parallelize(transformer, config.distributed, config.model, config.training, world, self.device)
+        sections = config.distributed, config.model, config.training
+        gathering = parallelize(transformer, *sections, world, self.device, weights)
         if config.distributed.engine == "deepspeed":
             from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 

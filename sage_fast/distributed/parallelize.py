@@ -29,6 +29,7 @@ from sage_fast.config.schema import EvaluationConfig, ModelConfig, RolloutConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
+from sage_fast.models.stored import StoredWeights
 from sage_fast.models.transformer import adaln_layers, choose_forward
 from sage_fast.policy.lora import always_read_glyphs
 from sage_fast.records import PromptEmbeds
@@ -48,14 +49,16 @@ def parallelize(
     training: TrainingConfig,
     world: World,
     device: torch.device,
+    weights: StoredWeights | None = None,
 ) -> "Gathering":
     """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
 
     Args:
-        transformer: whole, in CPU memory; afterwards on `device`, or sharded there.
+        transformer: in CPU memory; afterwards on `device`, or sharded there.
         distributed, model, training: sections of the run's configuration.
         world: the ranks.
         device: this rank's.
+        weights: what the transformer has not been given yet.
 
     Returns:
         What decides when sharded weights are gathered and freed.
@@ -79,6 +82,8 @@ def parallelize(
         _check_steps_agree(distributed, training)
     if not sharded:
         transformer.to(device)
+        if weights is not None:
+            weights.read_into(transformer)
     if full and not zero:  # DeepSpeed's engine does so itself
         always_read_glyphs(transformer)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
@@ -100,6 +105,8 @@ def parallelize(
     if not sharded:
         return Gathering(transformer, "never")
     shard_weights(transformer, distributed, model, world, device, mode=training.mode)
+    if weights is not None:
+        weights.read_into(transformer)
     return Gathering(transformer, keep_gathered)
 
 

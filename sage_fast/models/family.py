@@ -13,6 +13,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hub import Requirement
+from sage_fast.models.stored import StoredWeights
 from sage_fast.records import PromptEmbeds
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Components:
     """
 
     transformer: "HunyuanVideo15Transformer3DModel"
+    weights: StoredWeights | None = None
+    """Where its weights are. It lacks them until `weights.read_into(transformer)`; None: it has them."""
     prompt_encoder: PromptEncoder
     video_decoder: VideoDecoder
     guidance_distilled: str | None = None
@@ -136,7 +139,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def load(self, model: ModelConfig) -> Components:
-        """Load the model. ValueError, OSError: files are missing or do not fit; the message says what to do."""
+        """Load the model; the transformer's weights may be left on disk (`Components.weights`).
+
+        ValueError, OSError: files are missing or do not fit; the message says what to do.
+        """
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         """The model before it is loaded. ValueError, OSError where that cannot be said."""
@@ -202,7 +208,18 @@ def describe_model(model: ModelConfig) -> ModelDescription:
 
 
 def load_components(model: ModelConfig) -> Components:
-    """Load the model that a configuration names, through its family.
+    """Load the model that a configuration names, through its family, with all of its weights in CPU memory.
+
+    Raises as `open_components`.
+    """
+    components = open_components(model)
+    if components.weights is not None:
+        components.weights.read_into(components.transformer)
+    return components
+
+
+def open_components(model: ModelConfig) -> Components:
+    """As `load_components`, but the family may leave the transformer's weights on disk (`Components.weights`).
 
     Raises:
         ConfigError: no such family, or one of the user's own failed or gave no `Components`. Else what the family

@@ -8,41 +8,19 @@ Layout of a .safetensors file: https://huggingface.co/docs/safetensors/index#for
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.files import replacing
-
-STEM = "diffusion_pytorch_model"
-INDEX = f"{STEM}.safetensors.index.json"
+from sage_fast.models.stored import INDEX, STEM
 
 _ALIGNMENT = 64
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of a folder of .safetensors files: each look-up reads one and keeps nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            opened = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(opened.keys(), opened))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def save_transformer(

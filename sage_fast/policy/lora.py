@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -131,16 +131,19 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def base_digest(transformer: nn.Module) -> str:
+def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = None) -> str:
     """SHA-256 of names, shapes and the first and last numbers of the base weights, without adapters: cheap for 8.3 B
     parameters, and different for any two sets of weights that were trained apart.
+
+    Args:
+        weights: of a transformer that has not been given them yet.
     """
     digest = hashlib.sha256()
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
             continue
-        flat = parameter.detach().flatten()
-        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu()
+        flat = (parameter if weights is None else weights[name]).detach().flatten()
+        ends = torch.cat([flat[:8], flat[-8:]]).to(parameter.dtype).double().cpu()
         digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
     return digest.hexdigest()
 

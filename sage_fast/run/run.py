@@ -33,7 +33,7 @@ from sage_fast.distributed.launch import effective_resume, rank_device
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import describe_model, load_components
+from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -112,7 +112,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
     if section.deepspeed_config is not None:
         read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
-        components = load_components(config.model)
+        components = open_components(config.model)
         cast_weights(components.transformer, dtype)
         reward = load_scorer(
             config.reward,

@@ -18,7 +18,7 @@ from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models import video_files
-from sage_fast.models.family import VideoDecoder, load_components
+from sage_fast.models.family import VideoDecoder, open_components
 from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
@@ -93,7 +93,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         torch.set_num_threads(config.num_threads)
     device = rank_device(config.model.device)
     try:
-        components = load_components(config.model)
+        components = open_components(config.model)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
@@ -103,6 +103,8 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         texts = ["", *(p.text for p in prompts)]
         unconditional, *embeds = [e.to(device) for e in components.prompt_encoder.encode(texts)]
         transformer = components.transformer.to(device).requires_grad_(False)
+        if components.weights is not None:
+            components.weights.read_into(transformer)
         acceleration = choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error

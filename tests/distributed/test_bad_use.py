@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_found_before_the_model_is_loaded(
     def loading(*_: object) -> None:
         raise ConfigError("loading")
 
-    monkeypatch.setattr(run, "load_components", loading)
+    monkeypatch.setattr(run, "open_components", loading)
     with pytest.raises(ConfigError, match=message):
         run.build_trainer(tiny_run(*words), world)
 

@@ -10,8 +10,7 @@ from diffusers import HunyuanVideo15Pipeline
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.family import Components
-from sage_fast.models.hunyuan15.loading import load_components
+from sage_fast.models.family import Components, load_components
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory

@@ -15,7 +15,8 @@ from torch import Tensor
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.family import model_family
-from sage_fast.models.streamed import StoredWeights, save_transformer
+from sage_fast.models.stored import StoredWeights
+from sage_fast.models.streamed import save_transformer
 from tests.models.hunyuan15.oracle import tiny_transformer
 from tests.tiny.checkpoints import build_pipeline, save_diffusers_layout, save_official_layout
 

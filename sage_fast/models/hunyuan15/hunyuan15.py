@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig
@@ -56,17 +55,9 @@ class HunyuanVideo15(ModelFamily):
 
     def open_transformer(self, model: ModelConfig) -> tuple[Any, Mapping[str, Tensor]]:
         """Modules on the meta device; the weights stay on disk."""
-        from diffusers import HunyuanVideo15Transformer3DModel
+        from sage_fast.models.hunyuan15.loading import cache_folder, find_model, model_files, open_transformer
 
-        from sage_fast.models.hunyuan15.loading import cache_folder, find_model, model_files
-        from sage_fast.models.streamed import StoredWeights
-
-        folder = model_files(find_model(model), cache_folder(model)).transformer
-        with torch.device("meta"):
-            transformer = HunyuanVideo15Transformer3DModel.from_config(
-                HunyuanVideo15Transformer3DModel.load_config(folder, local_files_only=True)
-            )
-        return transformer, StoredWeights(folder)
+        return open_transformer(model_files(find_model(model), cache_folder(model)).transformer)
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.

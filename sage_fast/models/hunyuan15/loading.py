@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from sage_fast.models.hunyuan15.requirements import (
 )
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.stored import StoredWeights, without_memory
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +77,9 @@ class ModelFiles:
 
 
 def load_components(model: ModelConfig) -> Components:
-    """Load the transformer and the VAE, and prepare the prompt encoders, which load themselves when they are needed.
+    """Open the transformer, load the VAE, and prepare the prompt encoders, which load themselves when they are needed.
 
-    The transformer is read straight into `model.dtype`. Everything is on the CPU.
+    The transformer is in `model.dtype`, without its weights (`Components.weights`). Everything is on the CPU.
 
     Raises:
         ValueError: files are missing or damaged (the message names the file and the command that gets it), or the
@@ -90,8 +92,11 @@ def load_components(model: ModelConfig) -> Components:
     dtype = getattr(torch, model.dtype)
     on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
     vae_dtype = ("float16" if on_gpu else "float32") if model.vae_dtype == "auto" else model.vae_dtype
+    transformer, weights = open_transformer(files.transformer)
+    without_memory(transformer, dtype)
     return Components(
-        transformer=_load(HunyuanVideo15Transformer3DModel, files.transformer, dtype),
+        transformer=transformer,
+        weights=weights,
         prompt_encoder=HunyuanPromptEncoder(
             text_encoder=files.text_encoder,
             tokenizer=files.tokenizer,
@@ -352,19 +357,44 @@ def _require_weights(folder: Path, stem: str, command: str) -> None:
             ) from error
 
 
+def open_transformer(folder: Path) -> tuple[HunyuanVideo15Transformer3DModel, StoredWeights]:
+    """The transformer of a folder in diffusers' layout on the meta device, in evaluation mode, and its weights.
+
+    ValueError: they do not fit each other, or a file is damaged.
+    """
+    with torch.device("meta"):
+        transformer = HunyuanVideo15Transformer3DModel.from_config(
+            HunyuanVideo15Transformer3DModel.load_config(folder, local_files_only=True)
+        )
+    weights, shapes = StoredWeights(folder), {name: p.shape for name, p in transformer.state_dict().items()}
+    _check_fit(
+        folder,
+        {
+            "missing_keys": shapes.keys() - weights.keys(),
+            "unexpected_keys": weights.keys() - shapes.keys(),
+            "mismatched_keys": {n for n in shapes.keys() & weights.keys() if weights.shape(n) != shapes[n]},
+        },
+    )
+    return transformer.eval(), weights
+
+
 def _load(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     """A diffusers model in evaluation mode. ValueError unless the weights and the configuration fit each other."""
     model, info = model_class.from_pretrained(
         folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
     )
-    wrong = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
-    if wrong:
-        kind, names = next(iter(wrong.items()))
-        raise ValueError(
-            f"The weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, among them "
-            f"{sorted(map(str, names))[0]}. Download the folder again."
-        )
+    _check_fit(folder, {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")})
     return model.eval()
+
+
+def _check_fit(folder: Path, wrong: Mapping[str, Collection[Any]]) -> None:
+    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
+    for kind, names in wrong.items():
+        if names:
+            raise ValueError(
+                f"The weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, among "
+                f"them {sorted(map(str, names))[0]}. Download the folder again."
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

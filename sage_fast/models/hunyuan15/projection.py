@@ -261,7 +261,7 @@ def stack_weights(layers: Iterable[nn.Linear]) -> None:
     """Make the weights adjacent in memory, and the biases too, so that one matrix product serves all layers.
 
     The parameters and their names stay; only their storage is shared. Layers that differ in dtype, device or input
-    width, or have no bias, are left alone.
+    width, have no bias, or have not been read yet (`without_memory`), are left alone.
     """
     layers = list(layers)
     for name in ("weight", "bias"):
@@ -270,6 +270,7 @@ def stack_weights(layers: Iterable[nn.Linear]) -> None:
         if any(
             p is None
             or type(p.data) is not Tensor
+            or p.stride(0) == 0
             or (p.dtype, p.device, p.shape[1:]) != (first.dtype, first.device, first.shape[1:])
             for p in parameters
         ):

@@ -16,9 +16,9 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.family import model_family
+from sage_fast.models.family import load_components, model_family
 from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
-from sage_fast.models.hunyuan15.loading import cache_folder, load_components
+from sage_fast.models.hunyuan15.loading import cache_folder
 from sage_fast.policy.lora import cast_weights
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.generation import load_generator

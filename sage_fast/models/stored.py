@@ -1,0 +1,103 @@
+"""A transformer whose weights are on disk: read whole or, where it is sharded, only this rank's part of each.
+
+Every rank of a node building the whole transformer would take its size in host memory as often as there are GPUs. So a
+transformer is built without weights, adapters are added, it is sharded, and only then it is given weights, a slice at a
+time from memory-mapped files, straight to where they belong. What the ranks of a node read they share in the kernel's
+cache of files, which gives way to anything that needs the memory.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+STEM = "diffusion_pytorch_model"
+INDEX = f"{STEM}.safetensors.index.json"
+
+_MAPPED_BYTES = 2**27
+"""Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The weights in a folder of a diffusers model: each look-up maps one into memory and keeps nothing.
+
+    ValueError names a file that is damaged; OSError for one that is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX
+        names = [f"{STEM}.safetensors"]
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        self._opened: dict[Path, Any] = {}
+        self._files = {name: folder / file for file in names for name in self._open(folder / file).keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._open(self._files[name]).get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of one weight, which is not read."""
+        return torch.Size(self._open(self._files[name]).get_slice(name).get_shape())
+
+    @torch.no_grad()
+    def read_into(self, transformer: nn.Module) -> None:
+        """Give a transformer its weights: on its device, in its data type, of a DTensor this rank's part. Adapters stay
+        as they are. Each rank reads by itself.
+
+        ValueError, OSError: a file is damaged or gone.
+        """
+        mapped = 0
+        for qualified, parameter in transformer.named_parameters():
+            if ".lora_" in qualified:
+                continue
+            name = qualified.replace(".base_layer", "")
+            part = self._open(self._files[name]).get_slice(name)
+            if isinstance(parameter, DTensor):
+                target = parameter.to_local()
+                shape, start = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+            else:
+                if not _has_memory(parameter):
+                    parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                target, part = parameter, part[:]
+            target.copy_(part)
+            mapped += part.nbytes
+            if mapped > _MAPPED_BYTES:
+                self._opened, mapped = {}, 0
+        self._opened = {}
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            try:
+                self._opened[path] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or was not downloaded to its end ({error}).") from error
+        return self._opened[path]
+
+
+def without_memory(transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Move a transformer from the meta device to the CPU, where the elements of each weight are all the same zero.
+
+    Unlike on the meta device, adapters that are added get values.
+    """
+    for module in transformer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape)))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes

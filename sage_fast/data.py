@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,17 +39,28 @@ class PromptSchedule:
         return self.prompts[int(order[offset])]
 
 
-def make_groups(prompts: Sequence[Prompt], embeds: Sequence[PromptEmbeds], num_generations: int) -> list[Sample]:
-    """The samples of one rollout, group after group.
+def make_groups(
+    prompts: Sequence[Prompt], embed: Callable[[Prompt], PromptEmbeds], num_generations: int, own: slice
+) -> list[Sample]:
+    """The samples of one rollout that are this rank's, group after group.
 
     A prompt that occurs twice gets two groups with consecutive member numbers, so no two samples share noise.
+
+    Args:
+        prompts: of the rollout, one per group.
+        embed: conditioning of a prompt; called once for every group that has samples here.
+        own: which of all samples are this rank's.
     """
     seen: Counter[int] = Counter()
     samples = []
-    for prompt, embed in zip(prompts, embeds, strict=True):
+    numbers = range(len(prompts) * num_generations)[own]
+    for group, prompt in enumerate(prompts):
         first = seen[prompt.index]
         seen[prompt.index] += num_generations
-        samples += [Sample(prompt=prompt, embeds=embed, member=first + g) for g in range(num_generations)]
+        members = [g for g in range(num_generations) if group * num_generations + g in numbers]
+        if members:
+            embeds = embed(prompt)
+            samples += [Sample(prompt=prompt, embeds=embeds, member=first + g) for g in members]
     return samples
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Sample, Trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import (
@@ -269,16 +269,21 @@ def compare(
 class EvaluationSampling:
     """How an evaluation samples its videos.
 
-    table: an `ode` table. latent_shape: (C, F, H, W). seed: of the noise. batch_size: videos that go through the model
-    at once.
+    embed: conditioning of a prompt, on `device`. table: an `ode` table. latent_shape: (C, F, H, W). seed: of the noise.
+    batch_size: videos that go through the model at once.
     """
 
     policy: GuidedPolicy
+    embed: Callable[[Prompt], PromptEmbeds]
     table: TransitionTable
     latent_shape: tuple[int, int, int, int]
     seed: int
     batch_size: int
     device: torch.device | str = "cpu"
+
+    def batch(self, prompts: Sequence[Prompt]) -> list[Sample]:
+        """Member 0 of each prompt."""
+        return [Sample(prompt=prompt, embeds=self.embed(prompt), member=0) for prompt in prompts]
 
     def sample(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one batch."""
@@ -290,23 +295,23 @@ class EvaluationSampling:
 def evaluate(
     sampling: EvaluationSampling,
     scoring: VideoScoring,
-    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
     *,
     return_videos: Collection[int] = (),
     on_video: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
-    """Generate and score one video per sample. Collective: batches are dealt to the data-parallel ranks in turn.
+    """Generate and score one video per prompt. Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
         scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank. Its `on_failure`
             says whether a prompt that a reward fails on ends the evaluation or is left out.
-        samples: S of them.
-        return_videos: numbers of the samples whose videos are returned.
-        on_video: called with the number of each sample and its video (F, 3, H, W) uint8 on the CPU, on the rank that
+        prompts: S of them.
+        return_videos: numbers of the prompts whose videos are returned.
+        on_video: called with the number of each prompt and its video (F, 3, H, W) uint8 on the CPU, on the rank that
             decoded it, so that videos can go to files instead of memory.
 
     Returns:
-        The scores, and on rank 0 the videos by sample number, (F, 3, H, W) uint8 each.
+        The scores, and on rank 0 the videos by prompt number, (F, 3, H, W) uint8 each.
 
     Raises:
         RewardError: a reward failed and was to stop, or no prompt could be scored. On all ranks.
@@ -314,12 +319,12 @@ def evaluate(
     world = scoring.world
     videos: dict[int, Tensor] = {}
     sampled: list[tuple[int, int, Trajectory]] = []
-    batches = list(micro_batches(samples, sampling.batch_size))
+    batches = list(micro_batches(prompts, sampling.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
         # A rank that has run out samples the first batch again and drops it: ranks that share weights run in step.
         number = done * world.dp_degree + world.dp_rank
-        batch = batches[number if number < len(batches) else 0]
+        batch = sampling.batch(batches[number if number < len(batches) else 0])
         scoring.progress("evaluation", done, len(rounds), describe_batch(batch))
         trajectory = sampling.sample(batch)
         if number < len(batches):
@@ -334,14 +339,14 @@ def evaluate(
                 if on_video is not None:
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, failed, _ = gather_scores(scoring.pending, len(samples), world)
+    scores, failed, _ = gather_scores(scoring.pending, len(prompts), world)
     if bool(failed.all()):
-        raise RewardError(f"The reward failed on all {len(samples)} prompts of the evaluation.")
+        raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
     scores = {name: column[~failed] for name, column in scores.items()}
     return Evaluation(
-        prompts=[s.prompt.text for s, lost in zip(samples, failed.tolist(), strict=True) if not lost],
+        prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
         left_out=failed.nonzero().flatten().tolist(),

@@ -57,6 +57,11 @@ class PromptEmbeds:
     text: Tensor
     glyph: Tensor
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(L, Lg)."""
+        return len(self.text), len(self.glyph)
+
     def to(self, device: torch.device | str) -> "PromptEmbeds":
         return PromptEmbeds(text=self.text.to(device), glyph=self.glyph.to(device))
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from sage_fast.rewards.gather import submit_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 StepVelocity = Callable[[int, Tensor, Tensor], Tensor]
 """Called as velocity(step, latents, sigma) with the state (B, C, F, H, W) and noise levels (B,) of a sampler's step."""
@@ -209,8 +212,8 @@ def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tenso
     )
 
 
-def micro_batches(samples: Sequence[Sample], size: int) -> Iterable[Sequence[Sample]]:
-    """Consecutive slices of `size` samples; the last may be shorter."""
+def micro_batches(samples: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+    """Consecutive slices of `size` samples or prompts; the last may be shorter."""
     return (samples[i : i + size] for i in range(0, len(samples), size))
 
 

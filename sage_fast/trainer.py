@@ -31,7 +31,7 @@ from sage_fast.distributed.world import ALONE, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
-from sage_fast.models.family import Components
+from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
@@ -47,6 +47,7 @@ from sage_fast.policy.lora import base_digest, make_trainable, trainable_paramet
 from sage_fast.policy.trained import load_adapter
 from sage_fast.records import (
     Prompt,
+    PromptEmbeds,
     Sample,
     ScoredRollout,
     Trajectory,
@@ -89,6 +90,7 @@ class Trainer:
         prompts: training prompts.
         eval_prompts: prompts of the paired evaluation.
         world: the ranks; each has a trainer, and they call the same methods in the same order.
+        progress: see the attribute.
 
     Raises:
         ConfigError, ValueError: the parts do not fit each other; the message names the config key.
@@ -102,18 +104,24 @@ class Trainer:
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
         world: World = ALONE,
+        progress: Progress = lambda phase, done, total, subject: None,
     ) -> None:
         self.config = config
         self.world = world
         self.reward = reward
-        self.progress: Progress = lambda phase, done, total, subject: None
-        """Called during an iteration; may be replaced between two."""
+        self.progress = progress
+        """Called while prompts are encoded and during an iteration; may be replaced between two."""
         self.device = rank_device(config.model.device)
         self.kernels = select_kernels(config.model.kernels, self.device)
         check_trainable_steps(config.rollout, config.training)
 
-        self._prepare_model(components, [*prompts, *eval_prompts])
-        self._divide_rollout(prompts, eval_prompts)
+        components.check_guidance(config.rollout.guidance_scale)
+        components.warn_of_shift(config.rollout.shift)
+        self.decoder, video = components.video_decoder, config.video
+        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+        lengths = self._prepare_prompts(components.prompt_encoder, [*prompts, *eval_prompts])
+        self._prepare_model(components)
+        self._divide_rollout(prompts, eval_prompts, lengths)
 
         # What advances.
         self.update = 0
@@ -129,18 +137,25 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._first_update = True
 
-    def _prepare_model(self, components: Components, prompts: Sequence[Prompt]) -> None:
-        """Encode the prompts, settle what is trained, spread the transformer over the ranks, and take snapshots."""
-        config, transformer = self.config, components.transformer
-        components.check_guidance(config.rollout.guidance_scale)
-        components.warn_of_shift(config.rollout.shift)
-        self.decoder = components.video_decoder
-        video = config.video
-        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
-        # All prompts in one call: nothing later touches a text encoder. And before the transformer is on the GPU,
-        # because there may not be room for both.
+    def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[str, tuple[int, int]]:
+        """Encode the prompts, and return the numbers of tokens by text.
+
+        Before the transformer is on the GPU, because there may not be room for both.
+        """
+        self.encoder = encoder
         texts = ["", *(prompt.text for prompt in prompts)]
-        self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
+        lengths = encoder.prepare(
+            texts, self.world, lambda done, total: self.progress("encoding of prompts", done, total, "")
+        )
+        return dict(zip(texts, lengths, strict=True))
+
+    def embed(self, text: str) -> PromptEmbeds:
+        """Conditioning of one of the run's prompts, or of the empty one, on this rank's device."""
+        return self.encoder.encode([text])[0].to(self.device)
+
+    def _prepare_model(self, components: Components) -> None:
+        """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
+        config, transformer = self.config, components.transformer
         self.model_digest = base_digest(transformer, components.weights)
         """Which weights the run starts from."""
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
@@ -150,7 +165,7 @@ class Trainer:
         self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
             transformer,
-            self.embeds[""].to(self.device),
+            self.embed(""),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
         )
@@ -158,13 +173,13 @@ class Trainer:
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
 
-    def _divide_rollout(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
-        """The prompts of the run, and this rank's share of a rollout."""
+    def _divide_rollout(
+        self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """The prompts of the run, whose texts have these lengths, and this rank's share of a rollout."""
         config, world = self.config, self.world
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-        self.eval_samples = [
-            Sample(prompt=p, embeds=self.embeds[p.text].to(self.device), member=0) for p in eval_prompts
-        ]
+        self.eval_prompts = list(eval_prompts)
         size = config.rollout.batch_size
         self.videos_per_rollout = size * world.dp_degree
         """On all ranks."""
@@ -172,7 +187,7 @@ class Trainer:
         """Those of this rank."""
         self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
         if self.engine.sharded:
-            train, scored = ([self.embeds[p.text] for p in group] for group in (prompts, eval_prompts))
+            train, scored = ({lengths[p.text] for p in group} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
 
     def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
@@ -258,7 +273,7 @@ class Trainer:
         ranks at the same time. Others decode at once, so that rewards in a process of their own work meanwhile.
         """
         rollout, seed, update = self.config.rollout, self.config.seed, self.update
-        samples = self._samples()[self.own_videos]
+        samples = self._samples()
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         trajectories: list[Trajectory] = []
@@ -292,13 +307,16 @@ class Trainer:
 
     def next_noise(self) -> list[NoiseKey]:
         """The keys of the noise of this rank's next videos."""
-        return noise_keys(self._samples()[self.own_videos], self.config.seed, self.update)
+        return noise_keys(self._samples(), self.config.seed, self.update)
+
+    def _prompts(self) -> list[Prompt]:
+        """The prompts of the next rollout on all ranks."""
+        return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
 
     def _samples(self) -> list[Sample]:
-        """The samples of the next rollout on all ranks, group after group."""
-        prompts = self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
-        embeds = [self.embeds[p.text].to(self.device) for p in prompts]
-        return make_groups(prompts, embeds, self.config.rollout.num_generations)
+        """This rank's samples of the next rollout, group after group."""
+        generations = self.config.rollout.num_generations
+        return make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), generations, self.own_videos)
 
     def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
         """Wait for the scores of the last rollout on all ranks, and turn them into advantages."""
@@ -344,7 +362,7 @@ class Trainer:
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, len(positions), self.world)
         if fault is None and not math.isfinite(grad_norm):
-            fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(s.prompt for s in self._samples())}"
+            fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
         if fault is None:
             self._check_first_ratio(terms, metrics)
             with record_function(PHASE_PREFIX + "optimizer"):
@@ -412,6 +430,7 @@ class Trainer:
         num_steps = evaluation.num_steps or rollout.num_steps
         sampling = EvaluationSampling(
             policy=self.policy,
+            embed=lambda prompt: self.embed(prompt.text),
             table=transition_table("ode", sigma_schedule(num_steps, rollout.shift), 0.0),
             latent_shape=self.latent_shape,
             seed=evaluation.seed,
@@ -426,7 +445,7 @@ class Trainer:
             progress=self.progress,
         )
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            return evaluate(sampling, scoring, self.eval_samples, return_videos=return_videos)
+            return evaluate(sampling, scoring, self.eval_prompts, return_videos=return_videos)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""

@@ -33,8 +33,19 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 def test_members_of_a_repeated_prompt_are_numbered_on() -> None:
     embeds = PromptEmbeds(text=torch.zeros(1, 2), glyph=torch.zeros(0, 2))
-    samples = make_groups([PROMPTS[1], PROMPTS[0], PROMPTS[1]], [embeds] * 3, 2)
-    assert [(s.prompt.index, s.member) for s in samples] == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
+    asked: list[int] = []
+
+    def embed(prompt: Prompt) -> PromptEmbeds:
+        asked.append(prompt.index)
+        return embeds
+
+    def members(own: slice) -> list[tuple[int, int]]:
+        samples = make_groups([PROMPTS[1], PROMPTS[0], PROMPTS[1]], embed, 2, own)
+        return [(s.prompt.index, s.member) for s in samples]
+
+    assert members(slice(0, 6)) == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
+    asked.clear()
+    assert members(slice(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], "what is sampled elsewhere is not read"
 
 
 def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:

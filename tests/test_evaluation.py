@@ -73,6 +73,7 @@ def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConf
         decoded.append([])
         sampling = EvaluationSampling(
             policy=trainer.policy,
+            embed=lambda prompt: trainer.embed(prompt.text),
             table=transition_table("ode", sigma_schedule(2, 3.0), 0.0),
             latent_shape=trainer.latent_shape,
             seed=0,
@@ -80,7 +81,7 @@ def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConf
         )
         world = World(rank=rank, size=4, dp_shard=2, sp=2)
         scoring = VideoScoring(decoder=trainer.decoder, reward=trainer.reward, on_failure="stop", world=world)
-        evaluate(sampling, scoring, trainer.eval_samples, on_video=lambda number, _: decoded[-1].append(number))
+        evaluate(sampling, scoring, trainer.eval_prompts, on_video=lambda number, _: decoded[-1].append(number))
     assert decoded == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 

@@ -13,7 +13,7 @@ Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,10 +29,9 @@ from sage_fast.config.schema import EvaluationConfig, ModelConfig, RolloutConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
-from sage_fast.models.stored import StoredWeights
+from sage_fast.models.stored import StoredWeights, allocate
 from sage_fast.models.transformer import adaln_layers, choose_forward
 from sage_fast.policy.lora import always_read_glyphs
-from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +140,10 @@ def shard_weights(
     }
     # Block after block from CPU memory, so that a GPU never holds more than its shards and one block.
     blocks: list[Any] = list(transformer.transformer_blocks)
-    for block in blocks:
-        fully_shard(block, **settings)
-    root: Any = fully_shard(transformer, **settings)
+    root: Any = transformer
+    for module in (*blocks, root):
+        allocate((p for p in module.parameters() if p not in whole), device)
+        fully_shard(module, **settings)
     for module in fsdp_modules(root):
         # Every rank, of the same video (sp) or another, contributes its part of the gradient of one whole loss, so the
         # parts are added. FSDP2 would take their mean. (Plain sums, since gloo has no scaled ones.)
@@ -284,26 +284,22 @@ def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig)
 
 
 def check_lockstep(
-    rollout: RolloutConfig, evaluation: EvaluationConfig, train: Sequence[PromptEmbeds], scored: Sequence[PromptEmbeds]
+    rollout: RolloutConfig, evaluation: EvaluationConfig, train: set[tuple[int, int]], scored: set[tuple[int, int]]
 ) -> None:
     """ConfigError unless all ranks run equally many dense batches, as they must where a forward communicates weights.
 
     A batch of prompts with different numbers of tokens runs as several.
 
     Args:
-        train, scored: conditioning of the training and of the evaluation prompts.
+        train, scored: the lengths that training and evaluation prompts have.
     """
-
-    def ragged(embeds: Sequence[PromptEmbeds]) -> bool:
-        return len({(len(e.text), len(e.glyph)) for e in embeds}) > 1
-
-    if rollout.num_generations % rollout.micro_batch_size and ragged(train):
+    if rollout.num_generations % rollout.micro_batch_size and len(train) > 1:
         raise ConfigError(
             f"rollout.micro_batch_size is {rollout.micro_batch_size}, which mixes prompts of different lengths, but "
             "weights are sharded over ranks (distributed.dp_shard, sp), which must all run equally many forwards. Set "
             f"it to a divisor of rollout.num_generations = {rollout.num_generations}."
         )
-    if evaluation.every and evaluation.batch_size > 1 and ragged(scored):
+    if evaluation.every and evaluation.batch_size > 1 and len(scored) > 1:
         raise ConfigError(
             f"evaluation.batch_size is {evaluation.batch_size}, which mixes prompts of different lengths, but weights "
             "are sharded over ranks (distributed.dp_shard, sp), which must all run equally many forwards. Set it to 1."

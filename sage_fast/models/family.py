@@ -12,6 +12,7 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
 from sage_fast.config.schema import ModelConfig
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights
 from sage_fast.records import PromptEmbeds
@@ -25,10 +26,25 @@ logger = logging.getLogger(__name__)
 class PromptEncoder(Protocol):
     """Turns prompts into conditioning."""
 
+    def prepare(
+        self,
+        texts: Sequence[str],
+        world: World = ALONE,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[tuple[int, int]]:
+        """Have what `encode` will be asked for at hand, such as on disk, and return (L, Lg) of every text. Collective.
+
+        A run calls it once, with all its texts, before the transformer is on the GPU: an encoder may load large models
+        for the call and release them after. A call that takes long says at intervals, by `progress`, how many texts are
+        done of how many, and lets no rank wait for the whole of another's work: a start is given up after some time
+        without progress.
+        """
+        ...
+
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """One record per text, on the CPU; the empty string is the unconditional prompt of classifier-free guidance.
 
-        A run calls it once, with all its texts: an encoder may load large models for the call and release them after.
+        A run calls it in every rollout, with the texts of the videos of this rank.
         """
         ...
 

@@ -7,7 +7,7 @@ cache of files, which gives way to anything that needs the memory.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 )
                 part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
             else:
-                if not _has_memory(parameter):
-                    parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                allocate([parameter], parameter.device)
                 target, part = parameter, part[:]
             target.copy_(part)
             mapped += part.nbytes
@@ -99,5 +98,8 @@ def without_memory(transformer: nn.Module, dtype: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape)))
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() >= tensor.nbytes
+def allocate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Give those that have none (`without_memory`) memory of their own, not yet written to, on a device."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) and parameter.untyped_storage().nbytes() < parameter.nbytes:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -43,7 +43,7 @@ class RunEvaluation:
         """The scores of update 0, on all ranks; None where there was no evaluation."""
         self._latest: tuple[int, Evaluation] | None = None
         # Spread over the file: neighbouring prompts are often variations of one another.
-        count, wanted = len(trainer.eval_samples), trainer.config.evaluation.num_samples
+        count, wanted = len(trainer.eval_prompts), trainer.config.evaluation.num_samples
         self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
@@ -107,12 +107,12 @@ class RunEvaluation:
             column = torch.tensor(values, dtype=torch.float64)
             metrics[f"eval/{score}_mean"] = float(column.mean())
             metrics[f"eval/{score}_stderr"] = float(column.std()) / len(column) ** 0.5
-        if test.count < len(self.trainer.eval_samples):
+        if test.count < len(self.trainer.eval_prompts):
             metrics["eval/pairs"] = test.count
             if self.world.is_main:
                 logger.warning(
                     "The rewards failed on some evaluation prompts: %d of %d are compared with update 0.",
-                    *(test.count, len(self.trainer.eval_samples)),
+                    *(test.count, len(self.trainer.eval_prompts)),
                 )
         return metrics
 
@@ -135,7 +135,7 @@ class RunEvaluation:
         with replacing(self.directory / "evaluation" / "result.json") as partial:
             partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
         self._before_after_sheet(update)
-        every = len(self.trainer.eval_samples)
+        every = len(self.trainer.eval_prompts)
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
         print(
             f"Paired evaluation: {test.count} prompts{of_all}, same noise, ODE sampler, update {update} against "
@@ -175,7 +175,7 @@ class RunEvaluation:
         return None
 
     def _prompt(self, row: int) -> str:
-        return self.trainer.eval_samples[row].prompt.text
+        return self.trainer.eval_prompts[row].text
 
     def _write_samples(self, videos: Mapping[int, Tensor]) -> None:
         """Videos and a contact sheet of the present model, and frames for the before/after sheet."""

@@ -39,6 +39,7 @@ from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
 from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
+from sage_fast.rollout import Progress
 from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
@@ -94,8 +95,13 @@ def _read_prompts(key: str, path: str) -> list[Prompt]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
+def build_trainer(
+    config: RunConfig, world: World = ALONE, progress: Progress = lambda phase, done, total, subject: None
+) -> Trainer:
     """Load the model, the rewards and the prompts of a run. Collective.
+
+    Args:
+        progress: see `Trainer`.
 
     Raises:
         ConfigError: a part is missing or does not fit.
@@ -121,7 +127,7 @@ def build_trainer(config: RunConfig, world: World = ALONE) -> Trainer:
             fps=config.video.fps,
             seed=config.seed + world.rank,
         )
-        return Trainer(config, components, reward, prompts, eval_prompts, world=world)
+        return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
@@ -176,9 +182,10 @@ class Run:
         self._contents = self._look()
         start = find_start(config, world, allow_changes)
         self.checkpoint, self._sets_aside, self._changes = start.checkpoint, start.sets_aside, start.changes
-        self.trainer = build_trainer(config, self.world)
-        eval_prompts = [sample.prompt for sample in self.trainer.eval_samples]
-        self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, eval_prompts)
+        self.trainer = build_trainer(
+            config, self.world, lambda phase, done, total, subject: self.watchdog.progress(phase, done, total)
+        )
+        self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         check_world(
             world,
             self.directory,
@@ -295,7 +302,7 @@ class Run:
     def _check_fit(self) -> None:
         """The model, the prompts and the checkpoint belong together; still nothing is written."""
         config, trainer = self.config, self.trainer
-        if config.evaluation.every and len(trainer.eval_samples) < 2:
+        if config.evaluation.every and len(trainer.eval_prompts) < 2:
             raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
         if kl_uses(config.objective.kl_mode)[1] and config.training.updates_per_rollout == 1:
             logger.info(

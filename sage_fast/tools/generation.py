@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sage_fast.models.transformer import FusedForward, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
-from sage_fast.records import Prompt, Sample
+from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run import media
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
@@ -40,13 +40,14 @@ SHEET_ROWS = 16
 class Generator:
     """A model that is ready to sample: the base model until `use_weights` or `use_adapter` is called.
 
-    samples: one per prompt, member 0. latent_shape: (C, F, H, W).
+    embed: conditioning of one of the prompts, on `device`. latent_shape: (C, F, H, W).
     """
 
     config: RunConfig
     policy: GuidedPolicy
     decoder: VideoDecoder
-    samples: list[Sample]
+    prompts: Sequence[Prompt]
+    embed: Callable[[Prompt], PromptEmbeds]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
     acceleration: FusedForward | None
@@ -100,8 +101,9 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         video = config.video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
-        texts = ["", *(p.text for p in prompts)]
-        unconditional, *embeds = [e.to(device) for e in components.prompt_encoder.encode(texts)]
+        encoder = components.prompt_encoder
+        encoder.prepare(["", *(p.text for p in prompts)])
+        unconditional = encoder.encode([""])[0].to(device)
         transformer = components.transformer.to(device).requires_grad_(False)
         if components.weights is not None:
             components.weights.read_into(transformer)
@@ -112,7 +114,8 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         config=config,
         policy=GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale),
         decoder=components.video_decoder,
-        samples=[Sample(prompt=p, embeds=e, member=0) for p, e in zip(prompts, embeds, strict=True)],
+        prompts=prompts,
+        embed=lambda prompt: encoder.encode([prompt.text])[0].to(device),
         latent_shape=latent_shape,
         device=device,
         acceleration=acceleration,
@@ -158,13 +161,13 @@ def generate(
     check_request(sampler, num_videos)
     config = generator.config
     table = generator.table(sampler)
-    plan: dict[str, Sample] = {}
-    for position, sample in enumerate(generator.samples):
-        for member in range(num_videos):
-            name = video_files.video_file_name(position, sample.prompt.text, member, num_videos)
-            plan[name] = replace(sample, member=member)
+    plan = {
+        video_files.video_file_name(position, prompt.text, member, num_videos): (prompt, member)
+        for position, prompt in enumerate(generator.prompts)
+        for member in range(num_videos)
+    }
     settings = _settings(generator, table, weights, sampler)
-    records = {name: settings | {"prompt": asdict(s.prompt), "member": s.member} for name, s in plan.items()}
+    records = {name: settings | {"prompt": asdict(p), "member": member} for name, (p, member) in plan.items()}
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]
@@ -177,7 +180,10 @@ def generate(
         size = config.evaluation.batch_size
         for first in range(0, len(remaining), size):
             names = remaining[first : first + size]
-            batch = [plan[name] for name in names]
+            batch = [
+                Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
+                for prompt, member in (plan[name] for name in names)
+            ]
             keys = noise_keys(batch, config.evaluation.seed, update=0)
             initial = initial_latents(keys, generator.latent_shape, generator.device)
             trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
@@ -187,8 +193,8 @@ def generate(
                 if bar.disable:
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
-    shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    media.contact_sheet(output / "contact_sheet.png", [(s.prompt.text, video_files.read_video(p)) for s, p in shown])
+    shown = list(zip((prompt.text for prompt, _ in plan.values()), paths, strict=True))[:SHEET_ROWS]
+    media.contact_sheet(output / "contact_sheet.png", [(text, video_files.read_video(path)) for text, path in shown])
     return paths, len(kept)
 
 

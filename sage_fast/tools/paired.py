@@ -155,6 +155,7 @@ class PairedEvaluation:
 
             sampling = EvaluationSampling(
                 policy=generator.policy,
+                embed=generator.embed,
                 table=generator.table("ode"),
                 latent_shape=generator.latent_shape,
                 seed=evaluation.seed,
@@ -162,7 +163,7 @@ class PairedEvaluation:
                 device=generator.device,
             )
             scoring = VideoScoring(decoder=generator.decoder, reward=self._reward, on_failure="stop")
-            return evaluate(sampling, scoring, generator.samples, on_video=write)[0]
+            return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """What decides the scores of a model, as JSON values."""

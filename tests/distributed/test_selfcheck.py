@@ -147,7 +147,7 @@ def test_a_run_has_its_weights_and_prompts_compared(tiny_run: MakeRun, monkeypat
     compared: dict[str, str] = {}
     monkeypatch.setattr(run, "check_world", lambda *_, noise, inputs: compared.update(inputs))
     trainer = run.Run(tiny_run()).trainer
-    prompts = run.prompts_digest(trainer.schedule.prompts, [sample.prompt for sample in trainer.eval_samples])
+    prompts = run.prompts_digest(trainer.schedule.prompts, trainer.eval_prompts)
     assert compared == {"model.path": trainer.model_digest, "prompts": prompts}
 
 

@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def batch(trainer: Trainer) -> tuple[Tensor, Tensor, list[PromptEmbeds]]:
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(2, *trainer.latent_shape, generator=generator)
-    return latents, torch.tensor([0.9, 0.4]), [s.embeds for s in trainer.eval_samples[:2]]
+    return latents, torch.tensor([0.9, 0.4]), [trainer.embed(p.text) for p in trainer.eval_prompts[:2]]
 
 
 def gradients(trainer: Trainer) -> Tensor:

@@ -269,11 +269,11 @@ HELD_OUT = "--evaluation.prompts=configs/prompts/toy_eval.csv"
 def stopped_by_an_evaluation(tiny_run: MakeRun, fails_on: set[str]) -> Run:
     """A run whose evaluation after update 2 fails on one of four prompts that it is not trained on."""
     run = Run(tiny_run(HELD_OUT, "--training.num_updates=4"))
-    assert not {s.prompt.text for s in run.trainer.eval_samples} & {p.text for p in run.trainer.schedule.prompts}
+    assert not {p.text for p in run.trainer.eval_prompts} & {p.text for p in run.trainer.schedule.prompts}
     iterate = run.trainer.iterate
 
     def then_fail() -> dict[str, float]:
-        fails_on.add(run.trainer.eval_samples[1].prompt.text)
+        fails_on.add(run.trainer.eval_prompts[1].text)
         return iterate()
 
     run.trainer.iterate = then_fail  # type: ignore[method-assign]

@@ -72,16 +72,16 @@ def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: Ma
     run.train()
     trained = run.trainer.policy.transformer
     stock = load_components(config.model).transformer
-    sample = run.trainer.eval_samples[0]
+    embeds = run.trainer.embed(run.trainer.eval_prompts[0].text)
     x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.7])
     with torch.no_grad():
-        expected = velocity(trained, x, sigma, [sample.embeds])
-        before = velocity(stock, x, sigma, [sample.embeds])
+        expected = velocity(trained, x, sigma, [embeds])
+        before = velocity(stock, x, sigma, [embeds])
         stock.load_lora_adapter(
             str(list_checkpoints(run.checkpoints)[-1] / "lora"), prefix=None, weight_name=ADAPTER_FILE
         )
-        loaded = velocity(stock, x, sigma, [sample.embeds])
+        loaded = velocity(stock, x, sigma, [embeds])
     assert not torch.allclose(before, expected, atol=1e-4)
     torch.testing.assert_close(loaded, expected)
 
@@ -340,8 +340,8 @@ def test_the_demo_config_trains_the_shipped_model() -> None:
     config = load_config(ROOT / "configs/toy_cpu.yaml", ["--rollout.batch_size=32"])
     trainer = build_trainer(config)
     record = trainer.iterate()
-    assert len(trainer.eval_samples) >= 60
-    assert {s.prompt.text for s in trainer.eval_samples}.isdisjoint(p.text for p in trainer.schedule.prompts)
+    assert len(trainer.eval_prompts) >= 60
+    assert {p.text for p in trainer.eval_prompts}.isdisjoint(p.text for p in trainer.schedule.prompts)
     assert record["ratio/first_max_deviation"] == 0.0 and record["advantage/zero_spread_groups"] == 0
     assert record["grad_norm"] > 0
 

@@ -32,7 +32,7 @@ def probe(run: Run, transformer: Any) -> Tensor:
     """Velocity of a transformer at a fixed state."""
     x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return velocity(transformer, x, torch.tensor([0.7]), [run.trainer.eval_samples[0].embeds])
+        return velocity(transformer, x, torch.tensor([0.7]), [run.trainer.embed(run.trainer.eval_prompts[0].text)])
 
 
 def trained(run: Run) -> Tensor:

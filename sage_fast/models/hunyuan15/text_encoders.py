@@ -2,8 +2,8 @@
 
 Qwen2.5-VL reads the prompt in a chat template, ByT5 reads what the prompt puts in quotation marks. Both go through the
 static encode methods of diffusers' `HunyuanVideo15Pipeline`, so template, crop and hidden layer are the stock ones.
-Their results are kept on disk under a hash of everything they depend on, and the encoders (14 GiB) are in memory only
-while something is missing there.
+Their results are kept on disk, a file per prompt under a hash of everything it depends on, and read when a rollout
+needs them. The encoders (14 GiB) are in memory only while something is missing there.
 """
 
 import gc
@@ -11,9 +11,11 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from sage_fast.config.files import exclusive, fingerprint, replacing
+from sage_fast.config.files import fingerprint, replacing
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
 
 logger = logging.getLogger(__name__)
@@ -34,8 +37,11 @@ logger = logging.getLogger(__name__)
 CACHE_VERSION = 1
 """Part of every key; raised when the meaning of an entry changes."""
 
-LOG_SECONDS = 60
+LOG_SECONDS = 60.0
 """Seconds between two lines of progress where there is no terminal for a bar."""
+
+ROUND_SECONDS = 5.0
+"""How long a rank encodes before it tells the others how far it is, so that nobody waits for anybody's whole share."""
 
 MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
@@ -82,26 +88,79 @@ class HunyuanPromptEncoder:
         self.batch_size = batch_size
         self._identity: str | None = None
 
-    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
-        """One record per text, valid tokens only, on the CPU: text (L, 3584) and glyph (Lg, 1472).
+    def prepare(
+        self,
+        texts: Sequence[str],
+        world: World = ALONE,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[tuple[int, int]]:
+        """As in `PromptEncoder`: encode into the cache what it lacks. Ranks whose cache is the same folder share that.
 
-        Lg is 0 for a text without quotation marks. The empty text is the unconditional prompt, which the stock pipeline
-        encodes as one space.
+        A rank that is killed loses what it was encoding at that moment; the next start goes on with the rest.
 
         Raises:
             ValueError: the tokenizer does not belong to the model.
             OSError: the cache cannot be written.
         """
         unique = list(dict.fromkeys(texts))
-        self._warn_of_short_prompts(unique)
-        found = self._read(unique)
-        if len(found) < len(unique):
-            # Another rank may be encoding the same prompts: wait for it, then look again.
-            with exclusive(self.cache):
-                found |= self._read([t for t in unique if t not in found])
-                self._encode([t for t in unique if t not in found], known=len(found))
-                found |= self._read([t for t in unique if t not in found])
-        return [found[text] for text in texts]
+        ranks = self._ranks_that_share(world)
+        place, count = ranks.index(world.rank), len(ranks)
+        if world.is_main:
+            self._warn_of_short_prompts(unique)
+        lengths: dict[int, tuple[int, int]] = {}
+        for number in range(place, len(unique), count):
+            if (found := self._read(unique[number], checked=False)) is not None:
+                lengths[number] = found.lengths
+        absent = world.gather([number for number in range(place, len(unique), count) if number not in lengths])
+        todo = sorted(number for rank in ranks for number in absent[rank])
+        if todo and place == 0:
+            known = len(unique) - len(todo)
+            logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(todo), self.device, known, self.cache)
+        own = todo[place::count]
+        total, done, said = sum(map(len, absent)), 0, time.monotonic()
+        with (
+            closing(self._encode([unique[number] for number in own])) as encoded,
+            tqdm(total=total, desc="prompts", unit="prompt", disable=None if world.is_main else True) as bar,
+        ):
+            while any(left := world.gather(len(own) - done)):
+                progress(total - sum(left), total)
+                bar.update(total - sum(left) - bar.n)
+                if world.is_main and bar.disable and time.monotonic() - said > LOG_SECONDS:
+                    said = time.monotonic()
+                    logger.info("Encoded %d of %d prompts.", total - sum(left), total)
+                end = time.monotonic() + ROUND_SECONDS
+                while done < len(own) and time.monotonic() < end:
+                    for embeds in next(encoded):
+                        lengths[own[done]] = embeds.lengths
+                        done += 1
+            bar.update(total - bar.n)
+        everywhere = world.gather(lengths)
+        by_text = {unique[number]: found for rank in ranks for number, found in everywhere[rank].items()}
+        return [by_text[text] for text in texts]
+
+    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+        """One record per text, valid tokens only, on the CPU: text (L, 3584) and glyph (Lg, 1472).
+
+        Lg is 0 for a text without quotation marks. The empty text is the unconditional prompt, which the stock pipeline
+        encodes as one space. What is not in the cache, or damaged there, is encoded. Raises as `prepare`.
+        """
+        found = [self._read(text) for text in texts]
+        if any(embeds is None for embeds in found):
+            self.prepare(texts)
+            found = [self._read(text) for text in texts]
+        return [embeds for embeds in found if embeds is not None]
+
+    def _ranks_that_share(self, world: World) -> list[int]:
+        """The ranks that have this rank's cache, itself among them; nodes may have caches of their own."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        # A file that is never changed is known by its number and its date, on every node that sees it.
+        descriptor = os.open(self.cache / ".identity", os.O_CREAT | os.O_RDONLY, 0o666)
+        try:
+            file = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        identities = world.gather((file.st_ino, file.st_mtime_ns))
+        return [rank for rank, identity in enumerate(identities) if identity == identities[world.rank]]
 
     @staticmethod
     def _warn_of_short_prompts(texts: Sequence[str]) -> None:
@@ -131,26 +190,29 @@ class HunyuanPromptEncoder:
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
-    def _read(self, texts: Sequence[str]) -> dict[str, PromptEmbeds]:
-        """The conditioning of the texts that the cache holds. A damaged entry is removed, with a warning."""
-        result = {}
-        for text in texts:
-            path = self.path_of(text)
-            if not path.exists():
-                continue
-            try:
-                with safe_open(path, framework="pt") as file:
-                    # Copied, because the run may outlive the mapped file.
-                    tensors = {name: file.get_tensor(name).clone() for name in ("text", "glyph")}
-                    metadata = file.metadata() or {}
-                if metadata.get("prompt") != text or metadata.get("checksum") != _checksum(tensors):
-                    raise ValueError("its content does not match its checksum")
-            except (SafetensorError, ValueError, OSError) as error:
-                logger.warning("Cached prompt %s is damaged (%s): it is encoded again.", path, error)
-                path.unlink(missing_ok=True)
-                continue
-            result[text] = PromptEmbeds(**tensors)
-        return result
+    def _read(self, text: str, *, checked: bool = True) -> PromptEmbeds | None:
+        """The conditioning of a text; None where the cache lacks it. A damaged entry is removed, with a warning.
+
+        Args:
+            checked: read and compare the checksum. Otherwise the tensors are mapped into memory, and nothing is read.
+        """
+        path = self.path_of(text)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in ("text", "glyph")}
+                metadata = file.metadata() or {}
+            if checked:
+                # Copied, because the run may outlive the mapped file.
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            if metadata.get("prompt") != text or (checked and metadata.get("checksum") != _checksum(tensors)):
+                raise ValueError("its content does not match its checksum")
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, ValueError, OSError) as error:
+            logger.warning("Cached prompt %s is damaged (%s): it is encoded again.", path, error)
+            path.unlink(missing_ok=True)
+            return None
+        return PromptEmbeds(**tensors)
 
     def _write(self, text: str, embeds: PromptEmbeds) -> None:
         tensors = {"text": embeds.text.cpu().contiguous(), "glyph": embeds.glyph.cpu().contiguous()}
@@ -159,54 +221,48 @@ class HunyuanPromptEncoder:
 
     # ------------------------------------------------------------------------------------------ encoders
 
-    def _encode(self, texts: Sequence[str], *, known: int) -> None:
-        """Load the encoders, write the conditioning of the texts into the cache, and free the encoders."""
+    def _encode(self, texts: Sequence[str]) -> Generator[list[PromptEmbeds], None, None]:
+        """Load the encoders, write the conditioning of the texts to the cache, batch by batch, free the encoders."""
         if not texts:
             return
-        logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(texts), self.device, known, self.cache)
-        quoting = [text for text in texts if extract_glyph_texts(text)]
-        tokens = self._encode_glyphs(quoting) if quoting else {}
+        encode_glyphs = self._load_glyph_encoder() if any(map(extract_glyph_texts, texts)) else None
         no_glyphs = torch.zeros(0, self._glyph_width())
         encoder, tokenizer = self._load_text_encoder()
-        said = time.monotonic()
         try:
-            with torch.no_grad(), tqdm(total=len(texts), desc="prompts", unit="prompt", disable=None) as bar:
-                for first in range(0, len(texts), self.batch_size):
-                    batch = texts[first : first + self.batch_size]
+            for first in range(0, len(texts), self.batch_size):
+                batch = texts[first : first + self.batch_size]
+                with torch.no_grad():
                     states, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
                         encoder, tokenizer, list(batch), torch.device(self.device), tokenizer_max_length=MAX_TEXT_TOKENS
                     )
-                    for text, row, valid in zip(batch, states, mask.bool(), strict=True):
-                        if valid.all():
-                            logger.warning("A prompt is cut off after %d tokens: %.60r...", MAX_TEXT_TOKENS, text)
-                        glyph = tokens.get(text, no_glyphs.to(row.dtype))
-                        self._write(text, PromptEmbeds(text=row[valid], glyph=glyph))
-                    bar.update(len(batch))
-                    if bar.disable and time.monotonic() - said > LOG_SECONDS:
-                        said = time.monotonic()
-                        logger.info("Encoded %d of %d prompts.", first + len(batch), len(texts))
+                result = []
+                for text, row, valid in zip(batch, states, mask.bool(), strict=True):
+                    if valid.all():
+                        logger.warning("A prompt is cut off after %d tokens: %.60r...", MAX_TEXT_TOKENS, text)
+                    quotes = encode_glyphs is not None and extract_glyph_texts(text)
+                    glyph = encode_glyphs(text) if encode_glyphs is not None and quotes else no_glyphs.to(row.dtype)
+                    result.append(PromptEmbeds(text=row[valid], glyph=glyph))
+                    self._write(text, result[-1])
+                yield result
         finally:
-            del encoder
+            del encoder, encode_glyphs
             self._release()
 
-    def _encode_glyphs(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """ByT5's tokens (Lg, 1472) of what each text quotes."""
+    def _load_glyph_encoder(self) -> Callable[[str], Tensor]:
+        """What turns a text into ByT5's tokens (Lg, 1472) of what it quotes."""
         from transformers import ByT5Tokenizer, T5EncoderModel
 
-        encoder = _load(T5EncoderModel, self.glyph_encoder).to(self.device)
+        encoder = self._load(T5EncoderModel, self.glyph_encoder)
         tokenizer = ByT5Tokenizer.from_pretrained(self.glyph_tokenizer)
-        result = {}
-        try:
-            with torch.no_grad():
-                for text in texts:
-                    states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
-                        tokenizer, encoder, text, torch.device(self.device), tokenizer_max_length=MAX_GLYPH_TOKENS
-                    )
-                    result[text] = states[0, mask[0].bool()].cpu()
-        finally:
-            del encoder
-            self._release()
-        return result
+
+        @torch.no_grad()
+        def encode(text: str) -> Tensor:
+            states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
+                tokenizer, encoder, text, torch.device(self.device), tokenizer_max_length=MAX_GLYPH_TOKENS
+            )
+            return states[0, mask[0].bool()].cpu()
+
+        return encode
 
     def _load_text_encoder(self) -> tuple[nn.Module, Any]:
         from transformers import AutoTokenizer, Qwen2_5_VLModel, Qwen2_5_VLTextModel
@@ -215,9 +271,30 @@ class HunyuanPromptEncoder:
         self._check_template(tokenizer)
         config = json.loads((self.text_encoder / "config.json").read_text(encoding="utf-8"))
         if config.get("model_type") == "qwen2_5_vl_text":
-            return _load(Qwen2_5_VLTextModel, self.text_encoder).to(self.device), tokenizer
+            return self._load(Qwen2_5_VLTextModel, self.text_encoder), tokenizer
         # The published Qwen2.5-VL: its vision tower and head are not needed.
-        return _load(Qwen2_5_VLModel, self.text_encoder).language_model.to(self.device), tokenizer
+        return self._load(Qwen2_5_VLModel, self.text_encoder).language_model, tokenizer
+
+    def _load(self, model_class: Any, folder: Path) -> Any:
+        """A transformers model in the data type of its files, read straight to the device, ready for inference.
+
+        ValueError when weights are missing.
+        """
+        verbosity = transformers_logging.get_verbosity()
+        # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
+        transformers_logging.set_verbosity_error()
+        try:
+            model, info = model_class.from_pretrained(
+                folder, dtype="auto", device_map=self.device, local_files_only=True, output_loading_info=True
+            )
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        if info["missing_keys"]:
+            raise ValueError(
+                f"The weights in {folder} lack {len(info['missing_keys'])} tensors of a {model_class.__name__}, among "
+                f"them {sorted(info['missing_keys'])[0]}. Download the folder again."
+            )
+        return model.eval().requires_grad_(False)
 
     def _check_template(self, tokenizer: Any) -> None:
         """ValueError unless the tokens that the pipeline crops are exactly those before the prompt.
@@ -247,23 +324,6 @@ class HunyuanPromptEncoder:
         gc.collect()
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _load(model_class: Any, folder: Path) -> Any:
-    """A transformers model in the data type of its files, ready for inference. ValueError when weights are missing."""
-    verbosity = transformers_logging.get_verbosity()
-    # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
-    transformers_logging.set_verbosity_error()
-    try:
-        model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    if info["missing_keys"]:
-        raise ValueError(
-            f"The weights in {folder} lack {len(info['missing_keys'])} tensors of a {model_class.__name__}, among them "
-            f"{sorted(info['missing_keys'])[0]}. Download the folder again."
-        )
-    return model.eval().requires_grad_(False)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

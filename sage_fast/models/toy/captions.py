@@ -1,11 +1,12 @@
 """The language of the toy world: "a red circle moving left", and its word embeddings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
+from sage_fast.distributed.world import ALONE, World
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Scene
 from sage_fast.records import PromptEmbeds
 
@@ -102,6 +103,15 @@ class WordEncoder:
 
     def __init__(self) -> None:
         self._table = torch.eye(EMBED_DIM) * EMBED_DIM**0.5
+
+    def prepare(
+        self,
+        texts: Sequence[str],
+        world: World = ALONE,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[tuple[int, int]]:
+        """(L, Lg) of every text. ValueError as `encode`."""
+        return [embeds.lengths for embeds in self.encode(texts)]
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """One record per text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).

@@ -227,7 +227,7 @@ def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world:
 
     def probe(transformer: Any) -> torch.Tensor:
         with torch.no_grad():
-            return velocity(transformer, x, torch.tensor([0.7]), [generator.samples[0].embeds])
+            return velocity(transformer, x, torch.tensor([0.7]), [generator.embed(generator.prompts[0])])
 
     before = probe(stock)
     stock.load_lora_adapter(str(tmp_path / "lora"), prefix=None, weight_name=ADAPTER_FILE)

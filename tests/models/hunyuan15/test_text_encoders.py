@@ -3,8 +3,7 @@
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,13 @@ def encoder(diffusers_checkpoint: Path, tmp_path: Path) -> HunyuanPromptEncoder:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Class names of the encoders that were loaded, in order."""
     names: list[str] = []
-    load = conditioning._load
+    load = HunyuanPromptEncoder._load
 
-    def spy(model_class: type, folder: Path) -> Any:
+    def spy(self: HunyuanPromptEncoder, model_class: type, folder: Path) -> Any:
         names.append(model_class.__name__)
-        return load(model_class, folder)
+        return load(self, model_class, folder)
 
-    monkeypatch.setattr(conditioning, "_load", spy)
+    monkeypatch.setattr(HunyuanPromptEncoder, "_load", spy)
     return names
 
 
@@ -72,7 +71,7 @@ def test_records_hold_the_valid_tokens_alone(encoder: HunyuanPromptEncoder) -> N
 def test_short_prompts_are_told(
     encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture, words: int, warned: bool
 ) -> None:
-    encoder.encode([f"{number} " + "a " * (words - 1) for number in range(3)])
+    encoder.prepare([f"{number} " + "a " * (words - 1) for number in range(3)])
     assert warned == (f"The median prompt has {words} words" in caplog.text)
 
 
@@ -88,7 +87,7 @@ def test_order_repetition_and_batches_do_not_matter(diffusers_checkpoint: Path, 
 
 def test_what_is_cached_needs_no_encoder(encoder: HunyuanPromptEncoder, loaded: list[str]) -> None:
     first = encoder.encode(["a cat", QUOTING, ""])
-    assert sorted(loaded) == ["Qwen2_5_VLTextModel", "T5EncoderModel"], "each encoder once for all prompts"
+    assert loaded == ["T5EncoderModel", "Qwen2_5_VLTextModel"], "each encoder once for all prompts"
     loaded.clear()
     again = encoder_of(encoder.text_encoder.parent, encoder.cache).encode(["", "a cat", QUOTING])
     assert loaded == []
@@ -110,14 +109,14 @@ def test_the_glyph_encoder_is_for_quotes(encoder: HunyuanPromptEncoder, loaded: 
 
 def test_encoders_are_released(encoder: HunyuanPromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = []
-    load = conditioning._load
+    load = HunyuanPromptEncoder._load
 
-    def spy(model_class: type, folder: Path) -> Any:
-        model = load(model_class, folder)
+    def spy(self: HunyuanPromptEncoder, model_class: type, folder: Path) -> Any:
+        model = load(self, model_class, folder)
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(conditioning, "_load", spy)
+    monkeypatch.setattr(HunyuanPromptEncoder, "_load", spy)
     encoder.encode(["a cat", QUOTING])
     assert len(alive) == 2 and all(reference() is None for reference in alive)
 
@@ -138,29 +137,10 @@ def test_an_interrupted_encoding_keeps_what_was_done(
     monkeypatch.setattr(encoder, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         encoder.encode(["a", "b", "c", "d"])
-    assert len(list(encoder.cache.glob("*/*"))) == 2
+    assert len(list(encoder.cache.glob("*/*.safetensors"))) == 2
     with caplog.at_level(logging.INFO):
         encoder_of(diffusers_checkpoint, encoder.cache).encode(["a", "b", "c", "d"])
     assert "Encoding 2 prompts on cpu; 2 are in the cache" in caplog.text
-
-
-def test_a_rank_that_waited_takes_what_the_other_encoded(
-    encoder: HunyuanPromptEncoder, loaded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = encoder_of(encoder.text_encoder.parent, encoder.cache)
-    exclusive = conditioning.exclusive
-
-    @contextmanager
-    def after_the_other_rank(folder: Path) -> Iterator[None]:
-        monkeypatch.setattr(conditioning, "exclusive", exclusive)
-        other.encode(["a cat", "a dog"])
-        loaded.clear()
-        with exclusive(folder):
-            yield
-
-    monkeypatch.setattr(conditioning, "exclusive", after_the_other_rank)
-    encoder.encode(["a cat", "a dog"])
-    assert loaded == []
 
 
 def cut(path: Path) -> None:

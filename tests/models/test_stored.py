@@ -1,0 +1,167 @@
+"""Weights that are read after the transformer has been sharded: the same numbers, in memory once per node."""
+
+import gc
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.family import load_components, open_components
+from sage_fast.models.hunyuan15.loading import open_transformer
+from sage_fast.models.stored import StoredWeights
+from sage_fast.models.streamed import save_transformer
+from sage_fast.policy.lora import add_lora, base_digest
+from sage_fast.run.run import build_trainer
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import join, run_ranks, try_ranks
+from tests.tiny.checkpoints import copy_tree
+
+WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "num_layers": 7}
+"""Entries of a tiny transformer's configuration with which its float32 weights take 1 GB."""
+
+
+def write_wide_model(tiny: Path, folder: Path) -> Path:
+    """A tiny checkpoint with a transformer of 1 GB, in files of up to 300 MB."""
+    copy_tree(tiny, folder)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | WIDE))
+    transformer = with_config(folder)
+    shapes = {name: weight.shape for name, weight in transformer.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def read(name: str) -> Tensor:
+        return torch.empty(shapes[name]).uniform_(-0.02, 0.02, generator=generator)
+
+    save_transformer(transformer, read, folder / "transformer", torch.float32, max_shard_size="300MB")
+    return folder
+
+
+def with_config(folder: Path) -> Any:
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    with torch.device("meta"):
+        return HunyuanVideo15Transformer3DModel.from_config(
+            HunyuanVideo15Transformer3DModel.load_config(folder / "transformer")
+        )
+
+
+def write_run(model: Path, folder: Path) -> str:
+    """A LoRA run whose frozen weights are in shards."""
+    folder.mkdir()
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
+    tree |= {
+        "output_dir": str(folder / "run"),
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "model": {"family": "hunyuan15", "path": str(model), "device": "cpu"},
+        "video": {"num_frames": 5, "height": 16, "width": 32},
+        "reward": {"rewards": ["tests.models.hunyuan15.test_loading:Brightness"], "weights": {"brightness": 1.0}},
+        "evaluation": {"every": 0},
+    }
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    return str(folder / "run.yaml")
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def status(key: str) -> int:
+    """Bytes of a line of this process's status."""
+    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def load(small: str, large: str, words: list[str]) -> tuple[int, str]:
+    """By how many bytes building the trainer of `large` raised this rank's resident memory at most, and a digest of the
+    base weights that it then has. A trainer of `small` has imported and joined everything before.
+    """
+    config = load_config(small, words)
+    world = join(config)
+    build_trainer(config, world)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before = status("VmRSS")
+    trainer = build_trainer(load_config(large, words), world)
+    peak = status("VmHWM") - before
+    named = [(n, p) for n, p in trainer.policy.transformer.named_parameters() if ".lora_" not in n]
+    whole = {
+        n.replace(".base_layer", ""): p.full_tensor() if isinstance(p, DTensor) else p  # collective
+        for n, p in named
+    }
+    return peak, weights_digest(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "keep"), [(4, "rollout"), (1, "auto")], ids=["shards", "whole"])
+def test_a_node_holds_the_weights_once_while_it_loads_them(
+    ranks: int, keep: str, diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The sum of what each rank's resident memory, mapped files included, rises by at its own peak."""
+    small = write_run(diffusers_checkpoint, tmp_path / "small")
+    model = write_wide_model(diffusers_checkpoint, tmp_path / "model")
+    large = write_run(model, tmp_path / "large")
+    words = [f"--distributed.dp_shard={ranks}", f"--distributed.keep_gathered={keep}", "--rollout.micro_batch_size=2"]
+    results = run_ranks(load, ranks, small, large, words)
+    stored = StoredWeights(model / "transformer")
+    size = sum(weight.nbytes for weight in stored.values())
+    assert 0.95e9 < size < 1.1e9 and len(list((model / "transformer").glob("*.safetensors"))) > 3
+    assert {digest for _, digest in results} == {weights_digest(stored)}
+    peaks = [peak for peak, _ in results]
+    assert 0.9 * size < sum(peaks) < 1.3e9, peaks
+
+
+def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    model = copy_tree(diffusers_checkpoint, tmp_path / "model")
+    transformer, weights = open_transformer(model / "transformer")
+    held = {name: weight.clone() for name, weight in weights.items()}
+    save_transformer(transformer, held.__getitem__, model / "transformer", torch.float32, max_shard_size="90KB")
+    *_, damaged = sorted((model / "transformer").glob("*-of-*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    run = write_run(model, tmp_path / "run")
+    for kind, text in try_ranks(load, 2, run, run, ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]):
+        assert kind == "error" and f"{damaged} is damaged" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_of_from_pretrained(diffusers_checkpoint: Path, dtype: str) -> None:
+    """Under adapters too, which stay as they are; the digest of a model does not depend on whether it was read."""
+    model = ModelConfig(family="hunyuan15", path=str(diffusers_checkpoint), dtype=dtype)
+    components = open_components(model)
+    transformer, weights = components.transformer, components.weights
+    assert weights is not None and transformer.dtype == getattr(torch, dtype)
+    digest = base_digest(transformer, weights)
+    adapter = {"rank": 2, "alpha": None, "target_modules": ["attn.to_q"], "seed": 3}
+    add_lora(transformer, **adapter)
+    weights.read_into(transformer)
+    expected = type(transformer).from_pretrained(
+        diffusers_checkpoint / "transformer", torch_dtype=getattr(torch, dtype)
+    )
+    assert digest == base_digest(transformer) == base_digest(expected)
+    add_lora(expected, **adapter)
+    given, wanted = transformer.state_dict(), expected.state_dict()
+    assert given.keys() == wanted.keys() and all(torch.equal(given[n], wanted[n]) for n in wanted)
+    assert transformer.state_dict()["transformer_blocks.0.attn.to_q.lora_A.default.weight"].abs().sum() > 0
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    """A repository may hold the weights in several precisions."""
+    model = copy_tree(diffusers_checkpoint, tmp_path / "model")
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        name = opened.keys()[0]
+    (file.parent / "diffusion_pytorch_model.fp16.safetensors").write_bytes(file.read_bytes()[:100])
+    loaded = load_components(ModelConfig(family="hunyuan15", path=str(model))).transformer
+    assert torch.equal(loaded.state_dict()[name], StoredWeights(file.parent)[name])

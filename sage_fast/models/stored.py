@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 
-_MAPPED_BYTES = 2**27
+_MAPPED_BYTES = 2**25
 """Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
 
 
@@ -58,7 +58,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
         ValueError, OSError: a file is damaged or gone.
         """
-        mapped = 0
+        self._opened, mapped = {}, 0
         for qualified, parameter in transformer.named_parameters():
             if ".lora_" in qualified:
                 continue

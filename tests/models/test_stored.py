@@ -1,9 +1,7 @@
 """Weights that are read after the transformer has been sharded: the same numbers, in memory once per node."""
 
-import gc
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from sage_fast.models.streamed import save_transformer
 from sage_fast.policy.lora import add_lora, base_digest
 from sage_fast.run.run import build_trainer
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import join, run_ranks, try_ranks
+from tests.distributed.ranks import join, peak_bytes, run_ranks, try_ranks
 from tests.tiny.checkpoints import copy_tree
 
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "num_layers": 7}
@@ -79,11 +77,6 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def status(key: str) -> int:
-    """Bytes of a line of this process's status."""
-    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
 def load(small: str, large: str, words: list[str]) -> tuple[int, str]:
     """By how many bytes building the trainer of `large` raised this rank's resident memory at most, and a digest of the
     base weights that it then has. A trainer of `small` has imported and joined everything before.
@@ -91,11 +84,9 @@ def load(small: str, large: str, words: list[str]) -> tuple[int, str]:
     config = load_config(small, words)
     world = join(config)
     build_trainer(config, world)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before = status("VmRSS")
+    before = peak_bytes(anew=True)
     trainer = build_trainer(load_config(large, words), world)
-    peak = status("VmHWM") - before
+    peak = peak_bytes() - before
     named = [(n, p) for n, p in trainer.policy.transformer.named_parameters() if ".lora_" not in n]
     whole = {
         n.replace(".base_layer", ""): p.full_tensor() if isinstance(p, DTensor) else p  # collective

@@ -40,8 +40,8 @@ class DistributedConfig:
     deepspeed_config: str | None = None
     """JSON file of DeepSpeed; what this project decides itself in it must agree with the run's other settings."""
     startup_timeout_seconds: float = 1800.0
-    """Longest that a rank may take to load the model and to encode all prompts, and from then until the first update is
-    done, that it may make no progress and a collective may wait."""
+    """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
+    progress and a collective may wait. Encoding prompts is progress."""
     timeout_seconds: float = 600.0
     """Longest that a rank may make no progress, and that a collective may wait, from then on."""
 

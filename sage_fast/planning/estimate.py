@@ -23,7 +23,15 @@ from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import CONVOLUTION_SHARE, Device
 from sage_fast.planning.layout import Layout, plan_layout
-from sage_fast.planning.memory import CUDA_RUNTIME, Calls, Memory, model_calls, plan_memory, weight_sizes
+from sage_fast.planning.memory import (
+    CUDA_RUNTIME,
+    Calls,
+    Memory,
+    loading_memory,
+    model_calls,
+    plan_memory,
+    weight_sizes,
+)
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
@@ -55,7 +63,7 @@ class Phase:
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
 
-    latent: (C, F, H, W) of one video. calls: of one GPU.
+    latent: (C, F, H, W) of one video. calls: of one GPU. loading: `loading_memory`, None on a CPU.
     """
 
     config: RunConfig
@@ -67,6 +75,7 @@ class MemoryPlan:
     calls: Calls
     memory: Memory
     memory_limit: float
+    loading: Mapping[str, float] | None
 
     @property
     def gpus(self) -> int:
@@ -154,13 +163,14 @@ def make_memory_plan(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+    sizes = weight_sizes(config) if sizes is None else sizes
     memory = plan_memory(
         config,
         description,
         on_gpu=on_gpu,
         calls=calls,
         weights=weights,
-        sizes=weight_sizes(config) if sizes is None else sizes,
+        sizes=sizes,
         runtime=runtime,
         layout=layout,
         gathered=gathered,
@@ -175,6 +185,9 @@ def make_memory_plan(
         calls=calls,
         memory=memory,
         memory_limit=(memory_gb if limit_gb is None else limit_gb) * 1e9,
+        loading=loading_memory(config, description, weights=weights, sizes=sizes, layout=layout, gathered=gathered)
+        if on_gpu
+        else None,
     )
 
 

@@ -32,6 +32,9 @@ PHASES = ("encode", "rollout", "decode", "reward", "anchor", "update", "optimize
 CUDA_RUNTIME = 1.5 * GB
 """CUDA context and libraries."""
 
+PROCESS = 2.5 * GB
+"""CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and what is being read; assumed."""
+
 FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
 """Share of what comes and goes that the allocator is taken to lose: a GPU's caching one, and the C library's, which
 keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
@@ -289,7 +292,7 @@ def plan_memory(
         runtime=runtime,
         reward_models=rewards.models,
         prompt_encoder=description.encoder_gb * GB,
-        # On a CPU the transformer is loaded before the prompts are encoded.
+        # A family may have loaded the transformer into CPU memory before.
         transformer=0.0 if on_gpu else resident.transformer,
     )
 
@@ -328,6 +331,34 @@ def plan_memory(
     if evaluation.every:
         phases["evaluation"] = evaluate
     return Memory(phases={name: phase.fragmented(on_gpu) for name, phase in phases.items()})
+
+
+def loading_memory(
+    config: RunConfig,
+    description: ModelDescription,
+    *,
+    weights: Weights,
+    sizes: Mapping[str, float],
+    layout: Layout,
+    gathered: Gathered,
+) -> dict[str, float]:
+    """Bytes of CPU memory that a node of GPUs needs while it loads, at most, by what they hold.
+
+    Transformer and text encoder are read from mapped files straight to the GPUs, shard by shard where they are sharded.
+    Files that were read stay in the kernel's cache for as long as there is room, which is not counted.
+    """
+    ranks, item = min(layout.gpus, layout.node), getattr(torch, config.model.dtype).itemsize
+    kept = 0.0
+    if gathered.sharded and config.distributed.cpu_offload:
+        kept = item * weights.total / layout.weight_shards
+    elif config.model.adaln == "offload":
+        kept = item * weights.adaln
+    # On the GPU from the first video on.
+    parts = {"processes": PROCESS, "video decoders": description.decoder_gb * GB}
+    # Rewards are on the GPU before the transformer is read.
+    models = reward_memory(config, sizes).models
+    parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
+    return {name: ranks * size for name, size in parts.items()}
 
 
 def state_share(config: RunConfig, layout: Layout, gathered: Gathered) -> float:

@@ -1,6 +1,6 @@
 """A plan as text and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,7 +59,15 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
+    if plan.loading is not None:
+        yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
     yield ""
+
+
+def loading_text(loading: Mapping[str, float]) -> str:
+    """The sum of `MemoryPlan.loading` and its parts."""
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in loading.items() if size)
+    return f"{sum(loading.values()) / 1e9:.1f} GB ({parts})"
 
 
 def _unit(plan: Plan) -> tuple[str, float, int]:
@@ -299,6 +307,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
+        "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {
             phase.name: {

@@ -33,7 +33,7 @@ from sage_fast.models.hub import Requirement
 from sage_fast.planning.devices import host_memory
 from sage_fast.planning.estimate import MemoryPlan, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
-from sage_fast.planning.text import summary
+from sage_fast.planning.text import loading_text, summary
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.run.run import load_prompts
@@ -364,6 +364,15 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     for name, size in parts.items():
         if size >= 0.05:
             yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
+    if plan.loading is not None and (host := host_memory()) is not None:
+        enough = sum(plan.loading.values()) < MEMORY_MARGIN * host
+        yield Check(
+            section="memory (estimate)",
+            name="CPU memory while loading",
+            status="ok" if enough else "missing",
+            detail=f"{loading_text(plan.loading)} on a node of {host / 1e9:.0f} GB",
+            fix="" if enough else "fewer processes on this node, or a node with more memory",
+        )
     yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(plan))
 
 

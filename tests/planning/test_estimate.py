@@ -23,7 +23,8 @@ from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
 from sage_fast.planning.estimate import Plan, make_plan
-from sage_fast.planning.memory import _call
+from sage_fast.planning.layout import Layout
+from sage_fast.planning.memory import PROCESS, _call, loading_memory
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
@@ -241,6 +242,22 @@ def test_components_of_memory_are_sizes() -> None:
     assert update["transformer"] == 2 * found.weights.total
     assert update["trajectories"] == 8 * 41 * latent and update["anchor velocities"] == 8 * 20 * latent
     assert found.memory.peak == max(found.memory.total(phase) for phase in found.memory.phases)
+
+
+def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> None:
+    """Neither for the transformer nor for the text encoder, but for whatever is offloaded."""
+    assert sum((small_plan().loading or {}).values()) == PROCESS, "rewards are elsewhere, the decoder takes nothing"
+    found = small_plan("--model.adaln=offload")
+    assert found.loading is not None and found.loading["weights that stay"] == 2.0 * found.weights.adaln
+    many = loading_memory(
+        found.config,
+        found.description,
+        weights=found.weights,
+        sizes={},
+        layout=Layout(replicate=16),
+        gathered=found.gathered,
+    )
+    assert many == {name: 8 * size for name, size in found.loading.items()}, "a node has eight"
 
 
 def measured(script: str, *words: str) -> dict[str, float]:

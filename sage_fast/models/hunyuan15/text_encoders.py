@@ -103,40 +103,48 @@ class HunyuanPromptEncoder:
             OSError: the cache cannot be written.
         """
         unique = list(dict.fromkeys(texts))
-        ranks = self._ranks_that_share(world)
+        ranks = self._ranks_that_share(world, unique)
         place, count = ranks.index(world.rank), len(ranks)
         if world.is_main:
             self._warn_of_short_prompts(unique)
+        share = range(place, len(unique), count)
         lengths: dict[int, tuple[int, int]] = {}
-        for number in range(place, len(unique), count):
-            if (found := self._read(unique[number], checked=False)) is not None:
-                lengths[number] = found.lengths
-        absent = world.gather([number for number in range(place, len(unique), count) if number not in lengths])
+        for number in share:
+            if (embeds := self._read(unique[number], checked=False)) is not None:
+                lengths[number] = embeds.lengths
+        absent = world.gather([number for number in share if number not in lengths])
         todo = sorted(number for rank in ranks for number in absent[rank])
         if todo and place == 0:
             known = len(unique) - len(todo)
             logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(todo), self.device, known, self.cache)
         own = todo[place::count]
-        total, done, said = sum(map(len, absent)), 0, time.monotonic()
+        encoded = self._encode_in_rounds([unique[number] for number in own], sum(map(len, absent)), world, progress)
+        lengths |= dict(zip(own, encoded, strict=True))
+        everywhere = world.gather(lengths)
+        by_text = {unique[number]: length for rank in ranks for number, length in everywhere[rank].items()}
+        return [by_text[text] for text in texts]
+
+    def _encode_in_rounds(
+        self, own: Sequence[str], total: int, world: World, progress: Callable[[int, int], None]
+    ) -> list[tuple[int, int]]:
+        """Encode this rank's share of the `total` texts, and return their lengths. Collective."""
+        lengths: list[tuple[int, int]] = []
+        said = time.monotonic()
         with (
-            closing(self._encode([unique[number] for number in own])) as encoded,
-            tqdm(total=total, desc="prompts", unit="prompt", disable=None if world.is_main else True) as bar,
+            closing(self._encode(own)) as encoded,
+            tqdm(total=total, desc="prompts", unit="prompt", disable=None if total and world.is_main else True) as bar,
         ):
-            while any(left := world.gather(len(own) - done)):
-                progress(total - sum(left), total)
-                bar.update(total - sum(left) - bar.n)
+            while left := sum(world.gather(len(own) - len(lengths))):
+                progress(total - left, total)
+                bar.update(total - left - bar.n)
                 if world.is_main and bar.disable and time.monotonic() - said > LOG_SECONDS:
                     said = time.monotonic()
-                    logger.info("Encoded %d of %d prompts.", total - sum(left), total)
+                    logger.info("Encoded %d of %d prompts.", total - left, total)
                 end = time.monotonic() + ROUND_SECONDS
-                while done < len(own) and time.monotonic() < end:
-                    for embeds in next(encoded):
-                        lengths[own[done]] = embeds.lengths
-                        done += 1
+                while len(lengths) < len(own) and time.monotonic() < end:
+                    lengths += [embeds.lengths for embeds in next(encoded)]
             bar.update(total - bar.n)
-        everywhere = world.gather(lengths)
-        by_text = {unique[number]: found for rank in ranks for number, found in everywhere[rank].items()}
-        return [by_text[text] for text in texts]
+        return lengths
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """One record per text, valid tokens only, on the CPU: text (L, 3584) and glyph (Lg, 1472).
@@ -150,8 +158,14 @@ class HunyuanPromptEncoder:
             found = [self._read(text) for text in texts]
         return [embeds for embeds in found if embeds is not None]
 
-    def _ranks_that_share(self, world: World) -> list[int]:
-        """The ranks that have this rank's cache, itself among them; nodes may have caches of their own."""
+    def _ranks_that_share(self, world: World, texts: Sequence[str]) -> list[int]:
+        """The ranks that have this rank's cache and look for the same in it, itself among them.
+
+        Nodes may have caches of their own. That all have read the same prompts is checked later.
+        """
+        if world.size == 1:
+            return [0]
+        wanted = hashlib.blake2b("".join(self.path_of(text).name for text in texts).encode()).digest()
         self.cache.mkdir(parents=True, exist_ok=True)
         # A file that is never changed is known by its number and its date, on every node that sees it.
         descriptor = os.open(self.cache / ".identity", os.O_CREAT | os.O_RDONLY, 0o666)
@@ -159,7 +173,7 @@ class HunyuanPromptEncoder:
             file = os.fstat(descriptor)
         finally:
             os.close(descriptor)
-        identities = world.gather((file.st_ino, file.st_mtime_ns))
+        identities = world.gather((file.st_ino, file.st_mtime_ns, wanted))
         return [rank for rank, identity in enumerate(identities) if identity == identities[world.rank]]
 
     @staticmethod

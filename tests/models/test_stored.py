@@ -114,6 +114,32 @@ def test_a_node_holds_the_weights_once_while_it_loads_them(
     assert 0.9 * size < sum(peaks) < 1.3e9, peaks
 
 
+FROZEN_SHARDS = ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (4, ["--training.mode=full", "--distributed.dp_replicate=2", "--distributed.dp_shard=2"]),
+        (3, ["--training.mode=full", "--distributed.dp_shard=3", "--rollout.batch_size=2"]),
+        (2, ["--training.mode=full", "--distributed.dp_shard=2", "--distributed.cpu_offload=true"]),
+        (2, [*FROZEN_SHARDS, "--model.adaln=table"]),
+        (2, [*FROZEN_SHARDS, "--model.adaln=offload"]),
+        (2, [*FROZEN_SHARDS, "--model.forward=stock"]),
+        (2, ["--distributed.dp_replicate=2", "--model.adaln=offload"]),
+    ],
+    ids=["replicas", "uneven", "cpu_offload", "table", "offload", "stock", "whole"],
+)
+def test_all_ranks_have_the_weights_of_the_files(
+    ranks: int, words: list[str], diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
+    run = write_run(diffusers_checkpoint, tmp_path / "run")
+    results = run_ranks(load, ranks, run, run, [*words, "--rollout.micro_batch_size=2"])
+    expected = weights_digest(StoredWeights(diffusers_checkpoint / "transformer"))
+    assert [digest for _, digest in results] == [expected] * ranks
+
+
 def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
     transformer, weights = open_transformer(model / "transformer")

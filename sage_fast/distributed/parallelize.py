@@ -80,9 +80,9 @@ def parallelize(
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
         _check_steps_agree(distributed, training)
     if not sharded:
-        transformer.to(device)
         if weights is not None:
-            weights.read_into(transformer)
+            weights.read_into(transformer, device)
+        transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
         always_read_glyphs(transformer)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.

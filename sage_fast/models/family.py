@@ -110,7 +110,7 @@ class ModelDescription:
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
     decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
     decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
-    decoder_gb, encoder_gb: weights of the video decoder and of the largest prompt encoder, in 1e9 bytes.
+    decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
 
     Example: `describe_model(ModelConfig(family="..."))`
     """

@@ -52,9 +52,12 @@ class StoredWeights(Mapping[str, Tensor]):
         return torch.Size(self._open(self._files[name]).get_slice(name).get_shape())
 
     @torch.no_grad()
-    def read_into(self, transformer: nn.Module) -> None:
-        """Give a transformer its weights: on its device, in its data type, of a DTensor this rank's part. Adapters stay
-        as they are. Each rank reads by itself.
+    def read_into(self, transformer: nn.Module, device: torch.device | None = None) -> None:
+        """Give a transformer its weights, in its data type, of a DTensor this rank's part. Adapters stay as they are.
+        Each rank reads by itself.
+
+        Args:
+            device: of weights that have no memory yet; None leaves them where they are.
 
         ValueError, OSError: a file is damaged or gone.
         """
@@ -71,7 +74,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 )
                 part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
             else:
-                allocate([parameter], parameter.device)
+                allocate([parameter], device or parameter.device)
                 target, part = parameter, part[:]
             target.copy_(part)
             mapped += part.nbytes

@@ -104,9 +104,9 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         encoder = components.prompt_encoder
         encoder.prepare(["", *(p.text for p in prompts)])
         unconditional = encoder.encode([""])[0].to(device)
-        transformer = components.transformer.to(device).requires_grad_(False)
         if components.weights is not None:
-            components.weights.read_into(transformer)
+            components.weights.read_into(components.transformer, device)
+        transformer = components.transformer.to(device).requires_grad_(False)
         acceleration = choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error

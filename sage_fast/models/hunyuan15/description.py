@@ -39,8 +39,9 @@ HUNYUAN_VIDEO_15: dict[str, Any] = {
 TEXT_TOKENS = 250
 """Tokens of a prompt of a long sentence or two."""
 
-VAE_GB, TEXT_ENCODER_GB = 2.5, 14.2
-"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16."""
+VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
+"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
+encoder, 0.22 B in float32."""
 
 
 @cache

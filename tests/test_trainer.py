@@ -52,7 +52,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("equalizer", ["true", "false"])
 @pytest.mark.parametrize("kl_mode", ["none", "fixed", "stepwise", "moving", "dual"])
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"])
 def test_every_algorithm_is_finite_and_deterministic(
     tiny_run: MakeRun, sde_type: str, kl_mode: str, equalizer: str, mode: str
 ) -> None:

@@ -18,7 +18,7 @@ from sage_fast.config.schema import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
-from sage_fast.kernels import Kernels, StepColumns
+from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveConfig, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
@@ -93,7 +93,7 @@ class StepLoss:
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
             noise_ids(self.keys, step.steps, velocity.device),
-            StepColumns(step.gain, step.std, step.scale, self.advantage.to(velocity.device)),
+            step.columns(self.advantage.to(velocity.device), self.settings),
             loss_settings(self.settings, self.kl_weight),
         )
 

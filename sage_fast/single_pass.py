@@ -32,7 +32,7 @@ from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
@@ -248,10 +248,12 @@ class SinglePassGradient:
         settings = self.settings
         if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
             return 0.0
-        # In float32, as `policy_loss` takes the table's numbers.
-        surrogate = float(table.scale[step].float()) if settings.equalizer else 1.0
-        if settings.logprob == "unnormalized":
-            surrogate *= 2 * float(table.std[step].float()) ** 2
+        numbers = torch.zeros(1)
+        columns = trajectory_step(table, [step], numbers, numbers).columns(numbers, settings)
+        resolved = loss_settings(settings, self._kl_weight)
+        surrogate = float(columns.scale) if resolved.equalizer else 1.0
+        if resolved.unnormalized:
+            surrogate *= 2 * float(columns.std) ** 2
         return self._kl_weight * settings.kl_velocity_weight / surrogate
 
 

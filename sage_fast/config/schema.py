@@ -247,9 +247,7 @@ class RolloutConfig:
         _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
         _require(self.shift > 0, "rollout.shift", self.shift, "positive")
         _require(self.eta >= 0, "rollout.eta", self.eta, "at least 0")
-        _require(
-            0 < self.sage_sigma_margin < 1, "rollout.sage_sigma_margin", self.sage_sigma_margin, "between 0 and 1"
-        )
+        _require(0 < self.sage_sigma_margin < 1, "rollout.sage_sigma_margin", self.sage_sigma_margin, "between 0 and 1")
         if self.sde_type != "sage_grpo" and self.sage_sigma_margin != SAGE_SIGMA_MARGIN:
             raise ConfigError(
                 f"rollout.sage_sigma_margin {self.sage_sigma_margin} does nothing with rollout.sde_type "

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 RATIOS = ("gaussian", "ratio_norm", "bias_corrected")
-KL_MODES = ("none", "fixed", "stepwise", "moving", "dual")
+KL_MODES = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
 
 # Spread below this share of the group's largest reward is the rounding of float32 rewards, not a preference.
 ZERO_SPREAD_RELATIVE = 8 * torch.finfo(torch.float32).eps
@@ -177,16 +177,16 @@ def _check_kl_mode(mode: str) -> None:
 def kl_uses(mode: str) -> tuple[bool, bool]:
     """(uses the position KL, uses the velocity KL) of a KL mode.
 
-    fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), dual holds both.
+    fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), the other two hold both.
     """
     _check_kl_mode(mode)
-    return mode in ("fixed", "moving", "dual"), mode in ("stepwise", "dual")
+    return mode in ("fixed", "fixed_stepwise", "moving", "dual"), mode in ("stepwise", "fixed_stepwise", "dual")
 
 
 def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
     """Weights the position KL is measured from: the initial ones, ones refreshed every N updates, or none."""
     _check_kl_mode(mode)
-    if mode == "fixed":
+    if mode in ("fixed", "fixed_stepwise"):
         return "fixed"
     return "moving" if mode in ("moving", "dual") else "none"
 
@@ -206,7 +206,7 @@ class ObjectiveConfig:
     the log-ratio is multiplied by 2 std^2. The KL terms stay those of the Gaussian."""
     equalizer: bool = True
     """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
-    kl_mode: Literal["none", "fixed", "stepwise", "moving", "dual"] = "dual"
+    kl_mode: Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"] = "dual"
     """One of KL_MODES."""
     kl_position_weight: float = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
@@ -332,6 +332,9 @@ class KLWeightConfig:
     """Number H of KL values whose mean is compared with the target (fewer where fewer are known)."""
     direction: Literal["paper", "tighten"] = "paper"
     """"paper" lowers lambda when the KL is high, "tighten" raises it (the usual trust region)."""
+    advance: Literal["update", "step"] = "update"
+    """How often the controller moves: once per update, as in the paper's text, or as in the reference's code once per
+    video of a rank and trained step. There that is 40 times per update, and warmup_updates 100 are 2.5 updates."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.maximum) and 0 <= self.minimum <= self.maximum):
@@ -342,6 +345,8 @@ class KLWeightConfig:
             raise ValueError(f"target is {self.target}; it must be a positive KL value (see kl_* in metrics.jsonl)")
         if self.window < 1:
             raise ValueError(f"window is {self.window}; it must be at least 1")
+        if self.advance not in ("update", "step"):
+            raise ValueError(f"advance is {self.advance!r}; allowed are 'update' and 'step'")
         if self.direction not in ("paper", "tighten"):
             raise ValueError(f"direction is {self.direction!r}; allowed are 'paper' and 'tighten'")
 
@@ -358,7 +363,7 @@ class KLWeightState:
     weight: float
     """lambda of the coming update."""
     update: int
-    """Updates done so far."""
+    """Times that the controller has moved."""
     history: tuple[float, ...] = ()
     """The last KL values, oldest first, at most `window` of them."""
 

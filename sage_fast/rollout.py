@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RolloutConfig, SDEWindowConfig, TrainingConfig
+from sage_fast.data import num_trained
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
@@ -239,7 +240,7 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
         )
     cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
-    trained = max(1, round(training.timestep_fraction * fewest)) if fewest else 0
+    trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         raise ConfigError(
             f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which timestep_fraction "

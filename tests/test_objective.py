@@ -233,6 +233,7 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
         "none": (False, False, "none"),
         "fixed": (True, False, "fixed"),
         "stepwise": (False, True, "none"),
+        "fixed_stepwise": (True, True, "fixed"),
         "moving": (True, False, "moving"),
         "dual": (True, True, "moving"),
     }[mode]
@@ -359,7 +360,7 @@ def test_policy_loss_refuses_inputs_that_do_not_match(changes: dict[str, Any], m
         ("ratio", "norm", "gaussian, ratio_norm, bias_corrected"),
         ("ratio", "ratio_norm", "set equalizer to false"),
         ("logprob", "mean", "'gaussian' and 'unnormalized'"),
-        ("kl_mode", "both", "none, fixed, stepwise, moving, dual"),
+        ("kl_mode", "both", "none, fixed, stepwise, fixed_stepwise, moving, dual"),
         ("kl_position_weight", -1.0, "kl_position_weight is"),
         ("kl_velocity_weight", math.inf, "kl_velocity_weight is"),
         ("kl_velocity", "k3", "'estimator' and 'exact'"),

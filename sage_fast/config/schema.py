@@ -429,7 +429,10 @@ class TrainingConfig:
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     timestep_fraction: float = 1.0
-    """Share of the trainable steps of each video that is trained, at least one."""
+    """Share of the trainable steps of each video that is trained, rounded down, at least one."""
+    kl_share_every: int = free(0, REMEDY)
+    """Updates between two measurements of `kl/grad_share`, the norm of the KL's part of the gradient over that of the
+    surrogate's; 0 never measures. One takes two more passes of the update phase and changes no other number."""
     permute_timesteps: bool = True
     """Visit each video's steps in its own random order."""
     anchor_interval: int = 10
@@ -456,6 +459,7 @@ class TrainingConfig:
             self.skip_nonfinite_updates,
             "at least 0",
         )
+        _require(self.kl_share_every >= 0, "training.kl_share_every", self.kl_share_every, "at least 0")
         _require(self.anchor_interval >= 1, "training.anchor_interval", self.anchor_interval, "at least 1")
         _require(
             self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"
@@ -594,6 +598,11 @@ class RunConfig:
             )
         if self.training.update == "single_pass":
             self._check_single_pass()
+        if self.training.kl_share_every and self.objective.kl_mode == "none":
+            raise ConfigError(
+                f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
+                "no KL. Set it to 0, or choose a KL mode."
+            )
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
@@ -612,6 +621,11 @@ class RunConfig:
                 "training.update single_pass takes the gradient at the policy that makes the rollout, but "
                 f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
                 "two_phase."
+            )
+        if training.kl_share_every:
+            raise ConfigError(
+                f"training.kl_share_every {training.kl_share_every} measures in passes of its own, but "
+                "training.update single_pass makes none. Set it to 0, or training.update to two_phase."
             )
         if self.rollout.micro_batch_size != 1:
             raise ConfigError(

@@ -64,6 +64,11 @@ def make_groups(
     return samples
 
 
+def num_trained(fraction: float, trainable: int) -> int:
+    """How many of so many trainable steps are trained: their share, rounded down as in other trainers, at least one."""
+    return max(1, int(fraction * trainable))
+
+
 def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute: bool) -> list[int]:
     """The steps of one sample that are trained, in the order in which they are visited.
 
@@ -73,7 +78,7 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
         fraction: share of them to train; at least one is.
         permute: in random order (so with fraction < 1 a random choice); otherwise the first ones, in order.
     """
-    count = max(1, round(fraction * len(trainable)))
+    count = num_trained(fraction, len(trainable))
     if not permute:
         return list(trainable[:count])
     generator = _generator("steps", key.seed, key.update, key.prompt_index, key.sample_index)

@@ -7,8 +7,9 @@ and return the same `PolicyTerms`; all that the trainer knows of them is `Policy
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from sage_fast.config.schema import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
-from sage_fast.kernels import Kernels, StepColumns
+from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveConfig, PolicyTerms, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
@@ -93,7 +94,7 @@ class StepLoss:
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
             noise_ids(self.keys, step.steps, velocity.device),
-            StepColumns(step.gain, step.std, step.scale, self.advantage.to(velocity.device)),
+            step.columns(self.advantage.to(velocity.device), self.settings),
             loss_settings(self.settings, self.kl_weight),
         )
 
@@ -185,6 +186,22 @@ class TwoPhaseGradient:
         # The optimizer moves the weights after this call.
         self._on_policy = False
         return concatenate_terms(collected)
+
+    def kl_share(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> float:
+        """Norm of the KL's part of an update's gradient over that of the surrogate's. Collective; `.grad` stays empty.
+
+        Without advantages only the KL is left of the loss, without lambda only the surrogate: two passes. Infinite if
+        the surrogate has no gradient.
+        """
+        on_policy = self._on_policy
+        without_advantage = replace(scored, advantages=torch.zeros_like(scored.advantages))
+        norms = []
+        for part, weight in ((without_advantage, kl_weight), (scored, 0.0)):
+            self.accumulate(part, positions, weight)
+            norms.append(self.engine.clip_gradients())
+            self.engine.zero_grad()
+            self._on_policy = on_policy
+        return norms[0] / norms[1] if norms[1] else math.inf
 
     def _differentiate(self, loss: StepLoss, row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> PolicyTerms:
         """Add the gradient of one step to `.grad`; returns its terms."""

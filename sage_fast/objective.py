@@ -38,6 +38,7 @@ __all__ = [
     "group_advantages",
     "kl_uses",
     "log_ratio",
+    "loss_columns",
     "loss_settings",
     "next_kl_weight",
     "policy_loss",
@@ -45,7 +46,8 @@ __all__ = [
     "weighted_advantages",
 ]
 
-KL_MODES = ("none", "fixed", "stepwise", "moving", "dual")
+RATIOS = ("gaussian", "ratio_norm", "bias_corrected")
+KL_MODES = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
 
 # Spread below this share of the group's largest reward is the rounding of float32 rewards, not a preference.
 ZERO_SPREAD_RELATIVE = 8 * torch.finfo(torch.float32).eps
@@ -175,16 +177,16 @@ def _check_kl_mode(mode: str) -> None:
 def kl_uses(mode: str) -> tuple[bool, bool]:
     """(uses the position KL, uses the velocity KL) of a KL mode.
 
-    fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), dual holds both.
+    fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), the other two hold both.
     """
     _check_kl_mode(mode)
-    return mode in ("fixed", "moving", "dual"), mode in ("stepwise", "dual")
+    return mode in ("fixed", "fixed_stepwise", "moving", "dual"), mode in ("stepwise", "fixed_stepwise", "dual")
 
 
 def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
     """Weights the position KL is measured from: the initial ones, ones refreshed every N updates, or none."""
     _check_kl_mode(mode)
-    if mode == "fixed":
+    if mode in ("fixed", "fixed_stepwise"):
         return "fixed"
     return "moving" if mode in ("moving", "dual") else "none"
 
@@ -195,14 +197,16 @@ class ObjectiveConfig:
 
     clip_range: float = 1e-4
     """PPO clip range c of the ratio. The log-ratio is a mean over elements, hence the small number."""
-    ratio: Literal["gaussian", "ratio_norm"] = "gaussian"
-    """"gaussian" is the true ratio, "ratio_norm" GRPO-Guard's."""
+    ratio: Literal["gaussian", "ratio_norm", "bias_corrected"] = "gaussian"
+    """"gaussian" is the true ratio. "bias_corrected" is exp(mean(r eps dv)): the log-ratio less its mean under the
+    rollout policy. "ratio_norm" is GRPO-Guard's RatioNorm, the bias-corrected log-ratio times std in a surrogate that
+    is divided by the length of the step in sigma; that takes the equalizer's place."""
     logprob: Literal["gaussian", "unnormalized"] = "gaussian"
     """"unnormalized" drops 1 / (2 std^2) from the log-probability of the ratio, as the public CPS code does:
     the log-ratio is multiplied by 2 std^2. The KL terms stay those of the Gaussian."""
     equalizer: bool = True
     """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
-    kl_mode: Literal["none", "fixed", "stepwise", "moving", "dual"] = "dual"
+    kl_mode: Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"] = "dual"
     """One of KL_MODES."""
     kl_position_weight: float = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
@@ -214,10 +218,16 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if not 0 < self.clip_range < 1:
             raise ValueError(f"clip_range is {self.clip_range}; it must be between 0 and 1 (1e-4 is usual)")
-        if self.ratio not in ("gaussian", "ratio_norm"):
-            raise ValueError(f"ratio is {self.ratio!r}; allowed are 'gaussian' and 'ratio_norm'")
+        if self.ratio not in RATIOS:
+            raise ValueError(f"ratio is {self.ratio!r}; allowed are {', '.join(RATIOS)}")
         if self.logprob not in ("gaussian", "unnormalized"):
             raise ValueError(f"logprob is {self.logprob!r}; allowed are 'gaussian' and 'unnormalized'")
+        if self.ratio == "ratio_norm" and (self.equalizer or self.logprob != "gaussian"):
+            raise ValueError(
+                f"ratio is 'ratio_norm' with equalizer {self.equalizer} and logprob {self.logprob!r}; RatioNorm scales "
+                "the Gaussian log-ratio and the loss of every step itself: set equalizer to false and logprob to "
+                "gaussian, or ratio to bias_corrected"
+            )
         _check_kl_mode(self.kl_mode)
         for name in ("kl_position_weight", "kl_velocity_weight"):
             value = getattr(self, name)
@@ -240,15 +250,29 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
     if not math.isfinite(kl_weight) or kl_weight < 0:
         raise ValueError(f"kl_weight is {kl_weight}; it must be finite and not negative")
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
+    published = settings.ratio == "ratio_norm"
     return LossSettings(
         clip_range=settings.clip_range,
         position_weight=kl_weight * settings.kl_position_weight if uses_position else None,
         velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
-        ratio_norm=settings.ratio == "ratio_norm",
-        unnormalized=settings.logprob == "unnormalized",
-        equalizer=settings.equalizer,
+        ratio_norm=settings.ratio != "gaussian",
+        # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.
+        unnormalized=published or settings.logprob == "unnormalized",
+        equalizer=published or settings.equalizer,
         exact=settings.kl_velocity == "exact",
     )
+
+
+def loss_columns(
+    settings: ObjectiveConfig, *, gain: Tensor, std: Tensor, scale: Tensor, size: Tensor, advantage: Tensor
+) -> StepColumns:
+    """What the loss takes of each sample's step, (B,) each; `size` is the length of the step in sigma.
+
+    For RatioNorm the log-ratio's factor 2 std^2 becomes std, and the surrogate's scale 1 / size.
+    """
+    if settings.ratio == "ratio_norm":
+        std, scale = (std / 2).sqrt(), 1 / size
+    return StepColumns(gain=gain, std=std, scale=scale, advantage=advantage)
 
 
 def policy_loss(
@@ -260,6 +284,7 @@ def policy_loss(
     gain: Tensor,
     std: Tensor,
     scale: Tensor,
+    size: Tensor,
     advantage: Tensor,
     kl_weight: float,
     settings: ObjectiveConfig,
@@ -276,7 +301,7 @@ def policy_loss(
         velocity_old: (B, ...) velocity of the rollout.
         velocity_anchor: (B, ...) velocity of the anchor; None is allowed where the KL mode does not use it.
         noise: (B, ...) noise that the rollout drew at this step.
-        gain, std, scale: (B,) columns of the transition table at each sample's step.
+        gain, std, scale, size: (B,) columns of the transition table at each sample's step.
         advantage: (B,).
         kl_weight: lambda of this update, see `next_kl_weight`.
         settings: what the loss consists of.
@@ -286,7 +311,7 @@ def policy_loss(
     """
     if velocity_anchor is None and kl_uses(settings.kl_mode)[0]:
         raise ValueError(f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the anchor weights")
-    columns = StepColumns(gain=gain, std=std, scale=scale, advantage=advantage)
+    columns = loss_columns(settings, gain=gain, std=std, scale=scale, size=size, advantage=advantage)
     resolved = loss_settings(settings, kl_weight)
     return policy_loss_of_noise(velocity_new, velocity_old, velocity_anchor, noise, columns, resolved)
 
@@ -307,6 +332,9 @@ class KLWeightConfig:
     """Number H of KL values whose mean is compared with the target (fewer where fewer are known)."""
     direction: Literal["paper", "tighten"] = "paper"
     """"paper" lowers lambda when the KL is high, "tighten" raises it (the usual trust region)."""
+    advance: Literal["update", "step"] = "update"
+    """How often the controller moves: once per update, as in the paper's text, or as in the reference's code once per
+    video of a rank and trained step. There that is 40 times per update, and warmup_updates 100 are 2.5 updates."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.maximum) and 0 <= self.minimum <= self.maximum):
@@ -317,6 +345,8 @@ class KLWeightConfig:
             raise ValueError(f"target is {self.target}; it must be a positive KL value (see kl_* in metrics.jsonl)")
         if self.window < 1:
             raise ValueError(f"window is {self.window}; it must be at least 1")
+        if self.advance not in ("update", "step"):
+            raise ValueError(f"advance is {self.advance!r}; allowed are 'update' and 'step'")
         if self.direction not in ("paper", "tighten"):
             raise ValueError(f"direction is {self.direction!r}; allowed are 'paper' and 'tighten'")
 
@@ -333,7 +363,7 @@ class KLWeightState:
     weight: float
     """lambda of the coming update."""
     update: int
-    """Updates done so far."""
+    """Times that the controller has moved."""
     history: tuple[float, ...] = ()
     """The last KL values, oldest first, at most `window` of them."""
 

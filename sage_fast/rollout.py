@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RolloutConfig, SDEWindowConfig, TrainingConfig
+from sage_fast.data import num_trained
 from sage_fast.distributed.world import ALONE, World
-from sage_fast.kernels import REFERENCE, Kernels
+from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
+from sage_fast.objective import ObjectiveConfig, loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
@@ -51,7 +53,8 @@ def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> l
 
 def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     """Transition table of one rollout: the configured sampler, restricted to its SDE window."""
-    table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
+    sigmas = sigma_schedule(config.num_steps, config.shift)
+    table = transition_table(config.sde_type, sigmas, config.eta, sage_margin=config.sage_sigma_margin)
     steps = stochastic_steps(config.sde_window, config.num_steps, rollout)
     return table if steps is None else table.restrict(steps)
 
@@ -168,7 +171,7 @@ class TrajectoryStep:
     """One step of every sample of a micro-batch; the steps may differ from sample to sample.
 
     latents, velocity: (B, C, F, H, W) float32. steps: B indices; with the samples' keys they stand for the noise that
-    the rollout drew. gain, std, scale: (B,) float32. sigma: (B,) float32 on the CPU.
+    the rollout drew. gain, std, scale, size: (B,) float32. sigma: (B,) float32 on the CPU.
 
     Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
     """
@@ -180,6 +183,13 @@ class TrajectoryStep:
     gain: Tensor
     std: Tensor
     scale: Tensor
+    size: Tensor
+
+    def columns(self, advantage: Tensor, settings: ObjectiveConfig) -> StepColumns:
+        """What the loss takes of the step; advantage (B,)."""
+        return loss_columns(
+            settings, gain=self.gain, std=self.std, scale=self.scale, size=self.size, advantage=advantage
+        )
 
 
 def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -209,6 +219,7 @@ def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tenso
         gain=column(table.gain),
         std=column(table.std),
         scale=column(table.scale),
+        size=column(-table.sigmas.diff()),
     )
 
 
@@ -232,7 +243,7 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
         )
     cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
-    trained = max(1, round(training.timestep_fraction * fewest)) if fewest else 0
+    trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         raise ConfigError(
             f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which timestep_fraction "

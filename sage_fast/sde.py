@@ -20,10 +20,10 @@ from sage_fast.kernels import transition
 
 __all__ = ["SDE_TYPES", "TransitionTable", "sigma_schedule", "transition", "transition_table"]
 
-SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode")
+SDE_TYPES = ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode")
 
-# With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite at sigma = 1.
 SAGE_SIGMA_MARGIN = 3e-3
+"""With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite at sigma = 1."""
 
 
 def sigma_schedule(num_steps: int, shift: float) -> Tensor:
@@ -128,15 +128,17 @@ class TransitionTable:
         )
 
 
-def _variance(sde_type: str, sigmas: Tensor, eta: float) -> Tensor:
+def _variance(sde_type: str, sigmas: Tensor, eta: float, sage_margin: float) -> Tensor:
     """Variance V of every step, (T,) float64; may be zero or negative where the sampler is degenerate."""
     s, n = sigmas[:-1], sigmas[1:]
     step = s - n
     if sde_type == "sage_grpo":
         # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the small difference of the
         # two logarithms exact near sigma = 0, where log((1 - n) / (1 - s)) loses half of its digits.
-        clamped = s.clamp(max=1 - SAGE_SIGMA_MARGIN)
+        clamped = s.clamp(max=1 - sage_margin)
         return eta**2 * (torch.log1p(-n) - torch.log1p(-clamped) - step)
+    if sde_type == "sage_exact":
+        return n.square() * -torch.expm1(2 * _log_kept_noise(sigmas, eta))
     if sde_type == "dance_grpo":
         return eta**2 * step
     if sde_type == "flow_grpo":
@@ -147,20 +149,31 @@ def _variance(sde_type: str, sigmas: Tensor, eta: float) -> Tensor:
     return torch.zeros_like(step)
 
 
-def transition_table(sde_type: str, sigmas: Tensor, eta: float) -> TransitionTable:
+def _log_kept_noise(sigmas: Tensor, eta: float) -> Tensor:
+    """log rho of `sage_exact`, (T,): which part of the noise that x is made of outlives a step; -inf for none of it."""
+    if eta == 0:
+        return torch.zeros_like(sigmas[1:])
+    return eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff()
+
+
+def transition_table(
+    sde_type: str, sigmas: Tensor, eta: float, *, sage_margin: float = SAGE_SIGMA_MARGIN
+) -> TransitionTable:
     """Coefficients of a sampler on given noise levels.
 
     `sage_grpo`, `dance_grpo` and `flow_grpo` share  a = 1 - V/(2s),  b = -D - V(1-s)/(2s)  and differ in V;
-    `cps` has  a = (1-n) + q,  b = -s(1-n) + (1-s)q  with q = sqrt(n^2 - V); `ode` is a = 1, b = -D, V = 0.
+    `cps` and `sage_exact` have  a = (1-n) + q,  b = -s(1-n) + (1-s)q  with q = sqrt(n^2 - V), which is
+    n cos(eta pi/2) and n rho,  rho = exp(-eta^2/2 (logit s - logit n));  `ode` is a = 1, b = -D, V = 0.
     A step with V <= 0 is taken as the `ode` step and is not trainable.
 
     Args:
         sde_type: one of SDE_TYPES.
         sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from `sigma_schedule`.
         eta: noise level, finite and not negative; at most 1 for `cps`. `ode` draws no noise whatever eta is.
+        sage_margin: `sage_grpo` takes the variance of a step from 1 as if it began at 1 - sage_margin.
 
     Raises:
-        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1], or an eta out of range.
+        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1], an eta or a margin out of range.
     """
     if sde_type not in SDE_TYPES:
         raise ValueError(f"sde_type is {sde_type!r}; allowed are {', '.join(SDE_TYPES)}")
@@ -168,6 +181,8 @@ def transition_table(sde_type: str, sigmas: Tensor, eta: float) -> TransitionTab
         raise ValueError(f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)")
     if sde_type == "cps" and eta > 1:
         raise ValueError(f"eta is {eta} for cps, whose noise is n sin(eta pi/2); choose eta between 0 and 1")
+    if not 0 < sage_margin < 1:
+        raise ValueError(f"sage_margin is {sage_margin!r}; it must be between 0 and 1 (0.003 in the reference)")
     if sigmas.ndim != 1 or sigmas.numel() < 2 or not sigmas.is_floating_point():
         raise ValueError(
             f"sigmas have shape {tuple(sigmas.shape)} and type {sigmas.dtype}; expected a "
@@ -182,11 +197,11 @@ def transition_table(sde_type: str, sigmas: Tensor, eta: float) -> TransitionTab
 
     s, n = sigmas[:-1], sigmas[1:]
     step = s - n
-    variance = _variance(sde_type, sigmas, eta)
+    variance = _variance(sde_type, sigmas, eta, sage_margin)
     trainable = variance > 0
     variance = torch.where(trainable, variance, torch.zeros_like(variance))
-    if sde_type == "cps":
-        q = n * math.cos(eta * math.pi / 2)
+    if sde_type in ("cps", "sage_exact"):
+        q = n * (math.cos(eta * math.pi / 2) if sde_type == "cps" else _log_kept_noise(sigmas, eta).exp())
         a = (1 - n) + q
         b = -s * (1 - n) + (1 - s) * q
     else:

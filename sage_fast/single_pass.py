@@ -5,8 +5,9 @@ the loss is affine in the advantage A, which is not known yet,
 
     dL/dv = A c_1 + c_2,        c_1 = -S r eps / numel,        c_2 = lambda d(w_pos KL_pos + w_vel KL_vel)/dv
 
-(including the factors of `logprob` and the equalizer S). So a rollout step runs the model with a graph, adds the VJP of
-c_1 to one accumulator per video and that of c_2 to one per group, and drops the graph. When the rewards arrive,
+(including the factors of `logprob`, `ratio` and the equalizer S). So a rollout step runs the model with a graph, adds
+the VJP of c_1 to one accumulator per video and that of c_2 to one per group, and drops the graph. When the rewards
+arrive,
 
     gradient = ( sum_b A_b g_1b + sum over groups g_2 ) / count      over the groups that were not dropped.
 
@@ -32,7 +33,7 @@ from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
@@ -248,10 +249,12 @@ class SinglePassGradient:
         settings = self.settings
         if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
             return 0.0
-        # In float32, as `policy_loss` takes the table's numbers.
-        surrogate = float(table.scale[step].float()) if settings.equalizer else 1.0
-        if settings.logprob == "unnormalized":
-            surrogate *= 2 * float(table.std[step].float()) ** 2
+        numbers = torch.zeros(1)
+        columns = trajectory_step(table, [step], numbers, numbers).columns(numbers, settings)
+        resolved = loss_settings(settings, self._kl_weight)
+        surrogate = float(columns.scale) if resolved.equalizer else 1.0
+        if resolved.unnormalized:
+            surrogate *= 2 * float(columns.std) ** 2
         return self._kl_weight * settings.kl_velocity_weight / surrogate
 
 

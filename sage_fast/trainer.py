@@ -358,6 +358,10 @@ class Trainer:
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
         """One optimizer step with the gradient of the trained steps at `positions` of every sample's order."""
         weight, learning_rate = self.kl_weight.weight, self.engine.learning_rate
+        every = self.config.training.kl_share_every
+        if every and (self.update + 1) % every == 0 and isinstance(self.gradient, TwoPhaseGradient):
+            share = self.gradient.kl_share(scored, positions, weight)
+            metrics |= {"kl/grad_share": share} if math.isfinite(share) else {}
         own = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, len(positions), self.world)
@@ -370,7 +374,9 @@ class Trainer:
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(self.config.training.ema_decay)
             kl = weighted_kl(terms, self.config.objective)
-            self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
+            moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
+            for _ in range(moves):
+                self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
             # With several updates per rollout the last one's values stand for the iteration.
             metrics |= update_metrics(terms) | {"kl/weight": weight, "grad_norm": grad_norm}
         else:

@@ -61,6 +61,7 @@ def test_fraction_keeps_at_least_one_step() -> None:
     key = NoiseKey(0, 0, 0, 0)
     assert len(step_order(key, [0, 1, 2, 3], 0.5, True)) == 2
     assert len(step_order(key, [0, 1, 2, 3], 0.01, True)) == 1
+    assert len(step_order(key, [0, 1, 2, 3], 0.99, True)) == 3
     assert step_order(key, [0, 1, 2, 3], 0.5, False) == [0, 1]
 
 

@@ -25,6 +25,7 @@ from sage_fast.objective import (
     ratio_norm_log_ratio,
     weighted_advantages,
 )
+from sage_fast.sde import sigma_schedule, transition_table
 
 # Advantages
 
@@ -201,6 +202,7 @@ def terms_for(settings: ObjectiveConfig, dtype: torch.dtype = torch.float32, **c
         "gain": torch.tensor([-0.02, -0.5, -2.8], dtype=torch.float64),
         "std": torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64),
         "scale": torch.tensor([8.0, 1.0, 0.1], dtype=torch.float64),
+        "size": torch.tensor([0.01, 0.05, 0.2], dtype=torch.float64),
         "advantage": torch.tensor([1.0, -1.0, 0.5]),
         "kl_weight": 1e-5,
     }
@@ -210,7 +212,7 @@ def terms_for(settings: ObjectiveConfig, dtype: torch.dtype = torch.float32, **c
 
 
 @pytest.mark.parametrize("logprob", ["gaussian", "unnormalized"])
-@pytest.mark.parametrize("ratio", ["gaussian", "ratio_norm"])
+@pytest.mark.parametrize("ratio", ["gaussian", "bias_corrected"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_ratio_is_exactly_one_before_the_policy_moves(dtype: torch.dtype, ratio: Any, logprob: Any) -> None:
     terms = terms_for(ObjectiveConfig(ratio=ratio, logprob=logprob), dtype)
@@ -231,6 +233,7 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
         "none": (False, False, "none"),
         "fixed": (True, False, "fixed"),
         "stepwise": (False, True, "none"),
+        "fixed_stepwise": (True, True, "fixed"),
         "moving": (True, False, "moving"),
         "dual": (True, True, "moving"),
     }[mode]
@@ -260,6 +263,44 @@ def test_unnormalized_scales_the_ratio_and_not_the_kl() -> None:
     torch.testing.assert_close(scaled.log_ratio, plain.log_ratio * 2 * torch.tensor([0.3, 0.2, 0.1]) ** 2)
     assert torch.equal(scaled.kl_velocity, plain.kl_velocity)
     assert torch.equal(scaled.kl_position, plain.kl_position)
+
+
+def test_ratio_norm_is_what_grpo_guard_publishes() -> None:
+    """Its own arithmetic: log-probabilities plus the squared shift of the means, times sqrt(dt) sigma; loss over dt."""
+    moved = torch.zeros(3, 4, 2, 5)
+    terms = terms_for(ObjectiveConfig(ratio="ratio_norm", equalizer=False, kl_mode="none"), velocity_old=moved)
+    generator = torch.Generator().manual_seed(0)
+    new, _, noise = (torch.randn(3, 4, 2, 5, generator=generator).double() for _ in range(3))
+    dt, std = torch.tensor([0.01, 0.05, 0.2]).double(), torch.tensor([0.3, 0.2, 0.1]).double()
+    b, sigma = torch.tensor([-0.02, -0.5, -2.8]).double() * std, std / dt.sqrt()
+    rows = (-1, 1, 1, 1)
+    mean_old, mean_new = torch.zeros_like(new), b.view(rows) * new
+    drawn = mean_old + std.view(rows) * noise
+    log_probs = [-(drawn - mean).square().flatten(1).mean(1) / (2 * std**2) for mean in (mean_new, mean_old)]
+    bias = (mean_new - mean_old).square().flatten(1).mean(1) / (2 * (dt.sqrt() * sigma) ** 2)
+    log_ratio = (log_probs[0] - log_probs[1] + bias) * dt.sqrt() * sigma
+    torch.testing.assert_close(terms.log_ratio.double(), log_ratio, rtol=1e-5, atol=1e-7)
+    surrogate = clipped_surrogate(log_ratio, torch.tensor([1.0, -1.0, 0.5]).double(), 1e-4)
+    torch.testing.assert_close(terms.loss.double(), surrogate / dt, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "flow_grpo"])
+def test_ratio_norm_levels_the_steps(sde_type: str) -> None:
+    """At dv = 0 a step pulls with |b| / D: a spread below 1.2 over 20 steps, where |r| has 10 and more."""
+    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
+    noise = torch.randn(20, 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    columns = {"gain": table.gain, "std": table.std, "scale": table.scale, "size": -table.sigmas.diff()}
+    strengths = {}
+    for ratio in ("gaussian", "ratio_norm"):
+        velocity = torch.zeros_like(noise, requires_grad=True)
+        settings = ObjectiveConfig(ratio=ratio, equalizer=False, kl_mode="none")  # type: ignore[arg-type]
+        given = {**columns, "advantage": torch.ones(20), "kl_weight": 0.0, "settings": settings}
+        loss = policy_loss(velocity, velocity.detach(), None, noise, **given).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), velocity)
+        strengths[ratio] = (gradient.flatten(1).norm(dim=1) / noise.flatten(1).norm(dim=1)).tolist()
+    assert strengths["ratio_norm"] == pytest.approx((table.b / table.sigmas.diff() / 6).tolist())
+    assert max(strengths["ratio_norm"]) < 1.2 * min(strengths["ratio_norm"])
+    assert max(strengths["gaussian"]) > 10 * min(strengths["gaussian"])
 
 
 def test_clipped_marks_the_samples_without_gradient() -> None:
@@ -316,9 +357,10 @@ def test_policy_loss_refuses_inputs_that_do_not_match(changes: dict[str, Any], m
     [
         ("clip_range", 0.0, "between 0 and 1"),
         ("clip_range", 1.5, "between 0 and 1"),
-        ("ratio", "norm", "'gaussian' and 'ratio_norm'"),
+        ("ratio", "norm", "gaussian, ratio_norm, bias_corrected"),
+        ("ratio", "ratio_norm", "set equalizer to false"),
         ("logprob", "mean", "'gaussian' and 'unnormalized'"),
-        ("kl_mode", "both", "none, fixed, stepwise, moving, dual"),
+        ("kl_mode", "both", "none, fixed, stepwise, fixed_stepwise, moving, dual"),
         ("kl_position_weight", -1.0, "kl_position_weight is"),
         ("kl_velocity_weight", math.inf, "kl_velocity_weight is"),
         ("kl_velocity", "k3", "'estimator' and 'exact'"),

@@ -76,6 +76,7 @@ def test_equalizer_ignores_steps_without_noise() -> None:
         ("sage_grpo", 50, 7.0, (0,)),
         ("dance_grpo", 50, 7.0, ()),
         ("flow_grpo", 50, 7.0, ()),
+        ("sage_exact", 50, 7.0, (49,)),
         ("cps", 50, 7.0, (49,)),
         ("ode", 50, 7.0, ()),
     ],
@@ -99,7 +100,8 @@ def test_eta_zero_is_the_ode(sde_type: str) -> None:
 @pytest.mark.parametrize("sde_type", NOISY)
 def test_small_eta_tends_to_the_ode(sde_type: str) -> None:
     """Halving eta halves std and quarters the distance of a and b from the ODE step."""
-    sigmas = sigma_schedule(20, 5.0)
+    # At sigma = 1 the noise of sage_exact is renewed whatever eta is.
+    sigmas = sigma_schedule(20, 5.0)[1:]
 
     def distances(eta: float) -> torch.Tensor:
         table = transition_table(sde_type, sigmas, eta)
@@ -115,6 +117,45 @@ def test_sage_variance_is_exact_near_zero_noise() -> None:
     table = transition_table("sage_grpo", torch.tensor([s, n], dtype=torch.float64), 1.0)
     series = (s**2 - n**2) / 2 + (s**3 - n**3) / 3 + (s**4 - n**4) / 4
     assert float(table.std[0]) ** 2 == pytest.approx(series, rel=1e-9, abs=0)
+
+
+def test_sage_exact_is_the_ornstein_uhlenbeck_step_of_sages_noise_rate() -> None:
+    """rho and std from the rate eta^2 sigma / (1 - sigma), integrated numerically; the mean from x0 and z by hand."""
+    eta, s, n = 0.7, 0.8, 0.55
+    levels = torch.linspace(n, s, 200_001, dtype=torch.float64)
+    pull = eta**2 * levels / (1 - levels) / (2 * levels**2)
+    rho = math.exp(-float(torch.trapezoid(pull, levels)))
+    table = transition_table("sage_exact", torch.tensor([s, n], dtype=torch.float64), eta)
+    assert float(table.std[0]) == pytest.approx(n * math.sqrt(1 - rho**2), rel=1e-9)
+    data, noise = 0.3, -1.7
+    x, v = (1 - s) * data + s * noise, noise - data
+    assert float(table.a[0] * x + table.b[0] * v) == pytest.approx((1 - n) * data + n * rho * noise, rel=1e-9)
+
+
+def test_sage_exact_forgets_the_noise_at_both_ends() -> None:
+    """rho = 0 at sigma = 1, where all noise is drawn anew, and at 0, where none is left: x' is the estimated data."""
+    table = transition_table("sage_exact", sigma_schedule(20, 5.0), 0.5)
+    n = float(table.sigmas[1])
+    assert float(table.std[0]) == n and [float(table.a[0]), float(table.b[0])] == pytest.approx([1 - n, n - 1], abs=0)
+    assert float(table.std[-1]) == 0
+    assert [float(table.a[-1]), float(table.b[-1])] == [1, -float(table.sigmas[-2])]
+
+
+@pytest.mark.slow
+def test_sage_exact_has_noise_in_every_step_but_the_last() -> None:
+    for shift, num_steps, eta in product((0.1, 0.5, 1.0, 5.0, 50.0), range(1, 201), (1e-12, 0.5, 2.0)):
+        assert transition_table("sage_exact", sigma_schedule(num_steps, shift), eta).degenerate == (num_steps - 1,)
+
+
+def test_the_margin_of_sage_moves_its_first_step_only() -> None:
+    sigmas = sigma_schedule(20, 5.0)
+    variances = [transition_table("sage_grpo", sigmas, 0.5, sage_margin=m).std ** 2 for m in (1e-3, 3e-3, 1e-2)]
+    assert [round(float(v[0]), 3) for v in variances] == [0.583, 0.309, 0.008]
+    assert float(variances[1][0] / variances[1].sum()) == pytest.approx(0.26, abs=0.005)
+    assert torch.equal(variances[0][1:], variances[2][1:])
+    assert torch.equal(transition_table("sage_grpo", sigmas, 0.5).std ** 2, variances[1])
+    with pytest.raises(ValueError, match="sage_margin is 0"):
+        transition_table("sage_grpo", sigmas, 0.5, sage_margin=0.0)
 
 
 @pytest.mark.parametrize("sde_type", NOISY)
@@ -151,7 +192,7 @@ def test_tables_do_not_alias_the_levels_they_were_given() -> None:
         (lambda: sigma_schedule(4, 0.0), r"shift is 0\.0"),
         (lambda: sigma_schedule(4, math.nan), "shift is nan"),
         (lambda: sigma_schedule(1000, 1e17), "closer to 1"),
-        (lambda: transition_table("ddim", sigma_schedule(4, 5.0), 0.5), "allowed are sage_grpo, dance_grpo"),
+        (lambda: transition_table("ddim", sigma_schedule(4, 5.0), 0.5), "allowed are sage_grpo, sage_exact"),
         (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), -0.1), r"eta is -0\.1"),
         (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), math.inf), "eta is inf"),
         (lambda: transition_table("cps", sigma_schedule(4, 5.0), 1.2), "between 0 and 1"),
@@ -269,13 +310,13 @@ def test_every_sampler_keeps_the_mean_exactly(sde_type: str, num_steps: int) -> 
     assert means == pytest.approx([(1 - sigma) * MU for sigma in table.sigmas[1:].tolist()], abs=1e-13)
 
 
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "ode"])
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "ode"])
 def test_the_variance_converges_along_the_whole_way(sde_type: str) -> None:
     """First order: twice the steps, half the largest error on the way."""
     largest = [max(map(abs, variance_errors(sde_type, n, 0.5))) for n in (100, 200, 400, 800)]
     for coarse, fine in pairwise(largest):
         assert coarse / fine == pytest.approx(2, abs=0.15)
-    assert largest[-1] < 0.012
+    assert largest[-1] < (0.014 if sde_type == "sage_exact" else 0.012)
 
 
 def test_flow_grpo_converges_away_from_pure_noise_only() -> None:
@@ -315,11 +356,25 @@ def test_the_plain_transition_reproduces_the_propagated_moments(sde_type: str) -
         assert float(x.var()) == pytest.approx(variances[step], rel=5 * math.sqrt(2 / count))
 
 
-def marginal_rows(spread: float) -> list[str]:
-    """The rows of the tables in docs/algorithm.md."""
-    return [
-        f"| `{sde_type}` | "
-        + " | ".join(f"{100 * variance_errors(sde_type, n, spread)[-1]:+.1f} %" for n in (10, 20, 50, 100))
-        + " |"
-        for sde_type in SDE_TYPES
-    ]
+def _row(sde_type: str, values: list[str]) -> str:
+    return f"| `{sde_type}` | " + " | ".join(values) + " |"
+
+
+def leftover(sde_type: str, num_steps: int) -> float:
+    """Standard deviation of the noise that the last step leaves in the sample."""
+    return float(transition_table(sde_type, sigma_schedule(num_steps, 5.0), 0.5).std[-1])
+
+
+def dispersion(sde_type: str, num_steps: int, spread: float) -> float:
+    """Variance of the last step's mean over that of the data, less 1: what is left without the last step's noise."""
+    return variance_errors(sde_type, num_steps, spread)[-1] - (leftover(sde_type, num_steps) / spread) ** 2
+
+
+def leftover_rows() -> list[str]:
+    """The rows of the table of leftover noise in docs/algorithm.md."""
+    return [_row(sde, [f"{leftover(sde, n):.3f}" for n in (10, 20, 50, 100)]) for sde in SDE_TYPES]
+
+
+def dispersion_rows(spread: float) -> list[str]:
+    """The rows of the tables of dispersion in docs/algorithm.md."""
+    return [_row(sde, [f"{100 * dispersion(sde, n, spread):+.1f} %" for n in (10, 20, 50, 100)]) for sde in SDE_TYPES]

@@ -17,6 +17,7 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.transformer import dead_modules, is_dead
+from sage_fast.objective import kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rollout import rollout_table
 from sage_fast.run.run import Run, build_trainer
@@ -51,8 +52,15 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("equalizer", ["true", "false"])
-@pytest.mark.parametrize("kl_mode", ["none", "fixed", "stepwise", "moving", "dual"])
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
+@pytest.mark.parametrize(
+    ("sde_type", "kl_mode"),
+    [
+        *itertools.product(
+            ["sage_grpo", "dance_grpo", "flow_grpo", "cps"], ["none", "fixed", "stepwise", "moving", "dual"]
+        ),
+        ("sage_exact", "fixed_stepwise"),
+    ],
+)
 def test_every_algorithm_is_finite_and_deterministic(
     tiny_run: MakeRun, sde_type: str, kl_mode: str, equalizer: str, mode: str
 ) -> None:
@@ -73,7 +81,7 @@ def test_every_algorithm_is_finite_and_deterministic(
         assert moved > 0
         assert all(math.isfinite(v) for record in records for v in record.values())
         assert records[0]["ratio/max_deviation"] == records[0]["kl/position"] == 0.0
-        assert (records[1]["kl/position"] > 0) == (kl_mode in ("fixed", "moving", "dual"))
+        assert (records[1]["kl/position"] > 0) == kl_uses(kl_mode)[0]
         runs.append((records, weights(trainer)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][n], w) for n, w in runs[1][1].items())
@@ -123,6 +131,33 @@ def test_position_kl_is_zero_at_a_fresh_anchor_only(tiny_run: MakeRun) -> None:
     values = [trainer.iterate()["kl/position"] for _ in range(4)]
     assert values[0] == values[2] == 0.0
     assert values[1] > 0 and values[3] > 0
+
+
+def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, forwards: list[tuple[int, bool]]) -> None:
+    """It is linear in lambda, takes two more passes of the update, and leaves every other number to the bit."""
+    found = {}
+    for every, weight in (("0", 0.01), ("2", 0.01), ("2", 0.02)):
+        fixed = [f"--kl_weight.minimum={weight}", f"--kl_weight.maximum={weight}", "--objective.kl_mode=fixed"]
+        trainer = build_trainer(tiny_run(f"--training.kl_share_every={every}", *fixed))
+        first = numbers(trainer.iterate())
+        assert "kl/grad_share" not in first
+        forwards.clear()
+        second = numbers(trainer.iterate())
+        assert sum(grad for _, grad in forwards) == (12 if every == "2" else 4)
+        found[every, weight] = second.pop("kl/grad_share", None), second, weights(trainer)
+    unmeasured, measured, doubled = found.values()
+    assert unmeasured[0] is None and unmeasured[1] == measured[1]
+    assert all(torch.equal(measured[2][name], weight) for name, weight in unmeasured[2].items())
+    # The first update of both is the same: its anchor is the policy, so no KL has acted yet.
+    assert 0 < 2 * measured[0] == pytest.approx(doubled[0], rel=1e-4)
+
+
+def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> None:
+    """Four videos with four steps each: sixteen times per update."""
+    trainer = build_trainer(tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20"))
+    trainer.iterate()
+    assert trainer.kl_weight.update == 16
+    assert trainer.kl_weight.weight == pytest.approx(1e-7 + 16 / 20 * (1e-5 - 1e-7))
 
 
 def test_lora_copies_no_frozen_weight(tiny_run: MakeRun) -> None:

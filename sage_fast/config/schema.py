@@ -13,8 +13,9 @@ from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError as ConfigError
 from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, REMEDY, SHAPES, fixed, free
 from sage_fast.objective import KLWeightConfig, ObjectiveConfig
+from sage_fast.sde import SAGE_SIGMA_MARGIN
 
-SDEType = Literal["sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode"]
+SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -224,6 +225,10 @@ class RolloutConfig:
     """Timestep shift of the sigma schedule."""
     eta: float = 0.5
     """Noise scale of the sampler; 0 is the ODE."""
+    sage_sigma_margin: float = SAGE_SIGMA_MARGIN
+    """`sage_grpo` takes the variance of its first step as if that began at 1 - sage_sigma_margin, because the exact one
+    is infinite. The first step's variance depends on it: at 20 steps with shift 5 and eta 0.5 it is 0.58, 0.31 and
+    0.008 for 1e-3, 3e-3 and 1e-2."""
     guidance_scale: float = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
     num_generations: int = 4
@@ -242,6 +247,12 @@ class RolloutConfig:
         _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
         _require(self.shift > 0, "rollout.shift", self.shift, "positive")
         _require(self.eta >= 0, "rollout.eta", self.eta, "at least 0")
+        _require(0 < self.sage_sigma_margin < 1, "rollout.sage_sigma_margin", self.sage_sigma_margin, "between 0 and 1")
+        if self.sde_type != "sage_grpo" and self.sage_sigma_margin != SAGE_SIGMA_MARGIN:
+            raise ConfigError(
+                f"rollout.sage_sigma_margin {self.sage_sigma_margin} does nothing with rollout.sde_type "
+                f"{self.sde_type}: it belongs to sage_grpo. Leave it at {SAGE_SIGMA_MARGIN}."
+            )
         _require(self.guidance_scale >= 0, "rollout.guidance_scale", self.guidance_scale, "at least 0")
         _require(
             self.num_generations >= 2,
@@ -418,7 +429,10 @@ class TrainingConfig:
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     timestep_fraction: float = 1.0
-    """Share of the trainable steps of each video that is trained, at least one."""
+    """Share of the trainable steps of each video that is trained, rounded down, at least one."""
+    kl_share_every: int = free(0, REMEDY)
+    """Updates between two measurements of `kl/grad_share`, the norm of the KL's part of the gradient over that of the
+    surrogate's; 0 never measures. One takes two more passes of the update phase and changes no other number."""
     permute_timesteps: bool = True
     """Visit each video's steps in its own random order."""
     anchor_interval: int = 10
@@ -445,6 +459,7 @@ class TrainingConfig:
             self.skip_nonfinite_updates,
             "at least 0",
         )
+        _require(self.kl_share_every >= 0, "training.kl_share_every", self.kl_share_every, "at least 0")
         _require(self.anchor_interval >= 1, "training.anchor_interval", self.anchor_interval, "at least 1")
         _require(
             self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"
@@ -567,8 +582,8 @@ class RunConfig:
         if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
-                "policy has no log-probability and nothing can be trained. Choose sage_grpo, dance_grpo, flow_grpo or "
-                "cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+                "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
+                "flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
             )
         if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
             raise ConfigError(
@@ -583,6 +598,11 @@ class RunConfig:
             )
         if self.training.update == "single_pass":
             self._check_single_pass()
+        if self.training.kl_share_every and self.objective.kl_mode == "none":
+            raise ConfigError(
+                f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
+                "no KL. Set it to 0, or choose a KL mode."
+            )
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
@@ -601,6 +621,11 @@ class RunConfig:
                 "training.update single_pass takes the gradient at the policy that makes the rollout, but "
                 f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
                 "two_phase."
+            )
+        if training.kl_share_every:
+            raise ConfigError(
+                f"training.kl_share_every {training.kl_share_every} measures in passes of its own, but "
+                "training.update single_pass makes none. Set it to 0, or training.update to two_phase."
             )
         if self.rollout.micro_batch_size != 1:
             raise ConfigError(

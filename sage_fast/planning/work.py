@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage_fast.config.schema import RunConfig, TrainingConfig
+from sage_fast.data import num_trained
 from sage_fast.objective import anchor_kind
 from sage_fast.rollout import rollout_table
 
@@ -90,7 +91,7 @@ def visits(config: RunConfig) -> Visits:
     trainable = [
         int(rollout_table(rollout, number).trainable.sum()) for number in range(0, cycle, rollout.sde_window.interval)
     ]
-    trained = [max(1, round(training.timestep_fraction * count)) for count in trainable if count]
+    trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     steps = sum(trained) / len(trained) if trained else 0.0
     behind = steps * anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":

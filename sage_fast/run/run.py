@@ -304,11 +304,10 @@ class Run:
         config, trainer = self.config, self.trainer
         if config.evaluation.every and len(trainer.eval_prompts) < 2:
             raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
-        if kl_uses(config.objective.kl_mode)[1] and config.training.updates_per_rollout == 1:
+        if kl_uses(config.objective.kl_mode) == (False, True) and config.training.updates_per_rollout == 1:
             logger.info(
-                "objective.kl_mode %s: with training.updates_per_rollout = 1 the step-wise KL is zero at every update "
-                "and its gradient is zero in expectation; it acts from the second update of a rollout on.",
-                config.objective.kl_mode,
+                "objective.kl_mode stepwise holds nothing with training.updates_per_rollout 1: the policy is still the "
+                "one that it is compared with. It acts from the second update of a rollout on."
             )
         if self.checkpoint is None:
             return

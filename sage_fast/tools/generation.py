@@ -81,7 +81,8 @@ class Generator:
         """The steps of a sampler with the evaluation's number of steps."""
         rollout = self.config.rollout
         num_steps = self.config.evaluation.num_steps or rollout.num_steps
-        return transition_table(sampler, sigma_schedule(num_steps, rollout.shift), rollout.eta)
+        sigmas = sigma_schedule(num_steps, rollout.shift)
+        return transition_table(sampler, sigmas, rollout.eta, sage_margin=rollout.sage_sigma_margin)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:

@@ -209,3 +209,21 @@ def test_a_configuration_of_an_earlier_run_is_read(tmp_path: Path) -> None:
     config = load_config(PRESET, ["--output_dir=runs/é😀"])
     file.write_text(json.dumps(to_dict(config), ensure_ascii=False), encoding="utf-8")
     assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout.sage_sigma_margin=0"], "between 0 and 1"),
+        (["--rollout.sage_sigma_margin=0.01", "--rollout.sde_type=sage_exact"], "belongs to sage_grpo"),
+        (["--objective.ratio=ratio_norm"], "set equalizer to false"),
+        (["--training.kl_share_every=5", "--objective.kl_mode=none"], "choose a KL mode"),
+        (
+            ["--training.kl_share_every=5", "--training.update=single_pass", "--rollout.micro_batch_size=1"],
+            "training.update to two_phase",
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(PRESET, words)

@@ -4,6 +4,7 @@ The reference side knows nothing of gains: it builds the two normal distribution
 log-densities, and takes their KL divergence from torch.distributions. Autograd does the rest on both sides.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ class Batch:
         self.a, self.b, self.std, self.gain, self.scale = (
             column[STEPS] for column in (table.a, table.b, table.std, table.gain, table.scale)
         )
+        self.size = -table.sigmas.diff()[STEPS]
         self.x, self.noise, self.anchor = normal(), normal(), normal()
         old_condition, old_uncondition = normal(), normal()
         moved = torch.tensor([0.0, 1e-4, 1e-4, 0.05, 0.05, 0.2, 0.2, 0.2]).double().view(-1, 1, 1, 1)
@@ -66,8 +68,10 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     old, anchor = batch.policy(batch.old), batch.policy(batch.anchor)
     log_ratio = mean_over_elements(new.log_prob(batch.x_next) - old.log_prob(batch.x_next))
     used = log_ratio
-    if settings.ratio == "ratio_norm":
+    if settings.ratio != "gaussian":
         used = log_ratio + mean_over_elements(kl_divergence(old, new))
+    if settings.ratio == "ratio_norm":
+        used = used * batch.std
     if settings.logprob == "unnormalized":
         used = used * 2 * batch.std**2
     ratio, clip = used.exp(), settings.clip_range
@@ -75,6 +79,8 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     loss = torch.max(pushed, held)
     if settings.equalizer:
         loss = loss * batch.scale
+    if settings.ratio == "ratio_norm":
+        loss = loss / batch.size
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
     if uses_position:
         kl = mean_over_elements(kl_divergence(new, anchor))
@@ -91,10 +97,12 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kl_velocity", ["estimator", "exact"])
-@pytest.mark.parametrize("logprob", ["gaussian", "unnormalized"])
-@pytest.mark.parametrize("ratio", ["gaussian", "ratio_norm"])
+@pytest.mark.parametrize(
+    ("ratio", "logprob"),
+    [*product(("gaussian", "bias_corrected"), ("gaussian", "unnormalized")), ("ratio_norm", "gaussian")],
+)
 @pytest.mark.parametrize("kl_mode", KL_MODES)
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
+@pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"])
 def test_loss_and_gradients_equal_explicit_log_probabilities(
     sde_type: str, kl_mode: Any, ratio: Any, logprob: Any, kl_velocity: Any
 ) -> None:
@@ -105,7 +113,7 @@ def test_loss_and_gradients_equal_explicit_log_probabilities(
         logprob=logprob,
         kl_velocity=kl_velocity,
         kl_mode=kl_mode,
-        equalizer=kl_velocity == "exact",
+        equalizer=kl_velocity == "exact" and ratio != "ratio_norm",
     )
     velocity = guided(batch.condition, batch.uncondition)
     terms = policy_loss(
@@ -116,6 +124,7 @@ def test_loss_and_gradients_equal_explicit_log_probabilities(
         gain=batch.gain,
         std=batch.std,
         scale=batch.scale,
+        size=batch.size,
         advantage=batch.advantage,
         kl_weight=KL_WEIGHT,
         settings=settings,
@@ -144,6 +153,7 @@ def test_gradient_at_the_rollout_policy_is_noise_regression() -> None:
         gain=batch.gain,
         std=batch.std,
         scale=batch.scale,
+        size=batch.size,
         advantage=batch.advantage,
         kl_weight=0.0,
         settings=ObjectiveConfig(kl_mode="none"),

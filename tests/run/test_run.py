@@ -239,6 +239,15 @@ def test_a_finished_run_resumes_to_its_result(tiny_run: MakeRun, capsys: pytest.
     assert capsys.readouterr().out.count("Paired evaluation: 4 prompts") == 2
 
 
+@pytest.mark.parametrize("kl_mode", ["stepwise", "dual"])
+def test_a_step_wise_kl_alone_is_said_to_hold_nothing(
+    tiny_run: MakeRun, kl_mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        Run(tiny_run(f"--objective.kl_mode={kl_mode}"))
+    assert ("holds nothing" in caplog.text) == (kl_mode == "stepwise")
+
+
 def test_a_partial_checkpoint_is_never_picked_up(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     run = Path(Run(tiny_run()).train().output_dir)
     newest = list_checkpoints(run / "checkpoints")[-1]

@@ -50,7 +50,8 @@ class LossSettings(NamedTuple):
     velocity_weight: float | None = None
     """Weight of the KL to the rollout policy; None leaves it out."""
     ratio_norm: bool = False
-    """GRPO-Guard's log-ratio, mean(r eps dv), instead of the Gaussian one."""
+    """The bias-corrected log-ratio of GRPO-Guard, mean(r eps dv), instead of the Gaussian one. Its RatioNorm also
+    multiplies this by std and divides the surrogate by the step's length in sigma: `std` and `scale` of the columns."""
     unnormalized: bool = False
     """Multiply the log-ratio by 2 std^2, as the public CPS code does."""
     equalizer: bool = True
@@ -152,7 +153,7 @@ def log_ratio(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> Tensor:
 
 
 def ratio_norm_log_ratio(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> Tensor:
-    """RatioNorm of GRPO-Guard:  mean(r eps dv), the log-ratio less its mean under the rollout policy.
+    """Bias-corrected log-ratio of GRPO-Guard:  mean(r eps dv), the log-ratio less its mean under the rollout policy.
 
     Arguments and result are those of `log_ratio`.
     """

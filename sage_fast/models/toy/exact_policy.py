@@ -1,0 +1,101 @@
+"""The policy of the toy world that makes no error, and what a sampler does with it.
+
+The legal videos are finitely many, so the velocity that flow matching aims for has a closed form: a sampler is judged
+without a network, and what differs between two samplers is theirs alone.
+
+Shapes: B samples, M legal videos (atoms), C F H W of a latent.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sage_fast.models.toy.codec import PatchCodec
+from sage_fast.models.toy.manifold import Manifold
+from sage_fast.records import Trajectory
+
+SPREAD = 0.02
+"""Standard deviation of the data around an atom, in units of the latents."""
+
+
+class ExactPolicy:
+    """Velocity E[z - x0 | x] of data that are N(atom_k, spread^2 I) for k uniform in the M atoms, whatever the prompt.
+
+    `ExactPolicy.velocity` is what `rollout.sample_trajectory` asks for. Computes in the dtype of the atoms: float64 for
+    the toy's own, because the weights of two atoms at a small sigma differ by the exponential of a large difference.
+
+    Args:
+        atoms: (M, C, F, H, W).
+        spread: s0, positive.
+
+    Example: `sample_trajectory(exact_policy(manifold_for(8, 16, 16)).velocity, samples, keys, table, initial)`
+    """
+
+    def __init__(self, atoms: Tensor, spread: float = SPREAD) -> None:
+        self.spread = spread
+        self.atoms = atoms.flatten(1)
+        self._half_energy = self.atoms.square().sum(1) / 2
+
+    def velocity(self, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Velocity (B, C, F, H, W) at latents of that shape and noise levels sigma (B,), of which none is 0."""
+        s = sigma.to(self.atoms).view(-1, 1)
+        x, data = latents.flatten(1).to(self.atoms), 1 - s
+        variance = s.square() + (data * self.spread).square()
+        weights = ((data * (x @ self.atoms.T) - data.square() * self._half_energy) / variance).softmax(1)
+        centre = weights @ self.atoms
+        estimate = centre + data * self.spread**2 / variance * (x - data * centre)
+        return ((x - estimate) / s).view_as(latents).to(latents.dtype)
+
+    def nearest(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Row (B,) of the nearest atom to each of the latents (B, C, F, H, W), and the root mean square distance."""
+        x = latents.flatten(1).to(self.atoms)
+        rows = (self._half_energy - x @ self.atoms.T).argmin(1)
+        return rows, (x - self.atoms[rows]).square().mean(1).sqrt()
+
+
+def exact_policy(manifold: Manifold) -> ExactPolicy:
+    """The exact policy of the legal videos of one size."""
+    return ExactPolicy(PatchCodec().encode(manifold.videos).double())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerMeasures:
+    """What a sampler made of the exact policy. Distances are root mean squares over elements and samples.
+
+    Example: `sage_grpo` at 20 steps, shift 5 and eta 0.5 has `leftover_noise` 0.08 and `distance` 0.08.
+    """
+
+    leftover_noise: float
+    """Standard deviation of the last step's noise, in latents: it stays in the sample."""
+    dispersion: float
+    """Distance of the last step's mean to the nearest atom over that of the data, 1 for the data themselves."""
+    distance: float
+    """Distance of the sample to the nearest atom, in latents; the data have `SPREAD`."""
+    pixel_distance: float
+    """Mean `Manifold.distance` of the decoded videos, pixels in [0, 1]."""
+    coverage: float
+    """Distinct atoms reached over the number that as many draws from the data reach on average."""
+    exploration: float
+    """Distinct atoms reached from one start, mean over the groups."""
+    group_spread: float
+    """Root mean square deviation of the samples from the mean of their group, in latents."""
+
+
+def measure_sampler(trajectory: Trajectory, policy: ExactPolicy, manifold: Manifold, group: int = 1) -> SamplerMeasures:
+    """Measure a trajectory of the exact policy, each `group` consecutive samples of which have one start."""
+    table, last = trajectory.table, trajectory.latents[-1]
+    mean = float(table.a[-1]) * last + float(table.b[-1]) * trajectory.velocities[-1]
+    final = trajectory.final
+    rows, distance = policy.nearest(final)
+    count, atoms = len(final), len(policy.atoms)
+    groups = rows.view(-1, group)
+    members = final.reshape(-1, group, final[0].numel())
+    return SamplerMeasures(
+        leftover_noise=float(table.std[-1]),
+        dispersion=float(policy.nearest(mean)[1].square().mean().sqrt()) / policy.spread,
+        distance=float(distance.square().mean().sqrt()),
+        pixel_distance=float(manifold.distance(PatchCodec().decode(final)).mean()),
+        coverage=len(rows.unique()) / (atoms * (1 - (1 - 1 / atoms) ** count)),
+        exploration=sum(len(row.unique()) for row in groups) / len(groups),
+        group_spread=float((members - members.mean(1, keepdim=True)).square().mean().sqrt()),
+    )

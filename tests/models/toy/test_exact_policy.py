@@ -1,0 +1,133 @@
+"""The exact velocity is the one of the true score, and the samplers on it do what the documents say."""
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.models.toy.exact_policy import ExactPolicy, SamplerMeasures, exact_policy, measure_sampler
+from sage_fast.models.toy.manifold import manifold_for
+from sage_fast.noise import NoiseKey
+from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
+from sage_fast.rollout import initial_latents, sample_trajectory
+from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
+
+ROOT = Path(__file__).resolve().parents[3]
+MANIFOLD = manifold_for(8, 16, 16)
+
+
+def log_density(x: Tensor, atoms: Tensor, sigma: float, spread: float) -> Tensor:
+    """Of the mixture's marginal at sigma, up to a constant; (B,)."""
+    variance = sigma**2 + (1 - sigma) ** 2 * spread**2
+    away = x.flatten(1)[:, None] - (1 - sigma) * atoms.flatten(1)
+    return (-away.square().sum(2) / (2 * variance)).logsumexp(1)
+
+
+@pytest.mark.parametrize("sigma", [0.99, 0.7, 0.3, 0.05])
+def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    atoms = torch.randn(7, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
+    noise = torch.randn(5, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
+    x = ((1 - sigma) * atoms[:5] + sigma * noise).requires_grad_()
+    (score,) = torch.autograd.grad(log_density(x, atoms, sigma, 0.3).sum(), x)
+    # The score of the marginal is -(x + (1 - sigma) v) / sigma.
+    expected = -(x + sigma * score) / (1 - sigma)
+    given = ExactPolicy(atoms, 0.3).velocity(0, x.detach(), torch.full((5,), sigma, dtype=torch.float64))
+    torch.testing.assert_close(given, expected.detach(), rtol=0, atol=1e-6)
+
+
+def test_at_pure_noise_the_estimate_is_the_mean_of_the_data() -> None:
+    atoms = torch.randn(7, 2, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    x = torch.full((3, 2, 1, 1, 1), 0.5)
+    given = ExactPolicy(atoms).velocity(0, x, torch.ones(3))
+    torch.testing.assert_close(x - given, atoms.mean(0).expand_as(x))
+    assert given.dtype == torch.float32
+
+
+def test_the_measures_of_a_known_trajectory() -> None:
+    """Two groups of two: one member is an atom of its own, the others lie a known distance from one that they share."""
+    policy = exact_policy(MANIFOLD)
+    legal = policy.atoms.view(-1, 96, 4, 4, 4).float()
+    table = transition_table("ode", torch.tensor([0.5, 0.0]), 0.0)
+    final = legal[[3, 3, 3, 900]] + torch.tensor([0.1, -0.1, 0.1, 0.0]).view(-1, 1, 1, 1, 1)
+    known = Trajectory(samples=[], keys=[], table=table, latents=[final], velocities=[0 * final], final=final)
+    measures = measure_sampler(known, policy, MANIFOLD, group=2)
+    assert measures.leftover_noise == 0
+    assert measures.distance == pytest.approx(0.1 * 0.75**0.5, rel=1e-4)
+    assert measures.dispersion == pytest.approx(measures.distance / 0.02)
+    assert measures.exploration == 1.5
+    assert measures.coverage == pytest.approx(2 / 4, rel=2e-3)
+    assert measures.pixel_distance == pytest.approx(float(MANIFOLD.distance(MANIFOLD.videos[:1]).sum()), abs=0.02)
+    apart = float((final[2] - final[3]).square().mean()) / 4
+    assert measures.group_spread == pytest.approx(((0.1**2 + apart) / 2) ** 0.5, rel=1e-4)
+
+
+@lru_cache
+def measured(sde_type: str, starts: int, members: int) -> SamplerMeasures:
+    """20 steps, shift 5, eta 0.5."""
+    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    samples = [
+        Sample(prompt=Prompt(text="", index=start), embeds=embeds, member=member)
+        for start in range(starts)
+        for member in range(members)
+    ]
+    keys = [NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member) for s in samples]
+    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
+    policy = exact_policy(MANIFOLD)
+    initial = initial_latents(keys, (96, 4, 4, 4), group=members)
+    trajectory = sample_trajectory(policy.velocity, samples, keys, table, initial)
+    return measure_sampler(trajectory, policy, MANIFOLD, group=members)
+
+
+MEASURES = ("leftover_noise", "dispersion", "distance", "pixel_distance", "coverage", "exploration", "group_spread")
+
+
+def row(sde_type: str) -> list[float]:
+    """The numbers of a sampler in docs/algorithm.md: 96 starts, and 3 starts of 32 members for the last two."""
+    starts, groups = measured(sde_type, 96, 1), measured(sde_type, 3, 32)
+    return [getattr(groups if name in MEASURES[-2:] else starts, name) for name in MEASURES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_the_documented_measures_are_what_the_exact_policy_gives(sde_type: str) -> None:
+    text = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
+    table = text.split("| sampler | leftover noise | dispersion |")[1]
+    cells = re.search(rf"^\| `{sde_type}` \| (.*) \|$", table, re.M)
+    assert cells is not None
+    documented = [float(cell) for cell in cells[1].split(" | ")]
+    assert row(sde_type) == pytest.approx(documented, rel=0.015, abs=6e-4)
+
+
+@pytest.mark.slow
+def test_the_samplers_are_ranked_as_the_documents_say() -> None:
+    found = {sde: dict(zip(MEASURES, row(sde), strict=True)) for sde in SDE_TYPES}
+
+    def ascending(measure: str, *names: str) -> bool:
+        values = [found[name][measure] for name in names]
+        return all(b > 1.02 * a for a, b in pairwise(values))
+
+    assert ascending("distance", "sage_grpo", "flow_grpo", "dance_grpo")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = ("sage_exact", "sage_grpo", "flow_grpo", "dance_grpo")
+    sentence = r"(0\.0015) for .* the ODE, ([\d.]+), ([\d.]+) and ([\d.]+)"
+    counted = r"`sage_exact` reaches (\d+) .* `cps` (\d+), `sage_grpo` and `flow_grpo` (\d+), `dance_grpo` (\d+)"
+    for measure, pattern, samplers, exact in (
+        ("distance", sentence, named, 5e-3),
+        ("exploration", counted, ("sage_exact", "cps", "sage_grpo", "dance_grpo"), 0.5),
+    ):
+        stated = re.search(pattern, " ".join(readme.split()))
+        assert stated is not None
+        values = [found[sde][measure] for sde in samplers]
+        assert [float(number) for number in stated.groups()] == pytest.approx(values, abs=exact)
+    clean = ("ode", "cps", "sage_exact")
+    assert all(found[sde]["distance"] == pytest.approx(0.0015, abs=1e-4) for sde in clean)
+    assert all(found[sde]["pixel_distance"] == 0 for sde in clean)
+    assert ascending("exploration", "ode", "dance_grpo", "sage_grpo", "cps", "sage_exact")
+    assert found["flow_grpo"]["exploration"] == pytest.approx(found["sage_grpo"]["exploration"], abs=1)
+    assert max(found[sde]["group_spread"] for sde in SDE_TYPES) < 1.05 * found["cps"]["group_spread"]
+    assert all(0.97 < found[sde]["coverage"] < 1.03 for sde in SDE_TYPES)

@@ -5,6 +5,7 @@ local cache. Nothing is downloaded here.
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +29,31 @@ class Requirement:
         return local_folder(self.where) is None
 
 
-def require(name: str, path: str, patterns: Sequence[str], repository: str, include: str = "") -> Requirement:
+def fetch_command(repository: str, *include: str, folder: str | Path | None = None) -> str:
+    """The command that downloads a repository, or what matches the patterns `include`, to a folder or the hub's cache.
+
+    Every pattern has an `--include` of its own: the hub's command takes a second one behind it for a file's name.
+
+    Example: `fetch_command("a/b", "*.json")` is `"hf download a/b --include '*.json'"`.
+    """
+    chosen = [word for pattern in include for word in ("--include", pattern)]
+    target = [] if folder is None else ["--local-dir", str(folder)]
+    return shlex.join(["hf", "download", repository, *chosen, *target])
+
+
+def require(name: str, path: str, patterns: Sequence[str], repository: str, *include: str) -> Requirement:
     """A requirement that one repository of the hub fulfils.
 
     Args:
         path: a folder, or the id of the repository or of another one like it.
         patterns: glob patterns of its files; `a|b` is matched by either.
         repository: where the files come from when `path` is a folder.
-        include: options of `hf download` that fetch less than everything.
+        include: glob patterns of what is downloaded; none are everything.
     """
     if is_repository(path) and not Path(path).is_dir():
-        fetch = f"hf download {path}{include}"
+        fetch = fetch_command(path, *include)
     else:
-        fetch = f"hf download {repository}{include} --local-dir {path}"
+        fetch = fetch_command(repository, *include, folder=path)
     return Requirement(name=name, where=path, missing=missing_files(local_folder(path), patterns), fetch=fetch)
 
 
@@ -72,7 +85,7 @@ def is_repository(path: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).parent.is_dir()
 
 
-def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
+def checkpoint_folder(path: str, key: str, *include: str) -> Path:
     """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
 
     Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
@@ -80,7 +93,7 @@ def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
     Args:
         path: folder or hub id.
         key: the config key it comes from.
-        files: options of `hf download` that fetch less than everything.
+        include: glob patterns of what has to be downloaded; none are everything.
 
     Raises:
         OSError: there is none; the message says how to fetch it.
@@ -97,8 +110,8 @@ def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
         raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
     except LocalEntryNotFoundError as error:
         raise OSError(
-            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with `hf download {path}{files}`, or "
-            f"set {key} to a folder that holds it."
+            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with "
+            f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds it."
         ) from error
 
 

@@ -23,10 +23,12 @@ from sage_fast.planning.estimate import make_memory_plan
 from sage_fast.planning.text import summary
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import reward_requirements
+from sage_fast.rewards.clip import PROCESSOR
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools import machine
 from sage_fast.tools.diagnosis import can_run, examine, to_text
 from sage_fast.tools.machine import Check
+from tests.commands.programs import check_command
 from tests.tiny.checkpoints import build_pipeline, copy_tree, save_diffusers_layout, save_official_layout
 
 MakeRun = Callable[..., RunConfig]
@@ -179,13 +181,15 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
         needed = [*needed, *reward_requirements(name, config.reward.options.get(name, {}))]
     found = {r.name: r for r in needed}
     assert all(r.missing for r in found.values())
+    for requirement in found.values():
+        check_command(requirement.fetch)
     assert {name: r.fetch for name, r in found.items()} == {
         "HunyuanVideo-1.5": "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "VideoAlign": "hf download KwaiVGI/VideoReward --local-dir models/VideoReward",
         "VideoAlign's base model": "hf download Qwen/Qwen2-VL-2B-Instruct",
         "CLIPScore": "hf download openai/clip-vit-large-patch14 --local-dir models/clip",
         "PickScore": "hf download yuvalkirstain/PickScore_v1",
-        "PickScore's processor": "hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K --include '*.json' '*.txt'",
+        "PickScore's processor": f"hf download {PROCESSOR} --include '*.json' --include '*.txt'",
     }
 
 
@@ -292,8 +296,14 @@ def test_the_official_layout_needs_encoders_from_elsewhere(tmp_path: Path) -> No
     (tmp_path / "ckpts/transformer/480p_t2v").mkdir(parents=True)
     (tmp_path / "ckpts/transformer/480p_t2v/config.json").write_text("{}")
     found = {r.name: r for r in hunyuan15_requirements(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}").model)}
+    root = tmp_path / "ckpts"
+    assert found["HunyuanVideo-1.5"].fetch == (
+        f"hf download tencent/HunyuanVideo-1.5 --include 'transformer/480p_t2v/*' --include 'vae/*' --local-dir {root}"
+    )
     assert found["text encoder"].fetch.startswith("hf download Qwen/Qwen2.5-VL-7B-Instruct")
     assert found["glyph encoder"].fetch.startswith("modelscope download")
+    for requirement in found.values():
+        check_command(requirement.fetch)
     assert found["HunyuanVideo-1.5"].missing[0].startswith("transformer/")
 
 

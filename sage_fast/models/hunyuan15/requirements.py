@@ -1,10 +1,11 @@
 """Which files of HunyuanVideo-1.5 are missing, and the command that fetches each. Nothing is loaded here."""
 
 import json
+import shlex
 from pathlib import Path
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.hub import Requirement, local_folder, missing_files, require
+from sage_fast.models.hub import Requirement, fetch_command, local_folder, missing_files, require
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 OFFICIAL_REPOSITORY = "tencent/HunyuanVideo-1.5"
@@ -45,8 +46,7 @@ def _official(root: Path, variant: str | None) -> list[Requirement]:
         "HunyuanVideo-1.5",
         root,
         [f"transformer/{variant or '*_t2v*'}/*.safetensors", "vae/config.json", "vae/*.safetensors"],
-        f"hf download {OFFICIAL_REPOSITORY} --include 'transformer/{variant or '480p_t2v'}/*' 'vae/*' "
-        f"--local-dir {root}",
+        fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant or '480p_t2v'}/*", "vae/*", folder=root),
     )
     return [
         Requirement(name=name, where=str(folder), missing=missing_files(folder, patterns), fetch=fetch)
@@ -65,14 +65,14 @@ def official_encoders(root: Path) -> list[tuple[str, Path, list[str], str]]:
             "text encoder",
             llm,
             [*settings, "*.safetensors"],
-            f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}",
+            fetch_command("Qwen/Qwen2.5-VL-7B-Instruct", folder=llm),
         ),
-        ("ByT5", small, settings, f"hf download google/byt5-small --local-dir {small}"),
+        ("ByT5", small, settings, fetch_command("google/byt5-small", "*.json", folder=small)),
         (
             "glyph encoder",
             glyph,
             colours,
-            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
+            shlex.join(["modelscope", "download", "--model", "AI-ModelScope/Glyph-SDXL-v2", "--local_dir", str(glyph)]),
         ),
     ]
 

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.schema import VideoConfig
-from sage_fast.models.hub import Requirement, missing_files, require
+from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
 from sage_fast.rewards.base import RewardCosts, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
-from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
+from sage_fast.rewards.videoalign.checkpoint import (
+    DEFAULT_BASE_MODEL,
+    REPOSITORY,
+    SCORES,
+    VideoAlignSettings,
+    load_videoalign,
+)
 from sage_fast.rewards.videoalign.positions import Rotary, round_frequencies, sequential_positions, vision_rotation
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
 
@@ -75,14 +81,14 @@ class VideoAlignReward:
             missing=missing_files(
                 folder, ["model_config.json", "checkpoint-*/model.pth|checkpoint-*/adapter_model.safetensors"]
             ),
-            fetch=f"hf download KwaiVGI/VideoReward --local-dir {path}",
+            fetch=fetch_command(REPOSITORY, folder=path),
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
         full = any(folder.glob("checkpoint-*/model.pth"))
         # With model.pth only configuration and tokenizer of the base model are read.
         patterns = ["config.json", "tokenizer_config.json", *([] if full else ["*.safetensors"])]
-        include = " --include '*.json' '*.txt'" if full else ""
-        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, include)]
+        include = ["*.json", "*.txt"] if full else []
+        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include)]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:

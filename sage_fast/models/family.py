@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
-    """Turns prompts into conditioning."""
+    """Turns prompts into conditioning.
+
+    For `doctor --deep` it may have a method `encode_plainly(text) -> Tensor`: the tokens `PromptEmbeds.text` of one
+    prompt, computed without its own shortcuts.
+    """
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """One record per text, on the CPU; the empty string is the unconditional prompt of classifier-free guidance.
@@ -33,7 +37,11 @@ class PromptEncoder(Protocol):
 
 
 class VideoDecoder(Protocol):
-    """Turns latents into pixels."""
+    """Turns latents into pixels.
+
+    For `doctor --deep` it may have a method `decode_plainly(latents) -> Tensor`: what `decode` gives, computed by the
+    stock class.
+    """
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of one video's latents. ValueError when the size cannot be encoded."""

@@ -9,11 +9,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them.
+    """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them;
+    `repository`: of the hub, where they come from one.
 
     Example: `Requirement(name="VideoAlign", where="models/VideoReward", missing=["model_config.json"], fetch="hf ...")`
     """
@@ -22,6 +24,7 @@ class Requirement:
     where: str
     missing: list[str]
     fetch: str
+    repository: str | None = None
 
     @property
     def absent(self) -> bool:
@@ -50,11 +53,12 @@ def require(name: str, path: str, patterns: Sequence[str], repository: str, *inc
         repository: where the files come from when `path` is a folder.
         include: glob patterns of what is downloaded; none are everything.
     """
+    missing = missing_files(local_folder(path), patterns)
     if is_repository(path) and not Path(path).is_dir():
-        fetch = fetch_command(path, *include)
+        fetch, repository = fetch_command(path, *include), path
     else:
         fetch = fetch_command(repository, *include, folder=path)
-    return Requirement(name=name, where=path, missing=missing_files(local_folder(path), patterns), fetch=fetch)
+    return Requirement(name=name, where=path, missing=missing, fetch=fetch, repository=repository)
 
 
 def missing_files(folder: Path | None, patterns: Sequence[str]) -> list[str]:
@@ -113,6 +117,37 @@ def checkpoint_folder(path: str, key: str, *include: str) -> Path:
             f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with "
             f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds it."
         ) from error
+
+
+def downloaded_files(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """What the record of a download says: the revision, and the SHA-256 of the large files by relative name.
+
+    The hub's cache links a large file to one that is named by its hash; a folder of `--local-dir` keeps a record beside
+    its files. Both hold what the hub said, and not what arrived.
+    """
+    found = {str(file.relative_to(folder)): file.resolve().name for file in folder.rglob("*") if file.is_symlink()}
+    revisions = [folder.name] if found else []
+    records = folder / ".cache" / "huggingface" / "download"
+    for record in records.rglob("*.metadata"):
+        revision, digest, *_ = record.read_text(encoding="utf-8").split()
+        found[str(record.relative_to(records).with_suffix(""))] = digest
+        revisions.append(revision)
+    hashes = {file: digest for file, digest in found.items() if re.fullmatch("[0-9a-f]{64}", digest)}
+    return next(iter(revisions), None), hashes
+
+
+def published_hashes(repository: str, revision: str | None = None) -> dict[str, str]:
+    """SHA-256 of a repository's large files, as the hub says now; empty where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The first base is the error of the HTTP library, whichever this release of the hub's client uses.
+    unreachable: Any = (OSError, *HfHubHTTPError.__bases__)
+    try:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=10)
+    except unreachable:
+        return {}
+    return {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs is not None}
 
 
 def stored_bytes(path: str) -> int:

@@ -55,8 +55,8 @@ def examine(config: RunConfig | None) -> list[Check]:
 
 
 def can_run(checks: Sequence[Check]) -> bool:
-    """Whether nothing is missing."""
-    return all(check.status != "missing" for check in checks)
+    """Whether nothing is missing, and nothing has failed."""
+    return all(check.status not in ("missing", "failed") for check in checks)
 
 
 def to_json(checks: Sequence[Check]) -> dict[str, Any]:
@@ -78,11 +78,14 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
         if check.fix:
             lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
     missing = sum(check.status == "missing" for check in checks)
+    failed = sum(check.status == "failed" for check in checks)
     warnings = sum(check.status == "warning" for check in checks)
     what = "This configuration" if config_given else "This machine"
     verdict = f"{what} {'can run.' if config_given else 'is ready.'}"
     if missing:
         verdict = f"{what} {'cannot run' if config_given else 'is not ready'}: see the {missing} marked missing."
+    elif failed:
+        verdict = f"{what} does not do what it should: see the {failed} marked failed."
     if warnings:
         verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
     return "\n".join([*lines, "", verdict])

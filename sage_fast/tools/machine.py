@@ -13,7 +13,7 @@ import torch
 from sage_fast import __version__
 from sage_fast.planning.devices import host_memory
 
-Status = Literal["ok", "info", "warning", "missing"]
+Status = Literal["ok", "info", "warning", "missing", "failed"]
 
 REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "av")
 OPTIONAL = {
@@ -31,7 +31,9 @@ OPTIONAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One finding. `fix`: what to do, for anything that is not ok. `missing` means: the configuration cannot run.
+    """One finding. `fix`: what to do, for anything that is not ok.
+
+    status: `missing` means that the configuration cannot run, `failed` that it has run, and not as it should.
 
     Example: `Check(section="files", name="VideoAlign", status="missing", detail="...", fix="hf download ...")`
     """

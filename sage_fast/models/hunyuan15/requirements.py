@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from sage_fast.config.schema import ModelConfig
@@ -25,7 +26,7 @@ def hunyuan15_requirements(model: ModelConfig) -> list[Requirement]:
     repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
     whole = require("HunyuanVideo-1.5", path, patterns, repository)
     shards = _missing_shards(folder) if folder is not None else []
-    return [Requirement(name=whole.name, where=path, missing=whole.missing + shards, fetch=whole.fetch)]
+    return [replace(whole, missing=whole.missing + shards)]
 
 
 def _missing_shards(folder: Path) -> list[str]:
@@ -49,7 +50,13 @@ def _official(root: Path, variant: str | None) -> list[Requirement]:
         fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant or '480p_t2v'}/*", "vae/*", folder=root),
     )
     return [
-        Requirement(name=name, where=str(folder), missing=missing_files(folder, patterns), fetch=fetch)
+        Requirement(
+            name=name,
+            where=str(folder),
+            missing=missing_files(folder, patterns),
+            fetch=fetch,
+            repository=fetch.split()[2] if fetch.startswith("hf ") else None,
+        )
         for name, folder, patterns, fetch in [own, *official_encoders(root)]
     ]
 

@@ -41,6 +41,8 @@ MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
 """Tokens beyond these are cut off, as in the stock pipeline."""
 
+_MARKER = "\x00prompt\x00"
+
 _TEMPLATE = {
     name: parameter.default
     for name, parameter in inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters.items()
@@ -102,6 +104,27 @@ class HunyuanPromptEncoder:
                 self._encode([t for t in unique if t not in found], known=len(found))
                 found |= self._read([t for t in unique if t not in found])
         return [found[text] for text in texts]
+
+    @torch.no_grad()
+    def encode_plainly(self, text: str) -> Tensor:
+        """The text tokens (L, 3584) of one prompt: the conversation as it is, from where the prompt begins.
+
+        Neither padded nor read from the cache, and the system message is found rather than counted; what `encode` is
+        held against.
+        """
+        encoder, tokenizer = self._load_text_encoder()
+        try:
+            head, tail = self._conversation(tokenizer).split(_MARKER)
+            prefix, whole = (
+                tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids.to(self.device)
+                for part in (head, f"{head}{text or ' '}{tail}")
+            )
+            layers = encoder(input_ids=whole, output_hidden_states=True).hidden_states
+            states: Tensor = layers[-1 - _TEMPLATE["num_hidden_layers_to_skip"]][0, prefix.shape[1] :].cpu()
+            return states[:MAX_TEXT_TOKENS]
+        finally:
+            del encoder
+            self._release()
 
     @staticmethod
     def _warn_of_short_prompts(texts: Sequence[str]) -> None:
@@ -219,17 +242,22 @@ class HunyuanPromptEncoder:
         # The published Qwen2.5-VL: its vision tower and head are not needed.
         return _load(Qwen2_5_VLModel, self.text_encoder).language_model.to(self.device), tokenizer
 
+    @staticmethod
+    def _conversation(tokenizer: Any) -> str:
+        """What the language model reads, with a marker in the prompt's place."""
+        messages = [
+            {"role": "system", "content": _TEMPLATE["system_message"]},
+            {"role": "user", "content": _MARKER},
+        ]
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
     def _check_template(self, tokenizer: Any) -> None:
         """ValueError unless the tokens that the pipeline crops are exactly those before the prompt.
 
         Another tokenizer or chat template would silently cut into the prompt, or leave a part of the system message.
         """
-        marker = "\x00prompt\x00"
-        message = [
-            {"role": "system", "content": _TEMPLATE["system_message"]},
-            {"role": "user", "content": marker},
-        ]
-        before = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split(marker)[0]
+        before = self._conversation(tokenizer).split(_MARKER)[0]
         count = len(tokenizer(before, add_special_tokens=False).input_ids)
         if count != _TEMPLATE["crop_start"]:
             raise ValueError(

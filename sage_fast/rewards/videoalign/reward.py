@@ -82,6 +82,7 @@ class VideoAlignReward:
                 folder, ["model_config.json", "checkpoint-*/model.pth|checkpoint-*/adapter_model.safetensors"]
             ),
             fetch=fetch_command(REPOSITORY, folder=path),
+            repository=REPOSITORY,
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
         full = any(folder.glob("checkpoint-*/model.pth"))
@@ -153,6 +154,16 @@ class VideoAlignReward:
                     f"VideoAlign cannot score the prompt {prompt!r}: it holds {', '.join(found)}, which the reward "
                     "model reads as a control token and not as text. Rewrite or remove the prompt."
                 )
+
+    def deviations(self) -> list[str]:
+        """See `Reward`."""
+        frequencies = self.model.get_submodule("language_model.rotary_emb").inv_freq
+        if self.rotary == "published" and torch.equal(frequencies, frequencies.to(self.dtype).to(frequencies.dtype)):
+            return []
+        return [
+            f"rotary frequencies are exact where the published model has them in {self.dtype}: other positions than "
+            "those of its training. Leave reward.options.videoalign.rotary out."
+        ]
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -157,6 +157,12 @@ class ModelFamily(ABC):
         """The files it loads."""
         return []
 
+    def cache(self, model: ModelConfig) -> tuple[Path, float] | None:
+        """The folder in which it keeps what it computes from files and prompts, and the gigabytes (1e9 bytes) still to
+        be written there besides prompts. None where it keeps nothing. ValueError: the folder cannot be written to.
+        """
+        return None
+
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
         """What the weights say of themselves; nothing is loaded, converted or downloaded. None where nothing is said.
 

@@ -15,7 +15,7 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
     """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them;
-    `repository`: of the hub, where they come from one.
+    `repository`: of the hub, where they come from one; `gigabytes`: 1e9 bytes that the command fetches, at most.
 
     Example: `Requirement(name="VideoAlign", where="models/VideoReward", missing=["model_config.json"], fetch="hf ...")`
     """
@@ -25,11 +25,20 @@ class Requirement:
     missing: list[str]
     fetch: str
     repository: str | None = None
+    gigabytes: float = 0.0
 
     @property
     def absent(self) -> bool:
         """Whether the folder is not there at all."""
         return local_folder(self.where) is None
+
+
+def download_folder(requirement: Requirement) -> Path:
+    """Where the command of a requirement puts the files: the hub's cache, or the folder that is named."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    where = requirement.where
+    return Path(HF_HUB_CACHE) if is_repository(where) and not Path(where).is_dir() else Path(where).expanduser()
 
 
 def fetch_command(repository: str, *include: str, folder: str | Path | None = None) -> str:
@@ -44,7 +53,9 @@ def fetch_command(repository: str, *include: str, folder: str | Path | None = No
     return shlex.join(["hf", "download", repository, *chosen, *target])
 
 
-def require(name: str, path: str, patterns: Sequence[str], repository: str, *include: str) -> Requirement:
+def require(
+    name: str, path: str, patterns: Sequence[str], repository: str, *include: str, gigabytes: float = 0.0
+) -> Requirement:
     """A requirement that one repository of the hub fulfils.
 
     Args:
@@ -52,13 +63,14 @@ def require(name: str, path: str, patterns: Sequence[str], repository: str, *inc
         patterns: glob patterns of its files; `a|b` is matched by either.
         repository: where the files come from when `path` is a folder.
         include: glob patterns of what is downloaded; none are everything.
+        gigabytes: 1e9 bytes of that, at most.
     """
     missing = missing_files(local_folder(path), patterns)
     if is_repository(path) and not Path(path).is_dir():
         fetch, repository = fetch_command(path, *include), path
     else:
         fetch = fetch_command(repository, *include, folder=path)
-    return Requirement(name=name, where=path, missing=missing, fetch=fetch, repository=repository)
+    return Requirement(name=name, where=path, missing=missing, fetch=fetch, repository=repository, gigabytes=gigabytes)
 
 
 def missing_files(folder: Path | None, patterns: Sequence[str]) -> list[str]:

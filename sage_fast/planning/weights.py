@@ -94,6 +94,15 @@ def _count(
     )
 
 
+HOST_SHARE = 1.3
+"""Memory that a node takes while it loads the transformer, over the transformer's bytes."""
+
+
+def loading_bytes(config: RunConfig, weights: Weights) -> float:
+    """CPU memory that a node takes to load the transformer, however many of its ranks there are."""
+    return HOST_SHARE * weights.total * getattr(torch, config.model.dtype).itemsize
+
+
 def compute_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
     """In which the transformer computes: its own type, or that in which FSDP gathers float32 masters."""
     return config.distributed.param_dtype if config.training.mode == "full" else config.model.dtype

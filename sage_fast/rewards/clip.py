@@ -299,7 +299,7 @@ class PickScore:
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         path = str(options.get("path", PICK_SCORE))
-        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE)
+        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, gigabytes=8.0)
         processor = str(options.get("processor") or _processor_of(path))
         if options.get("processor") is None and processor == path:
             return [model]

@@ -28,7 +28,7 @@ from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.schema import RunConfig, SDEWindowConfig
 from sage_fast.distributed.launch import rank_device
-from sage_fast.models.family import Components, VideoDecoder, load_components, model_family, shift_difference
+from sage_fast.models.family import Components, VideoDecoder, load_components, shift_difference
 from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes
 from sage_fast.models.transformer import choose_forward, velocity
 from sage_fast.models.video_files import read_video_and_rate
@@ -36,10 +36,11 @@ from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.planning.estimate import make_memory_plan
 from sage_fast.planning.memory import CUDA_RUNTIME
 from sage_fast.policy.lora import cast_weights
-from sage_fast.rewards.base import find_reward, reward_requirements
+from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.run import load_prompts
 from sage_fast.sde import sigma_schedule
+from sage_fast.tools.diagnosis import needed_files
 from sage_fast.tools.machine import Check
 from sage_fast.trainer import Trainer
 
@@ -100,10 +101,7 @@ def _guarded(name: str, findings: Callable[[], Iterator[Check]]) -> Iterator[Che
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    needed = list(model_family(config.model.family).requirements(config.model))
-    for name in config.reward.rewards:
-        needed += reward_requirements(name, config.reward.options.get(name, {}))
-    for requirement in needed:
+    for requirement in needed_files(config):
         folder = local_folder(requirement.where)
         if folder is not None:
             yield from _guarded(f"files: {requirement.name}", lambda r=requirement, f=folder: _compare(r, f))  # type: ignore[misc]

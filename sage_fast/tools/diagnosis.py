@@ -29,12 +29,12 @@ from sage_fast.models.family import (
     model_family,
     shift_difference,
 )
-from sage_fast.models.hub import Requirement
+from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import host_memory
 from sage_fast.planning.estimate import MemoryPlan, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import summary
-from sage_fast.planning.weights import count_weights
+from sage_fast.planning.weights import count_weights, loading_bytes
 from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.run.run import load_prompts
 from sage_fast.tools.machine import Check, Status, hardware, software, version_of
@@ -271,15 +271,22 @@ def _existing(path: Path) -> Path:
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    with suppress(ConfigError):  # `_settings` says so of a family or a reward that cannot be imported
+    yield from map(_file, needed_files(config))
+    with suppress(ConfigError):
         family = model_family(config.model.family)
-        model = family.requirements(config.model)
-        yield from map(_file, model)
-        if not any(requirement.missing for requirement in model):
+        if not any(requirement.missing for requirement in family.requirements(config.model)):
             yield from _weights(config, family)
+
+
+def needed_files(config: RunConfig) -> list[Requirement]:
+    """The files of the model and of every reward. Of what cannot be imported, `_settings` says so."""
+    needed: list[Requirement] = []
+    with suppress(ConfigError):
+        needed += model_family(config.model.family).requirements(config.model)
     for name in config.reward.rewards:
         with suppress(ConfigError):
-            yield from map(_file, reward_requirements(name, config.reward.options.get(name, {})))
+            needed += reward_requirements(name, config.reward.options.get(name, {}))
+    return needed
 
 
 def _file(requirement: Requirement) -> Check:
@@ -368,6 +375,15 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         if size >= 0.05:
             yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
     yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(plan))
+    if on_gpu and (memory := host_memory()) is not None:
+        needed = loading_bytes(config, plan.weights)
+        yield Check(
+            section="memory (estimate)",
+            name="loading",
+            status="ok" if needed <= memory else "missing",
+            detail=f"about {needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB of CPU memory on each node",
+            fix="" if needed <= memory else "a node with more memory, or --model.dtype=bfloat16",
+        )
 
 
 def _assumptions(plan: MemoryPlan) -> str:
@@ -398,10 +414,11 @@ def _save_memory(config: RunConfig) -> str:
 
 
 def _disk(config: RunConfig) -> Iterator[Check]:
+    yield from _downloads(config)
     description = _description(config)
     if description is None:
         return
-    free = shutil.disk_usage(_existing(Path(config.output_dir))).free
+    yield from _cache(config, description)
     section = config.checkpoint
     # One more than is kept: the new one is written before the oldest goes.
     count = section.keep_last + 1 + (config.evaluation.every > 0)
@@ -410,10 +427,45 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         count += config.training.num_updates // section.keep_every
         fix = "a larger --checkpoint.keep_every, or --output_dir on a larger disk"
     needed = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
-    yield Check(
-        section="disk",
-        name="checkpoints",
-        status="ok" if needed < 0.9 * free else "missing",
-        detail=f"about {needed / 1e9:.1f} GB for {count} of them, {free / 1e9:.0f} GB free",
-        fix="" if needed < 0.9 * free else fix,
+    yield _space("checkpoints", Path(config.output_dir), needed, f"for {count} of them", fix)
+
+
+def _space(name: str, folder: Path, needed: float, what: str, fix: str) -> Check:
+    """Whether a disk has room for so many bytes."""
+    free = shutil.disk_usage(_existing(folder)).free
+    enough = needed < 0.9 * free
+    detail = f"about {needed / 1e9:.1f} GB {what}, {free / 1e9:.0f} GB free"
+    return Check(
+        section="disk", name=name, status="ok" if enough else "missing", detail=detail, fix="" if enough else fix
     )
+
+
+def _downloads(config: RunConfig) -> Iterator[Check]:
+    """Room for what has to be fetched, in every folder that it goes to."""
+    sizes: dict[Path, float] = {}
+    for requirement in needed_files(config):
+        if requirement.missing:
+            folder = download_folder(requirement)
+            sizes[folder] = sizes.get(folder, 0.0) + requirement.gigabytes
+    for folder, size in sizes.items():
+        fix = "set HF_HOME to a larger disk, or give the commands above a --local-dir there"
+        yield _space("downloads", folder, size * 1e9, f"at most into {folder}", fix)
+
+
+def _cache(config: RunConfig, description: ModelDescription) -> Iterator[Check]:
+    """Room for encoded prompts and converted weights, and whether they can be written."""
+    name, fix = "model.cache_dir", "--model.cache_dir=FOLDER on a larger disk that you may write to"
+    try:
+        cache = model_family(config.model.family).cache(config.model)
+    except ValueError as error:
+        yield Check(section="disk", name=name, status="missing", detail=str(error), fix=fix)
+        return
+    texts: set[str] = set()
+    with suppress(ConfigError):  # `_settings` says so
+        texts = {prompt.text for prompts in load_prompts(config) for prompt in prompts}
+    if cache is None:
+        return
+    folder, converted = cache
+    width = description.transformer.get("text_embed_dim", 0)
+    needed = converted * 1e9 + 2.0 * len(texts) * description.text_tokens * width
+    yield _space(name, folder, needed, f"for {len(texts)} prompts{' and converted weights' if converted else ''}", fix)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -320,6 +321,55 @@ def test_a_repository_and_a_folder_to_be_are_told_apart(
 
 
 # ------------------------------------------------------------------------------------------ memory, disk
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
+    usage: Any = SimpleNamespace(free=gigabytes * 1e9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
+
+
+@pytest.mark.parametrize(("gigabytes", "status"), [(300, "ok"), (50, "missing")])
+def test_what_has_to_be_fetched_needs_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
+) -> None:
+    free_space(monkeypatch, gigabytes)
+    config = preset(tmp_path, f"--reward.options.videoalign.path={tmp_path / 'VideoReward'}")
+    checks = {c.detail.split("into ")[-1].split(",")[0]: c for c in doctor._downloads(config)}
+    cache = checks[huggingface_hub.constants.HF_HUB_CACHE]
+    assert cache.status == status and "about 57.9 GB" in cache.detail  # the model, and Qwen2-VL in case it is needed
+    assert checks[str(tmp_path / "VideoReward")].status == "ok"
+
+
+def test_the_cache_needs_room_for_prompts_and_converted_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_space(monkeypatch, 30)
+    save_official_layout(tmp_path / "ckpts", build_pipeline())
+    official = preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}")
+    found = by_name(list(doctor._disk(official)))["model.cache_dir"]
+    assert found.status == "missing" and "536 prompts and converted weights" in found.detail
+    written = by_name(list(doctor._disk(preset(tmp_path, "--model.cache_dir=/dev/null/cache"))))["model.cache_dir"]
+    assert written.status == "missing" and "cannot be created" in written.detail
+    # 536 texts of 250 tokens, 3,584 numbers each, in 16 bits.
+    plain = by_name(list(doctor._disk(preset(tmp_path, f"--model.cache_dir={tmp_path}"))))["model.cache_dir"]
+    assert plain.status == "ok" and plain.detail.startswith("about 1.0 GB for 536 prompts, 30 GB free")
+
+
+@pytest.mark.parametrize(("limit", "status"), [(1024, "warning"), (65536, "ok"), (-1, "ok")])
+def test_a_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int, status: str) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (limit, limit))
+    found = by_name(list(machine.hardware()))["open files"]
+    assert found.status == status and bool(found.fix) == (status == "warning")
+
+
+@pytest.mark.parametrize(("gigabytes", "status"), [(20, "missing"), (22, "ok")])
+def test_loading_needs_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
+) -> None:
+    """1.3 x 16.65 GB = 21.6 GB for each node."""
+    on_gpu(monkeypatch, 80)
+    monkeypatch.setattr(doctor, "host_memory", lambda: int(gigabytes * 1e9))
+    assert by_name(list(doctor._memory(preset(tmp_path))))["loading"].status == status
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:

@@ -283,7 +283,7 @@ def _check_official(root: Path, variant: str) -> PublishedModel:
     _require_weights(transformer, stem, fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant}/*", folder=root))
     _require(root / "vae" / "config.json", vae)
     _require_weights(root / "vae", stem, vae)
-    for _, folder, files, command in official_encoders(root):
+    for _, _, folder, files, command in official_encoders(root):
         for file in files:
             if file == "*.safetensors":
                 _require_weights(folder, "model", command)

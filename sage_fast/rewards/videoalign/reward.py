@@ -83,13 +83,14 @@ class VideoAlignReward:
             ),
             fetch=fetch_command(REPOSITORY, folder=path),
             repository=REPOSITORY,
+            gigabytes=5.0,
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
         full = any(folder.glob("checkpoint-*/model.pth"))
         # With model.pth only configuration and tokenizer of the base model are read.
         patterns = ["config.json", "tokenizer_config.json", *([] if full else ["*.safetensors"])]
-        include = ["*.json", "*.txt"] if full else []
-        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include)]
+        include, size = (["*.json", "*.txt"], 0.1) if full else ([], 4.5)
+        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include, gigabytes=size)]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:

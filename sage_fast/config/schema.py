@@ -96,9 +96,10 @@ class ModelConfig:
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
-    decode_memory_gib: float | None = free(16.0, MACHINE)
+    decode_memory_gib: float | Literal["auto"] | None = free("auto", MACHINE)
     """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
-    is decoded in overlapping tiles. null decodes every video whole."""
+    is decoded in overlapping tiles, which is more work. `auto` decodes a video whole where the plan has room for it on
+    the GPU beside all else, and is 16 elsewhere; null decodes every video whole."""
     device: str = free("auto", MACHINE)
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     kernels: Literal["auto", "reference", "triton"] = free("auto", MACHINE)
@@ -129,12 +130,8 @@ class ModelConfig:
     prompts of every length."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.decode_memory_gib is None or self.decode_memory_gib > 0,
-            "model.decode_memory_gib",
-            self.decode_memory_gib,
-            "null or positive",
-        )
+        limit = self.decode_limit_gib
+        _require(limit is None or limit > 0, "model.decode_memory_gib", limit, "auto, null or positive")
         if self.forward == "stock":
             _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             _require(
@@ -146,6 +143,11 @@ class ModelConfig:
             for key in ("deterministic", "offload_activations", "compile"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+
+    @property
+    def decode_limit_gib(self) -> float | None:
+        """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
+        return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ from sage_fast.models.family import (
 )
 from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import host_memory
-from sage_fast.planning.estimate import MemoryPlan, checkpoint_bytes, make_memory_plan
+from sage_fast.planning.estimate import SAFE_SHARE, MemoryPlan, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import summary
 from sage_fast.planning.weights import count_weights, loading_bytes
@@ -41,9 +41,6 @@ from sage_fast.tools.machine import Check, Status, hardware, software, version_o
 
 LARGE_WIDTH = 1024
 """Width from which a model is too large for a CPU."""
-
-MEMORY_MARGIN = 0.92
-"""Share of a GPU's memory up to which an estimate counts as safe."""
 
 
 def examine(config: RunConfig | None) -> list[Check]:
@@ -365,7 +362,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     status: Status = "ok"
     if peak > available:
         status = "missing"
-    elif peak > MEMORY_MARGIN * available:
+    elif peak > SAFE_SHARE * available:
         status = "warning"
     fix = ""
     if status != "ok":

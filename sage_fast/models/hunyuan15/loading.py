@@ -103,7 +103,7 @@ def load_components(model: ModelConfig) -> Components:
         ),
         video_decoder=VAEDecoder(
             _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
-            memory_gib=model.decode_memory_gib,
+            memory_gib=model.decode_limit_gib,
         ),
         guidance_distilled=found.guidance_distilled,
         shift=found.shift,

@@ -138,7 +138,7 @@ class Trainer:
         self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
         # All prompts in one call: nothing later touches a text encoder. And before the transformer is on the GPU,
         # because there may not be room for both.
-        texts = ["", *(prompt.text for prompt in prompts)]
+        texts = [config.rollout.negative_prompt, *(prompt.text for prompt in prompts)]
         self.embeds = dict(zip(texts, components.prompt_encoder.encode(texts), strict=True))
         self.model_digest = base_digest(transformer)
         """Which weights the run starts from."""
@@ -149,7 +149,7 @@ class Trainer:
         self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
             transformer,
-            self.embeds[""].to(self.device),
+            self.embeds[config.rollout.negative_prompt].to(self.device),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
         )

@@ -93,6 +93,9 @@ class ModelConfig:
     """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
     checkpoint. It is loaded before training (training.mode lora; lora.rank, alpha and target_modules must fit), and is
     part of what the run calls its initial weights: the fixed anchor, and "before" in the paired evaluation."""
+    text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
+    """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
+    official code's is float16. Encoded prompts are kept apart by it."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
@@ -228,6 +231,8 @@ class RolloutConfig:
     """Noise scale of the sampler; 0 is the ODE."""
     guidance_scale: float = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    negative_prompt: str = fixed("", PAIRS)
+    """Prompt of the unconditional branch, which guidance leads away from; empty as in the reference."""
     num_generations: int = 4
     """Group size G: videos per prompt that compete."""
     batch_size: int = free(4, MACHINE)
@@ -245,6 +250,12 @@ class RolloutConfig:
         _require(self.shift > 0, "rollout.shift", self.shift, "positive")
         _require(self.eta >= 0, "rollout.eta", self.eta, "at least 0")
         _require(self.guidance_scale >= 0, "rollout.guidance_scale", self.guidance_scale, "at least 0")
+        _require(
+            not self.negative_prompt or self.guidance_scale != 1,
+            "rollout.negative_prompt",
+            self.negative_prompt,
+            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
+        )
         _require(
             self.num_generations >= 2,
             "rollout.num_generations",

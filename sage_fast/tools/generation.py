@@ -100,7 +100,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         video = config.video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
-        texts = ["", *(p.text for p in prompts)]
+        texts = [config.rollout.negative_prompt, *(p.text for p in prompts)]
         unconditional, *embeds = [e.to(device) for e in components.prompt_encoder.encode(texts)]
         transformer = components.transformer.to(device).requires_grad_(False)
         acceleration = choose_forward(transformer, config.model)
@@ -193,6 +193,7 @@ def generate(
 def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
     """What decides how a video looks, beside its prompt and number."""
     config = generator.config
+    negative = config.rollout.negative_prompt
     return {
         "family": config.model.family,
         "path": config.model.path,
@@ -207,6 +208,9 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
         "video": asdict(config.video),
+        # Left out where they are as they have always been: videos made before are still known.
+        **({"negative_prompt": negative} if negative else {}),
+        **({"text_encoder_dtype": encoder} if (encoder := config.model.text_encoder_dtype) != "auto" else {}),
     }
 
 

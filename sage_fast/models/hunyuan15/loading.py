@@ -99,6 +99,7 @@ def load_components(model: ModelConfig) -> Components:
             glyph_encoder=files.glyph_encoder,
             glyph_tokenizer=files.glyph_tokenizer,
             cache=cache / "prompts",
+            dtype=model.text_encoder_dtype,
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
         video_decoder=VAEDecoder(

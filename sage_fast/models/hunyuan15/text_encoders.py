@@ -60,10 +60,11 @@ class HunyuanPromptEncoder:
         glyph_encoder: folder of ByT5's encoder.
         glyph_tokenizer: folder of its tokenizer.
         cache: folder of the encoded prompts; created when missing.
+        dtype: of the language model, such as float16; `auto` is the one that its weights are stored in.
         device: where the encoders run.
         batch_size: prompts per forward pass.
 
-    The encoders compute in the data type that their weights are stored in.
+    The glyph encoder computes in the data type that its weights are stored in.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class HunyuanPromptEncoder:
         glyph_encoder: Path,
         glyph_tokenizer: Path,
         cache: Path,
+        dtype: str = "auto",
         device: torch.device | str = "cpu",
         batch_size: int = 8,
     ) -> None:
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
         self.glyph_encoder, self.glyph_tokenizer = glyph_encoder, glyph_tokenizer
         self.cache = cache
+        self.dtype = dtype
         self.device = device
         self.batch_size = batch_size
         self._identity: str | None = None
@@ -150,7 +153,8 @@ class HunyuanPromptEncoder:
                 ]
                 for folder in folders
             ]
-            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files)])
+            chosen = [] if self.dtype == "auto" else [self.dtype]
+            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files), *chosen])
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
@@ -238,9 +242,9 @@ class HunyuanPromptEncoder:
         self._check_template(tokenizer)
         config = json.loads((self.text_encoder / "config.json").read_text(encoding="utf-8"))
         if config.get("model_type") == "qwen2_5_vl_text":
-            return _load(Qwen2_5_VLTextModel, self.text_encoder).to(self.device), tokenizer
+            return _load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype).to(self.device), tokenizer
         # The published Qwen2.5-VL: its vision tower and head are not needed.
-        return _load(Qwen2_5_VLModel, self.text_encoder).language_model.to(self.device), tokenizer
+        return _load(Qwen2_5_VLModel, self.text_encoder, self.dtype).language_model.to(self.device), tokenizer
 
     @staticmethod
     def _conversation(tokenizer: Any) -> str:
@@ -277,13 +281,17 @@ class HunyuanPromptEncoder:
             torch.cuda.empty_cache()
 
 
-def _load(model_class: Any, folder: Path) -> Any:
-    """A transformers model in the data type of its files, ready for inference. ValueError when weights are missing."""
+def _load(model_class: Any, folder: Path, dtype: str = "auto") -> Any:
+    """A transformers model, ready for inference. ValueError when weights are missing.
+
+    Args:
+        dtype: `auto` is that of its files.
+    """
     verbosity = transformers_logging.get_verbosity()
     # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
     transformers_logging.set_verbosity_error()
     try:
-        model, info = model_class.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
+        model, info = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     finally:
         transformers_logging.set_verbosity(verbosity)
     if info["missing_keys"]:

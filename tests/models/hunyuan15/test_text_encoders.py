@@ -42,9 +42,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     load = conditioning._load
 
-    def spy(model_class: type, folder: Path) -> Any:
+    def spy(model_class: type, *rest: Any) -> Any:
         names.append(model_class.__name__)
-        return load(model_class, folder)
+        return load(model_class, *rest)
 
     monkeypatch.setattr(conditioning, "_load", spy)
     return names
@@ -260,3 +260,13 @@ def test_bfloat16_encoders_give_bfloat16(tmp_path: Path) -> None:
     assert plain.text.dtype == plain.glyph.dtype == torch.bfloat16
     # ByT5 is stored, and computes, in float32.
     assert quoting.glyph.dtype == torch.float32
+
+
+def test_prompts_in_float16_are_kept_apart(encoder: HunyuanPromptEncoder, tmp_path: Path) -> None:
+    """As the official code encodes them, whatever the type of the files."""
+    half = encoder_of(encoder.text_encoder.parent, encoder.cache, dtype="float16")
+    (exact,), (rounded,) = encoder.encode([QUOTING]), half.encode([QUOTING])
+    assert rounded.text.dtype == torch.float16 and rounded.glyph.dtype == torch.float32
+    assert half.path_of(QUOTING) != encoder.path_of(QUOTING)
+    torch.testing.assert_close(rounded.text.float(), exact.text, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(half.encode_plainly(QUOTING), rounded.text, rtol=0.02, atol=0.02)

@@ -143,14 +143,14 @@ class Trainer:
         Before the transformer is on the GPU, because there may not be room for both.
         """
         self.encoder = encoder
-        texts = ["", *(prompt.text for prompt in prompts)]
+        texts = [self.config.rollout.negative_prompt, *(prompt.text for prompt in prompts)]
         lengths = encoder.prepare(
             texts, self.world, lambda done, total: self.progress("encoding of prompts", done, total, "")
         )
         return dict(zip(texts, lengths, strict=True))
 
     def embed(self, text: str) -> PromptEmbeds:
-        """Conditioning of one of the run's prompts, or of the empty one, on this rank's device."""
+        """Conditioning of one of the run's prompts, or of the negative one, on this rank's device."""
         return self.encoder.encode([text])[0].to(self.device)
 
     def _prepare_model(self, components: Components) -> None:
@@ -165,7 +165,7 @@ class Trainer:
         self.parameters = self.engine.parameters
         self.policy = GuidedPolicy(
             transformer,
-            self.embed(""),
+            self.embed(config.rollout.negative_prompt),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
         )

@@ -119,7 +119,7 @@ def cells(session: Session) -> Iterator[Cell]:
     """Parity and both contenders, a size at a time."""
     tiny = session.smoke or session.device.type == "cpu"
     config, dtype = (TINY, torch.float32) if tiny else ({}, torch.float16)
-    memory = ModelConfig().decode_memory_gib
+    memory = ModelConfig().decode_limit_gib
     decoder = cache(lambda: VAEDecoder(random_vae(config, session.device, dtype), memory_gib=memory))
     for name, latent in [("tiny", TINY_LATENT)] if tiny else [(shape.name, shape.latent) for shape in SHAPES]:
         contest = cache(lambda latent=latent: Contest(decoder(), latent))  # type: ignore[misc]

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from sage_fast.commands.common import add_config_argument, load_run_config
 
@@ -11,7 +12,11 @@ examples:
   sage-fast doctor                                            the machine alone
   sage-fast doctor configs/hv15_352x624_lora_1gpu.yaml        files, memory and disk for this configuration
 
-Nothing is downloaded or changed. Exit status: 0 if the configuration could run, 1 if something is missing.
+  sage-fast doctor configs/hv15_352x624_lora_1gpu.yaml --deep --scores scores.json
+                                                              once on the real weights: load and compare all
+
+Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Exit status: 0 if the configuration could
+run, 1 if something is missing or, with --deep, does not do what it should.
 """
 
 
@@ -19,21 +24,40 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     parser = commands.add_parser(
         "doctor",
-        usage="sage-fast doctor [CONFIG [MORE.yaml ...]] [--json] [--section.key=value ...]",
+        usage="sage-fast doctor [CONFIG [MORE.yaml ...]] [--deep] [--scores FILE] [--json] [--section.key=value ...]",
         help="check the machine, and whether a configuration could run on it",
         description="Check versions, GPU, attention backends, weights, memory and disk, and say what to do.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser, nargs="*")
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="load everything and hold each part against another way to the same numbers; ends with one small update",
+    )
+    parser.add_argument(
+        "--scores",
+        type=Path,
+        metavar="FILE",
+        help="with --deep: scores by the rewards' public code (docs/real_model.md)",
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the checks; 1 when something is missing."""
+    """Print the checks; 1 when something is missing or has failed."""
+    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.diagnosis import can_run, examine, to_json, to_text
 
     config = load_run_config(options, overrides) if options.config or overrides else None
     checks = examine(config)
+    if options.deep or options.scores:
+        if config is None or not options.deep:
+            raise ConfigError("--deep needs a configuration, and --scores belongs to --deep.")
+        if can_run(checks):
+            from sage_fast.tools.acceptance import examine_deeply
+
+            checks += examine_deeply(config, options.scores)
     print(json.dumps(to_json(checks), indent=1) if options.json else to_text(checks, config is not None))
     return 0 if can_run(checks) else 1

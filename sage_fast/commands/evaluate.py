@@ -57,6 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate both models and write the report."""
     from sage_fast.config.errors import ConfigError
+    from sage_fast.planning.estimate import settle_decoding
     from sage_fast.run.run import load_eval_prompts
     from sage_fast.tools.generation import Generator
     from sage_fast.tools.paired import PairedEvaluation
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.resamples < 100:
         raise ConfigError(f"--resamples is {options.resamples}; percentiles need at least 100, and 10000 are usual.")
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
-    config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
+    config = with_prompt_options(options, settle_decoding(load_run_config(options, [*more, *overrides])))
     prompts = load_eval_prompts(config)
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts

@@ -57,10 +57,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(dump_config(config), end="")
         return 0
 
+    from sage_fast.planning.estimate import settle_decoding
     from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
 
-    result = train(config, allow_changes=split_keys(options.allow_changes))
+    result = train(settle_decoding(config), allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0
     if not result.finished and world_size() > 1:

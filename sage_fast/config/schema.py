@@ -94,12 +94,16 @@ class ModelConfig:
     """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
     checkpoint. It is loaded before training (training.mode lora; lora.rank, alpha and target_modules must fit), and is
     part of what the run calls its initial weights: the fixed anchor, and "before" in the paired evaluation."""
+    text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
+    """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
+    official code's is float16. Encoded prompts are kept apart by it."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
-    decode_memory_gib: float | None = free(16.0, MACHINE)
+    decode_memory_gib: float | Literal["auto"] | None = free("auto", MACHINE)
     """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
-    is decoded in overlapping tiles. null decodes every video whole."""
+    is decoded in overlapping tiles, which is more work. `auto` decodes a video whole where the plan has room for it on
+    the GPU beside all else, and is 16 elsewhere; null decodes every video whole."""
     device: str = free("auto", MACHINE)
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     kernels: Literal["auto", "reference", "triton"] = free("auto", MACHINE)
@@ -130,12 +134,8 @@ class ModelConfig:
     prompts of every length."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.decode_memory_gib is None or self.decode_memory_gib > 0,
-            "model.decode_memory_gib",
-            self.decode_memory_gib,
-            "null or positive",
-        )
+        limit = self.decode_limit_gib
+        _require(limit is None or limit > 0, "model.decode_memory_gib", limit, "auto, null or positive")
         if self.forward == "stock":
             _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             _require(
@@ -147,6 +147,11 @@ class ModelConfig:
             for key in ("deterministic", "offload_activations", "compile"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+
+    @property
+    def decode_limit_gib(self) -> float | None:
+        """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
+        return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
 
 
 @dataclass(kw_only=True)
@@ -231,6 +236,8 @@ class RolloutConfig:
     0.008 for 1e-3, 3e-3 and 1e-2."""
     guidance_scale: float = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    negative_prompt: str = fixed("", PAIRS)
+    """Prompt of the unconditional branch, which guidance leads away from; empty as in the reference."""
     num_generations: int = 4
     """Group size G: videos per prompt that compete."""
     batch_size: int = free(4, MACHINE)
@@ -254,6 +261,12 @@ class RolloutConfig:
                 f"{self.sde_type}: it belongs to sage_grpo. Leave it at {SAGE_SIGMA_MARGIN}."
             )
         _require(self.guidance_scale >= 0, "rollout.guidance_scale", self.guidance_scale, "at least 0")
+        _require(
+            not self.negative_prompt or self.guidance_scale != 1,
+            "rollout.negative_prompt",
+            self.negative_prompt,
+            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
+        )
         _require(
             self.num_generations >= 2,
             "rollout.num_generations",

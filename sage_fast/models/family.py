@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
-    """Turns prompts into conditioning."""
+    """Turns prompts into conditioning.
+
+    For `doctor --deep` it may have a method `encode_plainly(text) -> Tensor`: the tokens `PromptEmbeds.text` of one
+    prompt, computed without its own shortcuts.
+    """
 
     def prepare(
         self,
@@ -50,7 +54,11 @@ class PromptEncoder(Protocol):
 
 
 class VideoDecoder(Protocol):
-    """Turns latents into pixels."""
+    """Turns latents into pixels.
+
+    For `doctor --deep` it may have a method `decode_plainly(latents) -> Tensor`: what `decode` gives, computed by the
+    stock class.
+    """
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of one video's latents. ValueError when the size cannot be encoded."""
@@ -170,6 +178,12 @@ class ModelFamily(ABC):
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         """The files it loads."""
         return []
+
+    def cache(self, model: ModelConfig) -> tuple[Path, float] | None:
+        """The folder in which it keeps what it computes from files and prompts, and the gigabytes (1e9 bytes) still to
+        be written there besides prompts. None where it keeps nothing. ValueError: the folder cannot be written to.
+        """
+        return None
 
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
         """What the weights say of themselves; nothing is loaded, converted or downloaded. None where nothing is said.

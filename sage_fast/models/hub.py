@@ -5,14 +5,17 @@ local cache. Nothing is downloaded here.
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them.
+    """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them;
+    `repository`: of the hub, where they come from one; `gigabytes`: 1e9 bytes that the command fetches, at most.
 
     Example: `Requirement(name="VideoAlign", where="models/VideoReward", missing=["model_config.json"], fetch="hf ...")`
     """
@@ -21,6 +24,8 @@ class Requirement:
     where: str
     missing: list[str]
     fetch: str
+    repository: str | None = None
+    gigabytes: float = 0.0
 
     @property
     def absent(self) -> bool:
@@ -28,20 +33,44 @@ class Requirement:
         return local_folder(self.where) is None
 
 
-def require(name: str, path: str, patterns: Sequence[str], repository: str, include: str = "") -> Requirement:
+def download_folder(requirement: Requirement) -> Path:
+    """Where the command of a requirement puts the files: the hub's cache, or the folder that is named."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    where = requirement.where
+    return Path(HF_HUB_CACHE) if is_repository(where) and not Path(where).is_dir() else Path(where).expanduser()
+
+
+def fetch_command(repository: str, *include: str, folder: str | Path | None = None) -> str:
+    """The command that downloads a repository, or what matches the patterns `include`, to a folder or the hub's cache.
+
+    Every pattern has an `--include` of its own: the hub's command takes a second one behind it for a file's name.
+
+    Example: `fetch_command("a/b", "*.json")` is `"hf download a/b --include '*.json'"`.
+    """
+    chosen = [word for pattern in include for word in ("--include", pattern)]
+    target = [] if folder is None else ["--local-dir", str(folder)]
+    return shlex.join(["hf", "download", repository, *chosen, *target])
+
+
+def require(
+    name: str, path: str, patterns: Sequence[str], repository: str, *include: str, gigabytes: float = 0.0
+) -> Requirement:
     """A requirement that one repository of the hub fulfils.
 
     Args:
         path: a folder, or the id of the repository or of another one like it.
         patterns: glob patterns of its files; `a|b` is matched by either.
         repository: where the files come from when `path` is a folder.
-        include: options of `hf download` that fetch less than everything.
+        include: glob patterns of what is downloaded; none are everything.
+        gigabytes: 1e9 bytes of that, at most.
     """
+    missing = missing_files(local_folder(path), patterns)
     if is_repository(path) and not Path(path).is_dir():
-        fetch = f"hf download {path}{include}"
+        fetch, repository = fetch_command(path, *include), path
     else:
-        fetch = f"hf download {repository}{include} --local-dir {path}"
-    return Requirement(name=name, where=path, missing=missing_files(local_folder(path), patterns), fetch=fetch)
+        fetch = fetch_command(repository, *include, folder=path)
+    return Requirement(name=name, where=path, missing=missing, fetch=fetch, repository=repository, gigabytes=gigabytes)
 
 
 def missing_files(folder: Path | None, patterns: Sequence[str]) -> list[str]:
@@ -72,7 +101,7 @@ def is_repository(path: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).parent.is_dir()
 
 
-def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
+def checkpoint_folder(path: str, key: str, *include: str) -> Path:
     """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
 
     Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
@@ -80,7 +109,7 @@ def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
     Args:
         path: folder or hub id.
         key: the config key it comes from.
-        files: options of `hf download` that fetch less than everything.
+        include: glob patterns of what has to be downloaded; none are everything.
 
     Raises:
         OSError: there is none; the message says how to fetch it.
@@ -97,9 +126,40 @@ def checkpoint_folder(path: str, key: str, files: str = "") -> Path:
         raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
     except LocalEntryNotFoundError as error:
         raise OSError(
-            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with `hf download {path}{files}`, or "
-            f"set {key} to a folder that holds it."
+            f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with "
+            f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds it."
         ) from error
+
+
+def downloaded_files(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """What the record of a download says: the revision, and the SHA-256 of the large files by relative name.
+
+    The hub's cache links a large file to one that is named by its hash; a folder of `--local-dir` keeps a record beside
+    its files. Both hold what the hub said, and not what arrived.
+    """
+    found = {str(file.relative_to(folder)): file.resolve().name for file in folder.rglob("*") if file.is_symlink()}
+    revisions = [folder.name] if found else []
+    records = folder / ".cache" / "huggingface" / "download"
+    for record in records.rglob("*.metadata"):
+        revision, digest, *_ = record.read_text(encoding="utf-8").split()
+        found[str(record.relative_to(records).with_suffix(""))] = digest
+        revisions.append(revision)
+    hashes = {file: digest for file, digest in found.items() if re.fullmatch("[0-9a-f]{64}", digest)}
+    return next(iter(revisions), None), hashes
+
+
+def published_hashes(repository: str, revision: str | None = None) -> dict[str, str]:
+    """SHA-256 of a repository's large files, as the hub says now; empty where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The first base is the error of the HTTP library, whichever this release of the hub's client uses.
+    unreachable: Any = (OSError, *HfHubHTTPError.__bases__)
+    try:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=10)
+    except unreachable:
+        return {}
+    return {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs is not None}
 
 
 def stored_bytes(path: str) -> int:

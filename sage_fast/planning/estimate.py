@@ -6,18 +6,22 @@ plan.memory.peak, plan.seconds_per_video
 
 import importlib
 import importlib.util
+import logging
 import math
 import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 
+import torch
+
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
@@ -25,6 +29,8 @@ from sage_fast.planning.devices import CONVOLUTION_SHARE, Device
 from sage_fast.planning.layout import Layout, plan_layout
 from sage_fast.planning.memory import (
     CUDA_RUNTIME,
+    FRAGMENTATION,
+    GB,
     Calls,
     Memory,
     loading_memory,
@@ -37,6 +43,11 @@ from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_w
 from sage_fast.planning.work import Visits, Work, forward_work, visits
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
+
+logger = logging.getLogger(__name__)
+
+SAFE_SHARE = 0.92
+"""Share of a GPU's memory up to which an estimate counts as safe."""
 
 HOST_LINK = 50e9
 """Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""
@@ -148,6 +159,9 @@ def make_memory_plan(
         memory_gb: 1e9 bytes that the device has; it decides whether gathered weights stay.
         limit_gb: 1e9 bytes that may be used; None is all of them.
 
+    Returns:
+        The plan. Its `config` has a number for `model.decode_memory_gib: auto` where a whole video fits.
+
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
@@ -164,9 +178,9 @@ def make_memory_plan(
         raise ConfigError(str(error)) from error
     gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
     sizes = weight_sizes(config) if sizes is None else sizes
-    memory = plan_memory(
-        config,
-        description,
+    planned = partial(
+        plan_memory,
+        description=description,
         on_gpu=on_gpu,
         calls=calls,
         weights=weights,
@@ -175,6 +189,16 @@ def make_memory_plan(
         layout=layout,
         gathered=gathered,
     )
+    memory = planned(config)
+    if on_gpu and config.model.decode_memory_gib == "auto":
+        whole = replace(config.model, decode_memory_gib=None)
+        needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
+        decode = memory.phases["decode"]  # with what `auto` is without a plan
+        room = SAFE_SHARE * (memory_gb if limit_gb is None else limit_gb) * GB
+        if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
+            model = replace(config.model, decode_memory_gib=float(math.ceil(needed / 2**30)))
+            config = replace(config, model=model)
+            memory = planned(config)
     return MemoryPlan(
         config=config,
         description=description,
@@ -189,6 +213,25 @@ def make_memory_plan(
         if on_gpu
         else None,
     )
+
+
+def settle_decoding(config: RunConfig) -> RunConfig:
+    """With the memory for decoding that the plan has room for on this process's GPU, in place of `auto`.
+
+    It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
+    and the run after it has been resumed, decodes alike.
+    """
+    device = rank_device(config.model.device)
+    if config.model.decode_memory_gib != "auto" or device.type != "cuda":
+        return config
+    memory_gb = torch.cuda.get_device_properties(device).total_memory / GB
+    try:
+        settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=memory_gb).config
+    except ConfigError:
+        return config  # what cannot be planned is decoded as without a plan
+    limit = settled.model.decode_limit_gib
+    logger.info("model.decode_memory_gib auto: %s", "in tiles" if settled is config else f"whole, in {limit:g} GiB")
+    return settled
 
 
 def make_plan(
@@ -226,7 +269,7 @@ def make_plan(
         description=description,
         sizes=sizes,
     )
-    description, layout, weights, calls = held.description, held.layout, held.weights, held.calls
+    config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
     visited = visits(config)
     decoding = description.decoding(held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
     decode_flops = description.decode_flops(held.latent, decoding.tiled)

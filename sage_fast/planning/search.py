@@ -94,7 +94,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
         yield "distributed.keep_gathered", "never"
     if config.evaluation.every and config.evaluation.batch_size > 1:
         yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
-    if not plan.tiled and (model.decode_memory_gib is None or model.decode_memory_gib > 8):
+    if not plan.tiled and (model.decode_limit_gib is None or model.decode_limit_gib > 8):
         yield "model.decode_memory_gib", 8.0
     if model.forward == "fused" and plan.device.link:
         if config.training.mode == "lora" and model.adaln != "offload":

@@ -25,6 +25,7 @@ CLIP_L14 = "openai/clip-vit-large-patch14"
 PICK_SCORE = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """Where the model card of PickScore_v1 takes tokenizer and preprocessing from."""
+PROCESSOR_FILES = ("*.json", "*.txt")
 
 PREPROCESSING, TOKENIZER, WEIGHTS = "preprocessor_config.json", "tokenizer_config.json", "*.safetensors|*.bin"
 # PIL's numbers of the two filters that torch computes as PIL does.
@@ -138,7 +139,7 @@ class ClipSimilarity:
         weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path")
         if processor != path:
             # Its weights are not needed.
-            folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", ' --include "*.json"')
+            folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
         if not (folder / PREPROCESSING).is_file():
             raise OSError(f"{processor!r} has no {PREPROCESSING}. Copy that file of the checkpoint there too.")
         self.preprocess = FramePreprocessing.from_config(json.loads((folder / PREPROCESSING).read_text("utf-8")))
@@ -298,12 +299,12 @@ class PickScore:
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         path = str(options.get("path", PICK_SCORE))
-        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE)
+        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, gigabytes=8.0)
         processor = str(options.get("processor") or _processor_of(path))
         if options.get("processor") is None and processor == path:
             return [model]
-        include = " --include '*.json' '*.txt'"
-        return [model, require("PickScore's processor", processor, [PREPROCESSING, TOKENIZER], PROCESSOR, include)]
+        files = [PREPROCESSING, TOKENIZER]
+        return [model, require("PickScore's processor", processor, files, PROCESSOR, *PROCESSOR_FILES)]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:

@@ -29,9 +29,9 @@ from sage_fast.models.family import (
     model_family,
     shift_difference,
 )
-from sage_fast.models.hub import Requirement
+from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import host_memory
-from sage_fast.planning.estimate import MemoryPlan, checkpoint_bytes, make_memory_plan
+from sage_fast.planning.estimate import SAFE_SHARE, MemoryPlan, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import loading_text, summary
 from sage_fast.planning.weights import count_weights
@@ -41,9 +41,6 @@ from sage_fast.tools.machine import Check, Status, hardware, software, version_o
 
 LARGE_WIDTH = 1024
 """Width from which a model is too large for a CPU."""
-
-MEMORY_MARGIN = 0.92
-"""Share of a GPU's memory up to which an estimate counts as safe."""
 
 
 def examine(config: RunConfig | None) -> list[Check]:
@@ -55,8 +52,8 @@ def examine(config: RunConfig | None) -> list[Check]:
 
 
 def can_run(checks: Sequence[Check]) -> bool:
-    """Whether nothing is missing."""
-    return all(check.status != "missing" for check in checks)
+    """Whether nothing is missing, and nothing has failed."""
+    return all(check.status not in ("missing", "failed") for check in checks)
 
 
 def to_json(checks: Sequence[Check]) -> dict[str, Any]:
@@ -78,11 +75,14 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
         if check.fix:
             lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
     missing = sum(check.status == "missing" for check in checks)
+    failed = sum(check.status == "failed" for check in checks)
     warnings = sum(check.status == "warning" for check in checks)
     what = "This configuration" if config_given else "This machine"
     verdict = f"{what} {'can run.' if config_given else 'is ready.'}"
     if missing:
         verdict = f"{what} {'cannot run' if config_given else 'is not ready'}: see the {missing} marked missing."
+    elif failed:
+        verdict = f"{what} does not do what it should: see the {failed} marked failed."
     if warnings:
         verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
     return "\n".join([*lines, "", verdict])
@@ -268,15 +268,22 @@ def _existing(path: Path) -> Path:
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    with suppress(ConfigError):  # `_settings` says so of a family or a reward that cannot be imported
+    yield from map(_file, needed_files(config))
+    with suppress(ConfigError):
         family = model_family(config.model.family)
-        model = family.requirements(config.model)
-        yield from map(_file, model)
-        if not any(requirement.missing for requirement in model):
+        if not any(requirement.missing for requirement in family.requirements(config.model)):
             yield from _weights(config, family)
+
+
+def needed_files(config: RunConfig) -> list[Requirement]:
+    """The files of the model and of every reward. Of what cannot be imported, `_settings` says so."""
+    needed: list[Requirement] = []
+    with suppress(ConfigError):
+        needed += model_family(config.model.family).requirements(config.model)
     for name in config.reward.rewards:
         with suppress(ConfigError):
-            yield from map(_file, reward_requirements(name, config.reward.options.get(name, {})))
+            needed += reward_requirements(name, config.reward.options.get(name, {}))
+    return needed
 
 
 def _file(requirement: Requirement) -> Check:
@@ -355,7 +362,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     status: Status = "ok"
     if peak > available:
         status = "missing"
-    elif peak > MEMORY_MARGIN * available:
+    elif peak > SAFE_SHARE * available:
         status = "warning"
     fix = ""
     if status != "ok":
@@ -365,7 +372,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         if size >= 0.05:
             yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
     if plan.loading is not None and (host := host_memory()) is not None:
-        enough = sum(plan.loading.values()) < MEMORY_MARGIN * host
+        enough = sum(plan.loading.values()) < SAFE_SHARE * host
         yield Check(
             section="memory (estimate)",
             name="CPU memory while loading",
@@ -404,10 +411,11 @@ def _save_memory(config: RunConfig) -> str:
 
 
 def _disk(config: RunConfig) -> Iterator[Check]:
+    yield from _downloads(config)
     description = _description(config)
     if description is None:
         return
-    free = shutil.disk_usage(_existing(Path(config.output_dir))).free
+    yield from _cache(config, description)
     section = config.checkpoint
     # One more than is kept: the new one is written before the oldest goes.
     count = section.keep_last + 1 + (config.evaluation.every > 0)
@@ -416,10 +424,45 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         count += config.training.num_updates // section.keep_every
         fix = "a larger --checkpoint.keep_every, or --output_dir on a larger disk"
     needed = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
-    yield Check(
-        section="disk",
-        name="checkpoints",
-        status="ok" if needed < 0.9 * free else "missing",
-        detail=f"about {needed / 1e9:.1f} GB for {count} of them, {free / 1e9:.0f} GB free",
-        fix="" if needed < 0.9 * free else fix,
+    yield _space("checkpoints", Path(config.output_dir), needed, f"for {count} of them", fix)
+
+
+def _space(name: str, folder: Path, needed: float, what: str, fix: str) -> Check:
+    """Whether a disk has room for so many bytes."""
+    free = shutil.disk_usage(_existing(folder)).free
+    enough = needed < 0.9 * free
+    detail = f"about {needed / 1e9:.1f} GB {what}, {free / 1e9:.0f} GB free"
+    return Check(
+        section="disk", name=name, status="ok" if enough else "missing", detail=detail, fix="" if enough else fix
     )
+
+
+def _downloads(config: RunConfig) -> Iterator[Check]:
+    """Room for what has to be fetched, in every folder that it goes to."""
+    sizes: dict[Path, float] = {}
+    for requirement in needed_files(config):
+        if requirement.missing:
+            folder = download_folder(requirement)
+            sizes[folder] = sizes.get(folder, 0.0) + requirement.gigabytes
+    for folder, size in sizes.items():
+        fix = "set HF_HOME to a larger disk, or give the commands above a --local-dir there"
+        yield _space("downloads", folder, size * 1e9, f"at most into {folder}", fix)
+
+
+def _cache(config: RunConfig, description: ModelDescription) -> Iterator[Check]:
+    """Room for encoded prompts and converted weights, and whether they can be written."""
+    name, fix = "model.cache_dir", "--model.cache_dir=FOLDER on a larger disk that you may write to"
+    try:
+        cache = model_family(config.model.family).cache(config.model)
+    except ValueError as error:
+        yield Check(section="disk", name=name, status="missing", detail=str(error), fix=fix)
+        return
+    texts: set[str] = set()
+    with suppress(ConfigError):  # `_settings` says so
+        texts = {prompt.text for prompts in load_prompts(config) for prompt in prompts}
+    if cache is None:
+        return
+    folder, converted = cache
+    width = description.transformer.get("text_embed_dim", 0)
+    needed = converted * 1e9 + 2.0 * len(texts) * description.text_tokens * width
+    yield _space(name, folder, needed, f"for {len(texts)} prompts{' and converted weights' if converted else ''}", fix)

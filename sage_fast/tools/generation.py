@@ -102,9 +102,9 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         video = config.video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
-        encoder = components.prompt_encoder
-        encoder.prepare(["", *(p.text for p in prompts)])
-        unconditional = encoder.encode([""])[0].to(device)
+        encoder, negative = components.prompt_encoder, config.rollout.negative_prompt
+        encoder.prepare([negative, *(p.text for p in prompts)])
+        unconditional = encoder.encode([negative])[0].to(device)
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
         transformer = components.transformer.to(device).requires_grad_(False)
@@ -202,6 +202,7 @@ def generate(
 def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
     """What decides how a video looks, beside its prompt and number."""
     config = generator.config
+    negative = config.rollout.negative_prompt
     return {
         "family": config.model.family,
         "path": config.model.path,
@@ -216,6 +217,9 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
         "video": asdict(config.video),
+        # Left out where they are as they have always been: videos made before are still known.
+        **({"negative_prompt": negative} if negative else {}),
+        **({"text_encoder_dtype": encoder} if (encoder := config.model.text_encoder_dtype) != "auto" else {}),
     }
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,7 +14,7 @@ import torch
 from sage_fast import __version__
 from sage_fast.planning.devices import host_memory
 
-Status = Literal["ok", "info", "warning", "missing"]
+Status = Literal["ok", "info", "warning", "missing", "failed"]
 
 REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "av")
 OPTIONAL = {
@@ -28,10 +29,15 @@ OPTIONAL = {
 }
 """Package -> what it is for."""
 
+OPEN_FILES = 4096
+"""Open files that a process of a large run may want; shells often start with 1,024."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One finding. `fix`: what to do, for anything that is not ok. `missing` means: the configuration cannot run.
+    """One finding. `fix`: what to do, for anything that is not ok.
+
+    status: `missing` means that the configuration cannot run, `failed` that it has run, and not as it should.
 
     Example: `Check(section="files", name="VideoAlign", status="missing", detail="...", fix="hf download ...")`
     """
@@ -125,6 +131,7 @@ def hardware() -> Iterator[Check]:
         status="ok",
         detail=f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB of memory" if memory else ""),
     )
+    yield _open_files()
     devices = list(_nvidia_devices())
     yield from devices
     if torch.cuda.is_available():
@@ -144,6 +151,19 @@ def hardware() -> Iterator[Check]:
         )
     else:
         yield Check(section=section, name="cuda", status="info", detail="none; configs/toy_cpu.yaml trains on the CPU")
+
+
+def _open_files() -> Check:
+    """The limit of open files: sockets to other ranks, mapped weights, and tensors on their way to a reward process."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = limit == resource.RLIM_INFINITY or limit >= OPEN_FILES
+    return Check(
+        section="hardware",
+        name="open files",
+        status="ok" if enough else "warning",
+        detail=f"limit {'none' if limit == resource.RLIM_INFINITY else limit}",
+        fix="" if enough else f"ulimit -n {OPEN_FILES}" + (", by an administrator" if 0 <= most < OPEN_FILES else ""),
+    )
 
 
 def _nvidia_devices() -> Iterator[Check]:

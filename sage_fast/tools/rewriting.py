@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.models.hub import fetch_command
 from sage_fast.records import Prompt
 
 INSTRUCTION = """\
@@ -44,7 +45,7 @@ class Rewriter:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--model {model!r} cannot be loaded: {str(error).splitlines()[0]} Give the folder of a chat model, or "
-                f"fetch it first: hf download {model}"
+                f"fetch it first: {fetch_command(model)}"
             ) from error
         if self.tokenizer.chat_template is None:
             raise ConfigError(f"--model {model!r} has no chat template. Give an instruction-tuned model.")

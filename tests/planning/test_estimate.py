@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
+from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
-from sage_fast.planning.estimate import Plan, make_plan
+from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_decoding
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.memory import PROCESS, _call, loading_memory
 from sage_fast.planning.search import options
@@ -435,3 +437,32 @@ def test_the_page_names_tests_that_exist() -> None:
     names = set(re.findall(r"`(test_\w+)`", page))
     assert len(names) >= 6
     assert names <= {name for name in globals() if name.startswith("test_")}
+
+
+@pytest.mark.parametrize(
+    ("preset", "memory_gb", "tiled"),
+    [("hv15_352x624_lora_1gpu", 80, False), ("hv15_480p_lora_1gpu", 80, True), ("hv15_480p_lora_1gpu", 141, False)],
+)
+def test_a_video_is_decoded_whole_where_that_fits(preset: str, memory_gb: float, tiled: bool) -> None:
+    config = load_config(ROOT / f"configs/{preset}.yaml")
+    plan = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=memory_gb, sizes={})
+    settled = plan.config.model
+    latent, on_gpu = plan.latent, True
+    assert plan.description.decoding(latent, 1, settled, on_gpu).tiled == tiled
+    assert (settled.decode_memory_gib == "auto") == tiled and plan.fits
+    # One GB less than a whole video needs is not enough.
+    if not tiled:
+        decode = plan.memory.total("decode") / SAFE_SHARE / 1e9
+        less = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=decode - 1, sizes={})
+        assert less.config.model.decode_memory_gib == "auto"
+
+
+def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"])
+    assert settle_decoding(config) is config
+    monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))
+    properties: Any = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert settle_decoding(config).model.decode_memory_gib == 34
+    given = replace(config, model=replace(config.model, decode_memory_gib=8.0))
+    assert settle_decoding(given) is given

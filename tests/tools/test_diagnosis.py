@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -23,10 +24,12 @@ from sage_fast.planning.estimate import make_memory_plan
 from sage_fast.planning.text import summary
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import reward_requirements
+from sage_fast.rewards.clip import PROCESSOR
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools import machine
 from sage_fast.tools.diagnosis import can_run, examine, to_text
 from sage_fast.tools.machine import Check
+from tests.commands.programs import check_command
 from tests.tiny.checkpoints import build_pipeline, copy_tree, save_diffusers_layout, save_official_layout
 
 MakeRun = Callable[..., RunConfig]
@@ -179,13 +182,15 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
         needed = [*needed, *reward_requirements(name, config.reward.options.get(name, {}))]
     found = {r.name: r for r in needed}
     assert all(r.missing for r in found.values())
+    for requirement in found.values():
+        check_command(requirement.fetch)
     assert {name: r.fetch for name, r in found.items()} == {
         "HunyuanVideo-1.5": "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "VideoAlign": "hf download KwaiVGI/VideoReward --local-dir models/VideoReward",
         "VideoAlign's base model": "hf download Qwen/Qwen2-VL-2B-Instruct",
         "CLIPScore": "hf download openai/clip-vit-large-patch14 --local-dir models/clip",
         "PickScore": "hf download yuvalkirstain/PickScore_v1",
-        "PickScore's processor": "hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K --include '*.json' '*.txt'",
+        "PickScore's processor": f"hf download {PROCESSOR} --include '*.json' --include '*.txt'",
     }
 
 
@@ -292,8 +297,14 @@ def test_the_official_layout_needs_encoders_from_elsewhere(tmp_path: Path) -> No
     (tmp_path / "ckpts/transformer/480p_t2v").mkdir(parents=True)
     (tmp_path / "ckpts/transformer/480p_t2v/config.json").write_text("{}")
     found = {r.name: r for r in hunyuan15_requirements(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}").model)}
+    root = tmp_path / "ckpts"
+    assert found["HunyuanVideo-1.5"].fetch == (
+        f"hf download tencent/HunyuanVideo-1.5 --include 'transformer/480p_t2v/*' --include 'vae/*' --local-dir {root}"
+    )
     assert found["text encoder"].fetch.startswith("hf download Qwen/Qwen2.5-VL-7B-Instruct")
     assert found["glyph encoder"].fetch.startswith("modelscope download")
+    for requirement in found.values():
+        check_command(requirement.fetch)
     assert found["HunyuanVideo-1.5"].missing[0].startswith("transformer/")
 
 
@@ -310,6 +321,55 @@ def test_a_repository_and_a_folder_to_be_are_told_apart(
 
 
 # ------------------------------------------------------------------------------------------ memory, disk
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
+    usage: Any = SimpleNamespace(free=gigabytes * 1e9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
+
+
+@pytest.mark.parametrize(("gigabytes", "status"), [(300, "ok"), (50, "missing")])
+def test_what_has_to_be_fetched_needs_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
+) -> None:
+    free_space(monkeypatch, gigabytes)
+    config = preset(tmp_path, f"--reward.options.videoalign.path={tmp_path / 'VideoReward'}")
+    checks = {c.detail.split("into ")[-1].split(",")[0]: c for c in doctor._downloads(config)}
+    cache = checks[huggingface_hub.constants.HF_HUB_CACHE]
+    assert cache.status == status and "about 57.9 GB" in cache.detail  # the model, and Qwen2-VL in case it is needed
+    assert checks[str(tmp_path / "VideoReward")].status == "ok"
+
+
+def test_the_cache_needs_room_for_prompts_and_converted_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_space(monkeypatch, 30)
+    save_official_layout(tmp_path / "ckpts", build_pipeline())
+    official = preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}")
+    found = by_name(list(doctor._disk(official)))["model.cache_dir"]
+    assert found.status == "missing" and "536 prompts and converted weights" in found.detail
+    written = by_name(list(doctor._disk(preset(tmp_path, "--model.cache_dir=/dev/null/cache"))))["model.cache_dir"]
+    assert written.status == "missing" and "cannot be created" in written.detail
+    # 536 texts of 250 tokens, 3,584 numbers each, in 16 bits.
+    plain = by_name(list(doctor._disk(preset(tmp_path, f"--model.cache_dir={tmp_path}"))))["model.cache_dir"]
+    assert plain.status == "ok" and plain.detail.startswith("about 1.0 GB for 536 prompts, 30 GB free")
+
+
+@pytest.mark.parametrize(("limit", "status"), [(1024, "warning"), (65536, "ok"), (-1, "ok")])
+def test_a_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int, status: str) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (limit, limit))
+    found = by_name(list(machine.hardware()))["open files"]
+    assert found.status == status and bool(found.fix) == (status == "warning")
+
+
+@pytest.mark.parametrize(("gigabytes", "status"), [(8, "missing"), (16, "ok")])
+def test_loading_needs_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
+) -> None:
+    """A GPU's part of the transformer never lies in CPU memory whole: the process and the reward's weights count."""
+    on_gpu(monkeypatch, 80)
+    monkeypatch.setattr(doctor, "host_memory", lambda: int(gigabytes * 1e9))
+    assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory while loading"].status == status
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:

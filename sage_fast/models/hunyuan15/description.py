@@ -59,8 +59,8 @@ def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelCon
     # `decode_bytes` counts in the autoencoder's type, which is float32 on the meta device.
     whole = decode_bytes(decoder.vae, size) * (0.5 if half else 1.0)
     together, tile = 1, whole
-    if model.decode_memory_gib is not None:
-        together = min(videos, int(model.decode_memory_gib * 2**30 / whole))
+    if model.decode_limit_gib is not None:
+        together = min(videos, int(model.decode_limit_gib * 2**30 / whole))
         rows = min(size[1], decoder.vae.tile_latent_min_height)
         columns = min(size[2], decoder.vae.tile_latent_min_width)
         tile = whole * rows * columns / (size[1] * size[2])

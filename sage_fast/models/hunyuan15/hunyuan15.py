@@ -10,7 +10,11 @@ from torch import Tensor
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement
-from sage_fast.models.hunyuan15.requirements import DEFAULT_REPOSITORY, hunyuan15_requirements
+from sage_fast.models.hunyuan15.requirements import (
+    DEFAULT_REPOSITORY,
+    converted_gigabytes,
+    hunyuan15_requirements,
+)
 
 PIPELINES = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{variant}"
 """Published pipelines in diffusers' layout."""
@@ -31,6 +35,12 @@ class HunyuanVideo15(ModelFamily):
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         return hunyuan15_requirements(model)
+
+    def cache(self, model: ModelConfig) -> tuple[Path, float]:
+        from sage_fast.models.hunyuan15.loading import cache_folder
+
+        folder = cache_folder(model)
+        return folder, 0.0 if (folder / "converted").is_dir() else converted_gigabytes(model)
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         from sage_fast.models.hunyuan15.loading import find_model

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
+from sage_fast.models.hub import fetch_command
 from sage_fast.models.hunyuan15.official_layout import convert_glyph_encoder, convert_transformer, convert_vae
 from sage_fast.models.hunyuan15.requirements import (
     DEFAULT_REPOSITORY,
@@ -103,11 +104,12 @@ def load_components(model: ModelConfig) -> Components:
             glyph_encoder=files.glyph_encoder,
             glyph_tokenizer=files.glyph_tokenizer,
             cache=cache / "prompts",
+            dtype=model.text_encoder_dtype,
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
         video_decoder=VAEDecoder(
             _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
-            memory_gib=model.decode_memory_gib,
+            memory_gib=model.decode_limit_gib,
         ),
         guidance_distilled=found.guidance_distilled,
         shift=found.shift,
@@ -162,7 +164,7 @@ def find_model(model: ModelConfig, *, download: bool = True) -> PublishedModel:
         return _check_official(root, _choose_variant(root, variants, wanted))
     raise ValueError(
         f"model.path {path!r} has neither model_index.json (diffusers' layout) nor transformer/<variant>/config.json "
-        f"(the official ckpts folder). Get the weights with: {_command(DEFAULT_REPOSITORY, folder)}"
+        f"(the official ckpts folder). Get the weights with: {fetch_command(DEFAULT_REPOSITORY, folder=folder)}"
     )
 
 
@@ -201,7 +203,7 @@ def _download(repository: str, download: bool) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise ValueError(
             f"model.path is {repository!r}, which is no folder here and no repository of the form owner/name. Get the "
-            f"weights with: {_command(DEFAULT_REPOSITORY, Path(repository))}"
+            f"weights with: {fetch_command(DEFAULT_REPOSITORY, folder=repository)}"
         )
     patterns = [f"{part}/*" for part in (*_PARTS, "tokenizer", "tokenizer_2", "scheduler", "guider")]
     try:
@@ -212,7 +214,7 @@ def _download(repository: str, download: bool) -> Path:
         raise ValueError(
             f"model.path is {repository!r}, which is no folder here; as a repository of the Hugging Face hub it is "
             f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
-            f"hf download {repository}    Without one, set model.path to a folder that holds the weights."
+            f"{fetch_command(repository)}    Without one, set model.path to a folder that holds the weights."
         ) from error
 
 
@@ -224,9 +226,10 @@ def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
+    source = repository or likely_repository(root)
     for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        command = f"hf download {repository}" if repository else _command(likely_repository(root), root, f"{name}/*")
+        command = fetch_command(source) if repository else fetch_command(source, f"{name}/*", folder=root)
         _require(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
         if name in _PARTS:
             _require_weights(root / name, _PARTS[name], command)
@@ -267,7 +270,7 @@ def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
         if wanted not in variants:
             raise ValueError(
                 f"model.variant is {wanted!r}, but {root / 'transformer'} holds {', '.join(variants)}. Choose one of "
-                f"them, or run: {_command(OFFICIAL_REPOSITORY, root, f'transformer/{wanted}/*')}"
+                f"them, or run: {fetch_command(OFFICIAL_REPOSITORY, f'transformer/{wanted}/*', folder=root)}"
             )
         return wanted
     usable = [v for v in variants if re.fullmatch(r"\d+p_t2v(_distilled)?", v)]
@@ -282,11 +285,11 @@ def _check_official(root: Path, variant: str) -> PublishedModel:
     transformer = root / "transformer" / variant
     config = _read_json(transformer / "config.json")
     _refuse_official(transformer, config)
-    stem, vae = "diffusion_pytorch_model", _command(OFFICIAL_REPOSITORY, root, "vae/*")
-    _require_weights(transformer, stem, _command(OFFICIAL_REPOSITORY, root, f"transformer/{variant}/*"))
+    stem, vae = "diffusion_pytorch_model", fetch_command(OFFICIAL_REPOSITORY, "vae/*", folder=root)
+    _require_weights(transformer, stem, fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant}/*", folder=root))
     _require(root / "vae" / "config.json", vae)
     _require_weights(root / "vae", stem, vae)
-    for _, folder, files, command in official_encoders(root):
+    for _, _, folder, files, command in official_encoders(root):
         for file in files:
             if file == "*.safetensors":
                 _require_weights(folder, "model", command)
@@ -322,16 +325,11 @@ def _refuse_official(transformer: Path, config: dict[str, Any]) -> None:
 def _refuse(where: Path, why: str) -> None:
     raise ValueError(
         f"These weights cannot be trained: {where} {why}. Use {SUPPORTED}, for example: "
-        f"hf download {DEFAULT_REPOSITORY}"
+        + fetch_command(DEFAULT_REPOSITORY)
     )
 
 
 # ---------------------------------------------------------------------------------------------- files
-
-
-def _command(repository: str, folder: Path, include: str | None = None) -> str:
-    chosen = f" --include '{include}'" if include else ""
-    return f"hf download {repository}{chosen} --local-dir {folder}"
 
 
 def _require(file: Path, command: str) -> None:

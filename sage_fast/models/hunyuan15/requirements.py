@@ -1,13 +1,25 @@
 """Which files of HunyuanVideo-1.5 are missing, and the command that fetches each. Nothing is loaded here."""
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.hub import Requirement, local_folder, missing_files, require
+from sage_fast.models.hub import Requirement, fetch_command, local_folder, missing_files, require
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 OFFICIAL_REPOSITORY = "tencent/HunyuanVideo-1.5"
+
+TRANSFORMER_GB, VAE_GB, LANGUAGE_MODEL_GB, QWEN_GB, GLYPH_GB = 33.3, 5.0, 14.2, 16.6, 0.9
+"""1e9 bytes of the parts, from their numbers of parameters: transformer, autoencoder and glyph encoder as in float32,
+which is the most that their files can be; Qwen2.5-VL's language model alone, and whole, in bfloat16."""
+
+
+def converted_gigabytes(model: ModelConfig) -> float:
+    """What the official layout still has to be converted to, at most; 0 for diffusers' layout."""
+    folder = model_folder(model.path) if model.path else None
+    return TRANSFORMER_GB + VAE_GB + GLYPH_GB if folder and any(folder.glob("transformer/*/config.json")) else 0.0
 
 
 def hunyuan15_requirements(model: ModelConfig) -> list[Requirement]:
@@ -22,9 +34,10 @@ def hunyuan15_requirements(model: ModelConfig) -> list[Requirement]:
         patterns += [f"{part}/config.json", f"{part}/*.safetensors"]
     patterns += ["tokenizer/tokenizer_config.json", "tokenizer_2/tokenizer_config.json"]
     repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
-    whole = require("HunyuanVideo-1.5", path, patterns, repository)
+    size = TRANSFORMER_GB + VAE_GB + LANGUAGE_MODEL_GB + GLYPH_GB
+    whole = require("HunyuanVideo-1.5", path, patterns, repository, gigabytes=size)
     shards = _missing_shards(folder) if folder is not None else []
-    return [Requirement(name=whole.name, where=path, missing=whole.missing + shards, fetch=whole.fetch)]
+    return [replace(whole, missing=whole.missing + shards)]
 
 
 def _missing_shards(folder: Path) -> list[str]:
@@ -43,19 +56,26 @@ def _official(root: Path, variant: str | None) -> list[Requirement]:
     """The official ckpts folder and the text encoders, which come from other repositories."""
     own = (
         "HunyuanVideo-1.5",
+        TRANSFORMER_GB + VAE_GB,
         root,
         [f"transformer/{variant or '*_t2v*'}/*.safetensors", "vae/config.json", "vae/*.safetensors"],
-        f"hf download {OFFICIAL_REPOSITORY} --include 'transformer/{variant or '480p_t2v'}/*' 'vae/*' "
-        f"--local-dir {root}",
+        fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant or '480p_t2v'}/*", "vae/*", folder=root),
     )
     return [
-        Requirement(name=name, where=str(folder), missing=missing_files(folder, patterns), fetch=fetch)
-        for name, folder, patterns, fetch in [own, *official_encoders(root)]
+        Requirement(
+            name=name,
+            where=str(folder),
+            missing=missing_files(folder, patterns),
+            fetch=fetch,
+            repository=fetch.split()[2] if fetch.startswith("hf ") else None,
+            gigabytes=size,
+        )
+        for name, size, folder, patterns, fetch in [own, *official_encoders(root)]
     ]
 
 
-def official_encoders(root: Path) -> list[tuple[str, Path, list[str], str]]:
-    """Name, folder, files and the command that fetches them, of each text encoder of an official ckpts folder."""
+def official_encoders(root: Path) -> list[tuple[str, float, Path, list[str], str]]:
+    """Name, gigabytes, folder, files and the command that fetches them, of each text encoder of an official folder."""
     text = root / "text_encoder"
     llm, small, glyph = text / "llm", text / "byt5-small", text / "Glyph-SDXL-v2"
     settings = ["config.json", "tokenizer_config.json"]
@@ -63,16 +83,18 @@ def official_encoders(root: Path) -> list[tuple[str, Path, list[str], str]]:
     return [
         (
             "text encoder",
+            QWEN_GB,
             llm,
             [*settings, "*.safetensors"],
-            f"hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir {llm}",
+            fetch_command("Qwen/Qwen2.5-VL-7B-Instruct", folder=llm),
         ),
-        ("ByT5", small, settings, f"hf download google/byt5-small --local-dir {small}"),
+        ("ByT5", 0.0, small, settings, fetch_command("google/byt5-small", "*.json", folder=small)),
         (
             "glyph encoder",
+            GLYPH_GB,
             glyph,
             colours,
-            f"modelscope download --model AI-ModelScope/Glyph-SDXL-v2 --local_dir {glyph}",
+            shlex.join(["modelscope", "download", "--model", "AI-ModelScope/Glyph-SDXL-v2", "--local_dir", str(glyph)]),
         ),
     ]
 

@@ -47,6 +47,8 @@ MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
 """Tokens beyond these are cut off, as in the stock pipeline."""
 
+_MARKER = "\x00prompt\x00"
+
 _TEMPLATE = {
     name: parameter.default
     for name, parameter in inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters.items()
@@ -64,10 +66,11 @@ class HunyuanPromptEncoder:
         glyph_encoder: folder of ByT5's encoder.
         glyph_tokenizer: folder of its tokenizer.
         cache: folder of the encoded prompts; created when missing.
+        dtype: of the language model, such as float16; `auto` is the one that its weights are stored in.
         device: where the encoders run.
         batch_size: prompts per forward pass.
 
-    The encoders compute in the data type that their weights are stored in.
+    The glyph encoder computes in the data type that its weights are stored in.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class HunyuanPromptEncoder:
         glyph_encoder: Path,
         glyph_tokenizer: Path,
         cache: Path,
+        dtype: str = "auto",
         device: torch.device | str = "cpu",
         batch_size: int = 8,
     ) -> None:
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
         self.glyph_encoder, self.glyph_tokenizer = glyph_encoder, glyph_tokenizer
         self.cache = cache
+        self.dtype = dtype
         self.device = device
         self.batch_size = batch_size
         self._identity: str | None = None
@@ -176,6 +181,27 @@ class HunyuanPromptEncoder:
         identities = world.gather((file.st_ino, file.st_mtime_ns, wanted))
         return [rank for rank, identity in enumerate(identities) if identity == identities[world.rank]]
 
+    @torch.no_grad()
+    def encode_plainly(self, text: str) -> Tensor:
+        """The text tokens (L, 3584) of one prompt: the conversation as it is, from where the prompt begins.
+
+        Neither padded nor read from the cache, and the system message is found rather than counted; what `encode` is
+        held against.
+        """
+        encoder, tokenizer = self._load_text_encoder()
+        try:
+            head, tail = self._conversation(tokenizer).split(_MARKER)
+            prefix, whole = (
+                tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids.to(self.device)
+                for part in (head, f"{head}{text or ' '}{tail}")
+            )
+            layers = encoder(input_ids=whole, output_hidden_states=True).hidden_states
+            states: Tensor = layers[-1 - _TEMPLATE["num_hidden_layers_to_skip"]][0, prefix.shape[1] :].cpu()
+            return states[:MAX_TEXT_TOKENS]
+        finally:
+            del encoder
+            self._release()
+
     @staticmethod
     def _warn_of_short_prompts(texts: Sequence[str]) -> None:
         # A prompt or two may be a trial, or the empty one of guidance.
@@ -200,7 +226,8 @@ class HunyuanPromptEncoder:
                 ]
                 for folder in folders
             ]
-            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files)])
+            chosen = [] if self.dtype == "auto" else [self.dtype]
+            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files), *chosen])
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
@@ -285,21 +312,22 @@ class HunyuanPromptEncoder:
         self._check_template(tokenizer)
         config = json.loads((self.text_encoder / "config.json").read_text(encoding="utf-8"))
         if config.get("model_type") == "qwen2_5_vl_text":
-            return self._load(Qwen2_5_VLTextModel, self.text_encoder), tokenizer
+            return self._load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype), tokenizer
         # The published Qwen2.5-VL: its vision tower and head are not needed.
-        return self._load(Qwen2_5_VLModel, self.text_encoder).language_model, tokenizer
+        return self._load(Qwen2_5_VLModel, self.text_encoder, self.dtype).language_model, tokenizer
 
-    def _load(self, model_class: Any, folder: Path) -> Any:
-        """A transformers model in the data type of its files, read straight to the device, ready for inference.
+    def _load(self, model_class: Any, folder: Path, dtype: str = "auto") -> Any:
+        """A transformers model, read straight to the device, ready for inference. ValueError when weights are missing.
 
-        ValueError when weights are missing.
+        Args:
+            dtype: `auto` is that of its files.
         """
         verbosity = transformers_logging.get_verbosity()
         # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
         transformers_logging.set_verbosity_error()
         try:
             model, info = model_class.from_pretrained(
-                folder, dtype="auto", device_map=self.device, local_files_only=True, output_loading_info=True
+                folder, dtype=dtype, device_map=self.device, local_files_only=True, output_loading_info=True
             )
         finally:
             transformers_logging.set_verbosity(verbosity)
@@ -310,17 +338,22 @@ class HunyuanPromptEncoder:
             )
         return model.eval().requires_grad_(False)
 
+    @staticmethod
+    def _conversation(tokenizer: Any) -> str:
+        """What the language model reads, with a marker in the prompt's place."""
+        messages = [
+            {"role": "system", "content": _TEMPLATE["system_message"]},
+            {"role": "user", "content": _MARKER},
+        ]
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
     def _check_template(self, tokenizer: Any) -> None:
         """ValueError unless the tokens that the pipeline crops are exactly those before the prompt.
 
         Another tokenizer or chat template would silently cut into the prompt, or leave a part of the system message.
         """
-        marker = "\x00prompt\x00"
-        message = [
-            {"role": "system", "content": _TEMPLATE["system_message"]},
-            {"role": "user", "content": marker},
-        ]
-        before = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split(marker)[0]
+        before = self._conversation(tokenizer).split(_MARKER)[0]
         count = len(tokenizer(before, add_special_tokens=False).input_ids)
         if count != _TEMPLATE["crop_start"]:
             raise ValueError(

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.video_processor import VideoProcessor
 from torch import Tensor
 
 from sage_fast.config.errors import DecodeError
@@ -106,6 +107,22 @@ class VAEDecoder:
             return torch.cat([_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
         finally:
             self._cached_mask.cache_clear()
+
+    @torch.no_grad()
+    def decode_plainly(self, latents: Tensor) -> Tensor:
+        """As `decode`, by the stock class with its own mask, whole. Slow; what `decode` is held against."""
+        vae = self.vae.to(latents.device)
+        vae.use_tiling = False
+        blocks = vae.decoder.mid_block.attentions
+        for block in blocks:
+            del block.prepare_causal_attention_mask
+        try:
+            pixels = vae.decode((latents / vae.config["scaling_factor"]).to(vae.dtype)).sample
+        finally:
+            for block in blocks:
+                block.prepare_causal_attention_mask = self._mask
+        video = VideoProcessor(vae_scale_factor=vae.spatial_compression_ratio).postprocess_video(pixels, "pt")
+        return (video * 255).round().to(torch.uint8).cpu()
 
     def _samples_at_once(self, latent_size: tuple[int, int, int]) -> int:
         """Samples that fit into the memory budget; 0 when one does not."""

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.hub import checkpoint_folder
+from sage_fast.models.hub import checkpoint_folder, fetch_command
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS
 
+REPOSITORY = "KwaiVGI/VideoReward"
 DEFAULT_BASE_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SCORES = ("VQ", "MQ", "TA")
 
-_FETCH_CHECKPOINT = "`hf download KwaiVGI/VideoReward --local-dir {}`"
-_FETCH_BASE_MODEL = f"`hf download {DEFAULT_BASE_MODEL} --local-dir FOLDER`"
+_FETCH_BASE_MODEL = f"`{fetch_command(DEFAULT_BASE_MODEL, folder='FOLDER')}`"
 
 # Settings that this reward assumes; a checkpoint with others was trained differently.
 _REQUIRED: tuple[tuple[str, str, object], ...] = (
@@ -70,7 +70,7 @@ class VideoAlignSettings:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing. The path of VideoAlign is the folder that holds model_config.json and "
-                f"checkpoint-*/; fetch it with {_FETCH_CHECKPOINT.format(folder)}."
+                f"checkpoint-*/; fetch it with {_fetch_checkpoint(folder)}."
             )
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ def _latest_step(folder: Path) -> Path:
     steps = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     if not steps:
         raise FileNotFoundError(
-            f"{folder} holds no checkpoint-* folder with weights. Fetch it with {_FETCH_CHECKPOINT.format(folder)}."
+            f"{folder} holds no checkpoint-* folder with weights. Fetch it with {_fetch_checkpoint(folder)}."
         )
     return max(steps, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
@@ -170,7 +170,7 @@ def _read_step(folder: Path, step: Path) -> dict[str, Tensor]:
         instead = "model.pth" if len(missing) == 2 else " and ".join(missing)
         raise FileNotFoundError(
             f"{step} lacks {instead}: its weights are model.pth, or adapter_model.safetensors with "
-            f"non_lora_state_dict.pth. Fetch it with {_FETCH_CHECKPOINT.format(folder)}."
+            f"non_lora_state_dict.pth. Fetch it with {_fetch_checkpoint(folder)}."
         )
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -190,10 +190,14 @@ def _read_pickled(path: Path, folder: Path) -> dict[str, Tensor]:
         raise ValueError(_damaged(path, folder)) from error
 
 
+def _fetch_checkpoint(folder: Path) -> str:
+    return f"`{fetch_command(REPOSITORY, folder=folder)}`"
+
+
 def _damaged(path: Path, folder: Path) -> str:
     return (
         f"{path} ({path.stat().st_size:,} bytes) cannot be read as weights. Is the download incomplete, or the file a "
-        f"Git LFS pointer? Fetch it again with {_FETCH_CHECKPOINT.format(folder)}."
+        f"Git LFS pointer? Fetch it again with {_fetch_checkpoint(folder)}."
     )
 
 

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.schema import VideoConfig
-from sage_fast.models.hub import Requirement, missing_files, require
+from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
 from sage_fast.rewards.base import RewardCosts, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
-from sage_fast.rewards.videoalign.checkpoint import DEFAULT_BASE_MODEL, SCORES, VideoAlignSettings, load_videoalign
+from sage_fast.rewards.videoalign.checkpoint import (
+    DEFAULT_BASE_MODEL,
+    REPOSITORY,
+    SCORES,
+    VideoAlignSettings,
+    load_videoalign,
+)
 from sage_fast.rewards.videoalign.positions import Rotary, round_frequencies, sequential_positions, vision_rotation
 from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
 
@@ -75,14 +81,16 @@ class VideoAlignReward:
             missing=missing_files(
                 folder, ["model_config.json", "checkpoint-*/model.pth|checkpoint-*/adapter_model.safetensors"]
             ),
-            fetch=f"hf download KwaiVGI/VideoReward --local-dir {path}",
+            fetch=fetch_command(REPOSITORY, folder=path),
+            repository=REPOSITORY,
+            gigabytes=5.0,
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
         full = any(folder.glob("checkpoint-*/model.pth"))
         # With model.pth only configuration and tokenizer of the base model are read.
         patterns = ["config.json", "tokenizer_config.json", *([] if full else ["*.safetensors"])]
-        include = " --include '*.json' '*.txt'" if full else ""
-        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, include)]
+        include, size = (["*.json", "*.txt"], 0.1) if full else ([], 4.5)
+        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include, gigabytes=size)]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
@@ -147,6 +155,16 @@ class VideoAlignReward:
                     f"VideoAlign cannot score the prompt {prompt!r}: it holds {', '.join(found)}, which the reward "
                     "model reads as a control token and not as text. Rewrite or remove the prompt."
                 )
+
+    def deviations(self) -> list[str]:
+        """See `Reward`."""
+        frequencies = self.model.get_submodule("language_model.rotary_emb").inv_freq
+        if self.rotary == "published" and torch.equal(frequencies, frequencies.to(self.dtype).to(frequencies.dtype)):
+            return []
+        return [
+            f"rotary frequencies are exact where the published model has them in {self.dtype}: other positions than "
+            "those of its training. Leave reward.options.videoalign.rotary out."
+        ]
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -50,9 +50,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     load = HunyuanPromptEncoder._load
 
-    def spy(self: HunyuanPromptEncoder, model_class: type, folder: Path) -> Any:
+    def spy(self: HunyuanPromptEncoder, model_class: type, *rest: Any) -> Any:
         names.append(model_class.__name__)
-        return load(self, model_class, folder)
+        return load(self, model_class, *rest)
 
     monkeypatch.setattr(HunyuanPromptEncoder, "_load", spy)
     return names
@@ -356,3 +356,13 @@ def test_twenty_thousand_prompts_stay_on_disk(diffusers_checkpoint: Path, tmp_pa
     ((growth, seconds),) = run_ranks(start_of_a_rollout, 1, *runs)
     assert growth < 100e6, growth
     assert seconds < 0.2, seconds
+
+
+def test_prompts_in_float16_are_kept_apart(encoder: HunyuanPromptEncoder, tmp_path: Path) -> None:
+    """As the official code encodes them, whatever the type of the files."""
+    half = encoder_of(encoder.text_encoder.parent, encoder.cache, dtype="float16")
+    (exact,), (rounded,) = encoder.encode([QUOTING]), half.encode([QUOTING])
+    assert rounded.text.dtype == torch.float16 and rounded.glyph.dtype == torch.float32
+    assert half.path_of(QUOTING) != encoder.path_of(QUOTING)
+    torch.testing.assert_close(rounded.text.float(), exact.text, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(half.encode_plainly(QUOTING), rounded.text, rtol=0.02, atol=0.02)

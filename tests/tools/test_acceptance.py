@@ -1,0 +1,229 @@
+"""`doctor --deep`: whole tiny models pass it, and every fault is found in the part that has it."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hub import downloaded_files
+from sage_fast.models.hunyuan15 import text_encoders
+from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.video_files import read_video_and_rate, write_video
+from sage_fast.policy import guidance
+from sage_fast.rewards.videoalign.reward import VideoAlignReward
+from sage_fast.tools import acceptance
+from sage_fast.tools.acceptance import examine_deeply, read_scores
+from sage_fast.tools.machine import Check
+from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
+from tests.tiny.checkpoints import build_pipeline, copy_tree, save_official_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+FPS = 8
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "published_hashes", lambda repository, revision: {})
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both layouts of a tiny model, VideoAlign, scores of its examples, and a prompt."""
+    root = tmp_path_factory.mktemp("world")
+    pipeline = build_pipeline()
+    pipeline.save_pretrained(root / "model")
+    pipeline.transformer.save_pretrained(root / "model/transformer", max_shard_size="60KB")
+    (root / "model/transformer/diffusion_pytorch_model.safetensors").unlink()
+    record_download(root / "model")
+    save_official_layout(root / "ckpts", pipeline)
+    checkpoint, base = build_attentive_videoalign(root / "rewards")
+    reward = VideoAlignReward(str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16")
+    rows = []
+    for number in range(2):
+        write_video(root / f"{number}.mp4", VIDEOS[number], FPS)
+        seen, rate = read_video_and_rate(root / f"{number}.mp4")
+        assert rate == FPS
+        scores = {name: float(value[0]) for name, value in reward.score(seen[None], [PROMPTS[number]]).items()}
+        rows.append({"video": f"{number}.mp4", "prompt": PROMPTS[number], "scores": scores})
+    (root / "scores.json").write_text(json.dumps({"videoalign": rows}))
+    (root / "prompts.txt").write_text('a red cat jumps over a sign that says "OPEN"\nrain\n')
+    return root
+
+
+def record_download(folder: Path) -> None:
+    """The record that `hf download --local-dir` keeps of the weights."""
+    for file in folder.rglob("*.safetensors"):
+        record = folder / ".cache/huggingface/download" / f"{file.relative_to(folder)}.metadata"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(f"{'0' * 40}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n1700000000.0\n")
+
+
+def words(world: Path, model: Path, *more: str) -> list[str]:
+    return [
+        str(ROOT / "configs/hv15_352x624_lora_1gpu.yaml"),
+        f"--output_dir={world / 'run'}",
+        f"--model.path={model}",
+        f"--model.cache_dir={world / 'cache'}",
+        "--model.device=cpu",
+        f"--data.prompts={world / 'prompts.txt'}",
+        f"--evaluation.prompts={world / 'prompts.txt'}",
+        "--evaluation.num_prompts=null",
+        "--video={num_frames: 9, height: 64, width: 64, fps: 8}",
+        f"--reward.options.videoalign={{path: {world}/rewards/videoalign_full_3, base_model: {world}/rewards/qwen2_vl, "
+        "device: cpu, dtype: bfloat16}",
+        *more,
+    ]
+
+
+def configure(world: Path, model: Path, *more: str) -> RunConfig:
+    file, *overrides = words(world, model, *more)
+    return load_config(file, overrides)
+
+
+def failed(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.detail for check in checks if check.status == "failed"}
+
+
+@pytest.mark.slow
+def test_a_whole_model_passes(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words(world, world / "model"), "--deep", "--scores", str(world / "scores.json")]) == 0
+    table = capsys.readouterr().out.partition("\ndeep\n")[2]
+    for part in (
+        "files: HunyuanVideo-1.5",
+        "reward videoalign: scores",
+        "reward videoalign: arithmetic",
+        *("schedule", "prompt", "velocity", "timesteps", "ratio", "update", "decode"),
+    ):
+        assert re.search(rf"^  ok +{re.escape(part)}  ", table, re.MULTILINE), part
+    assert "as the hub is not reachable" in table and not (world / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_official_layout_passes(world: Path) -> None:
+    checks = examine_deeply(configure(world, world / "ckpts"))
+    assert not failed(checks)
+    assert {"velocity", "prompt", "decode"} <= {check.name for check in checks if check.status == "ok"}
+
+
+Fault = Callable[[Path, pytest.MonkeyPatch], list[str]]
+"""Damages a copy of the model or the code; returns settings."""
+
+
+def shards(model: Path) -> list[Path]:
+    found = sorted((model / "transformer").glob("*.safetensors"))
+    assert len(found) >= 2
+    return found
+
+
+def swapped_shard(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    first, second, *_ = shards(model)
+    first.rename(model / "other")
+    second.rename(first)
+    (model / "other").rename(second)
+    return []
+
+
+def shard_of_another_model(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    shard = shards(model)[1]
+    save_file({name: tensor + 0.01 for name, tensor in load_file(shard).items()}, shard)
+    return []
+
+
+def wrong_shift(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["--rollout.shift=7"]
+
+
+def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    exact = guidance.model_velocity
+    patch.setattr(
+        guidance,
+        "model_velocity",
+        lambda transformer, latents, sigma, prompts: exact(transformer, latents, sigma.bfloat16().float(), prompts),
+    )
+    return []
+
+
+def wrong_crop(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    pipeline: Any = text_encoders.HunyuanVideo15Pipeline
+    patch.setattr(pipeline, "_get_mllm_prompt_embeds", partial(pipeline._get_mllm_prompt_embeds, crop_start=100))
+    return [f"--model.cache_dir={model / 'cache'}"]
+
+
+def exact_frequencies(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["--reward.options.videoalign.rotary=exact"]
+
+
+def other_positions(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    rope: Any = Acceleration.rope
+    patch.setattr(Acceleration, "rope", lambda self, latents: tuple(part.flip(0) for part in rope(self, latents)))
+    return []
+
+
+def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    decode: Any = VAEDecoder.decode
+    patch.setattr(VAEDecoder, "decode", lambda self, latents: decode(self, latents * 1.03682))
+    return []
+
+
+FAULTS: dict[Fault, tuple[set[str], str]] = {
+    swapped_shard: ({"files: HunyuanVideo-1.5"}, "00001-of-"),
+    shard_of_another_model: ({"files: HunyuanVideo-1.5"}, "00002-of-"),
+    wrong_shift: ({"schedule"}, "published with a shift of 5"),
+    rounded_timestep: ({"timesteps"}, "rounded"),
+    wrong_crop: ({"prompt"}, "8 more than"),
+    exact_frequencies: ({"reward videoalign: scores", "reward videoalign: arithmetic"}, "rotary"),
+    other_positions: ({"velocity"}, "relative error"),
+    undivided_latents: ({"decode"}, "levels from the stock decoder"),
+}
+"""The parts that must fail of each, all others passing, and what is said of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_in_its_part(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    model = copy_tree(world / "model", tmp_path / "model")
+    settings = fault(model, monkeypatch)
+    parts, said = FAULTS[fault]
+    found = failed(examine_deeply(configure(world, model, *settings), world / "scores.json"))
+    assert found.keys() == parts
+    assert said in " ".join(found.values())
+
+
+def test_scores_of_another_form_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    file.write_text('{"videoalign": [{"video": "a.mp4"}]}')
+    with pytest.raises(ConfigError, match=r"scores.json cannot be used.*prompt.*It is JSON of the form"):
+        read_scores(file)
+
+
+def test_scores_and_depth_belong_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--deep"]) == 2 and "--deep needs a configuration" in capsys.readouterr().err
+
+
+def test_a_download_is_known_by_its_record(tmp_path: Path) -> None:
+    """Of the hub's cache, where a large file is a link to its hash, and of --local-dir."""
+    digest, revision = "a" * 64, "b" * 40
+    snapshot = tmp_path / "models--a--b/snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--a--b/blobs").mkdir()
+    for name, blob in (("model.safetensors", digest), ("config.json", "c" * 40)):
+        (tmp_path / "models--a--b/blobs" / blob).write_text("")
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    assert downloaded_files(snapshot) == (revision, {"model.safetensors": digest})
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/w.safetensors").write_bytes(b"weights")
+    record_download(tmp_path / "local")
+    assert downloaded_files(tmp_path / "local") == ("0" * 40, {"w.safetensors": hashlib.sha256(b"weights").hexdigest()})

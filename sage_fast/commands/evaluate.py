@@ -41,7 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     weights.add_argument(
         "--checkpoint", default="auto", help="auto (newest of the run) or a checkpoint folder; default auto"
     )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' layout, such as `sage-fast export` writes")
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_prompt_arguments(parser)
     parser.add_argument(
         "--rewards",

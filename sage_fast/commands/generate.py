@@ -45,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="auto",
         help="auto (newest of the run), none (the base model), or a checkpoint folder; default auto",
     )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' layout, such as `sage-fast export` writes")
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_prompt_arguments(parser)
     parser.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
     parser.add_argument(

@@ -61,7 +61,7 @@ class Generator:
         )
 
     def use_adapter(self, path: Path) -> None:
-        """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
+        """Take over a LoRA adapter, see `read_adapter`. ConfigError when there is none or it does not fit."""
         self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
 
     def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:

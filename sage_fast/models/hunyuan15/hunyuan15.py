@@ -68,6 +68,9 @@ class HunyuanVideo15(ModelFamily):
             )
         return transformer, StoredWeights(folder)
 
+    def licence(self) -> tuple[str, str]:
+        return "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.
 

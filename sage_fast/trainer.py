@@ -134,8 +134,10 @@ class Trainer:
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         self.decoder = components.video_decoder
-        video = config.video
-        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+        self.latent_shape, self.evaluation_latent_shape = (
+            self.decoder.latent_shape(video.num_frames, video.height, video.width)
+            for video in (config.video, config.evaluation_video)
+        )
         # All prompts in one call: nothing later touches a text encoder. And before the transformer is on the GPU,
         # because there may not be room for both.
         texts = ["", *(prompt.text for prompt in prompts)]
@@ -405,13 +407,13 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
-        """Score one ODE sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
-        evaluation, rollout = self.config.evaluation, self.config.rollout
-        num_steps = evaluation.num_steps or rollout.num_steps
+        """Score one sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
+        config, evaluation = self.config, self.config.evaluation
+        sigmas = sigma_schedule(config.evaluation_steps, config.rollout.shift)
         sampling = EvaluationSampling(
             policy=self.policy,
-            table=transition_table("ode", sigma_schedule(num_steps, rollout.shift), 0.0),
-            latent_shape=self.latent_shape,
+            table=transition_table(evaluation.sampler, sigmas, config.evaluation_eta),
+            latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,
             device=self.device,

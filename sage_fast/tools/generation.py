@@ -77,10 +77,9 @@ class Generator:
         self.acceleration = choose_forward(transformer, self.config.model)
 
     def table(self, sampler: str) -> TransitionTable:
-        """The steps of a sampler with the evaluation's number of steps."""
-        rollout = self.config.rollout
-        num_steps = self.config.evaluation.num_steps or rollout.num_steps
-        return transition_table(sampler, sigma_schedule(num_steps, rollout.shift), rollout.eta)
+        """The steps of a sampler with the evaluation's number of steps and noise scale."""
+        sigmas = sigma_schedule(self.config.evaluation_steps, self.config.rollout.shift)
+        return transition_table(sampler, sigmas, self.config.evaluation_eta)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -97,7 +96,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
-        video = config.video
+        video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
         texts = ["", *(p.text for p in prompts)]
@@ -142,7 +141,7 @@ def generate(
     Args:
         output: folder; created when missing.
         weights: what the generator's weights are called in the record, such as the path of the checkpoint.
-        sampler: `ode`, or an SDE type, which uses the config's `rollout.eta`.
+        sampler: `ode`, or an SDE type, with the evaluation's noise scale.
         num_videos: videos per prompt, each from its own noise.
         overwrite: make every video anew.
 
@@ -201,12 +200,12 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
         "vae_dtype": config.model.vae_dtype,
         "weights": weights,
         "sampler": sampler,
-        "eta": config.rollout.eta if sampler != "ode" else 0.0,
+        "eta": config.evaluation_eta if sampler != "ode" else 0.0,
         "num_steps": table.num_steps,
         "shift": config.rollout.shift,
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
-        "video": asdict(config.video),
+        "video": asdict(config.evaluation_video),
     }
 
 

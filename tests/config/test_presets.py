@@ -52,7 +52,16 @@ ABLATED = {
     "dance_grpo": lambda c: c.rollout.sde_type == "dance_grpo" and not c.objective.equalizer,
     "flow_grpo": lambda c: c.rollout.sde_type == "flow_grpo" and c.objective.kl_mode == "fixed",
     "cps": lambda c: c.rollout.sde_type == "cps" and c.objective.logprob == "unnormalized",
+    "table2": lambda c: (
+        (c.evaluation_video.height, c.evaluation_video.width, c.video.height, c.video.width) == (480, 864, 352, 624)
+        and (c.evaluation_steps, c.evaluation.sampler, c.evaluation.num_prompts) == (40, "ode", None)
+        and c.reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+        and c.reward.rewards == ["videoalign", "clip_score", "pick_score"]
+        and "videoalign" in c.reward.options
+    ),
 }
+RECIPES = {"table2"}
+"""Files of a whole experiment, which change more than a few lines."""
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +174,9 @@ def test_every_ablation_changes_a_few_lines_of_every_preset(preset: Path) -> Non
     for ablation in ABLATIONS:
         config = load_config([preset, ablation])
         assert ABLATED[ablation.stem](config), ablation
-        assert len(set(plain) ^ set(dump_config(config).splitlines())) <= 8, ablation
+        assert len(set(plain) ^ set(dump_config(config).splitlines())) <= (20 if ablation.stem in RECIPES else 8), (
+            ablation
+        )
 
 
 def test_files_are_merged_left_to_right_and_the_command_line_goes_last(tmp_path: Path) -> None:

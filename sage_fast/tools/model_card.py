@@ -92,7 +92,7 @@ def _introduction(result: Export, config: RunConfig) -> list[str]:
     )
     what = "A LoRA adapter" if result.format == "lora" else "A whole transformer"
     weights = " + ".join(f"{w:g} {n}" for n, w in config.reward.weights.items() if w)
-    video, rollout, evaluation = config.video, config.rollout, config.evaluation
+    video, own, rollout = config.video, config.evaluation_video, config.rollout
     return [
         f"# {what} in the layout of {result.layout}",
         f"Written by SAGE-Fast {__version__} after {result.update} optimizer updates{average}.{merged}",
@@ -100,8 +100,8 @@ def _introduction(result: Export, config: RunConfig) -> list[str]:
         f"* prompts: {config.data.prompts}\n"
         f"* reward: {weights}, by {', '.join(config.reward.rewards)}\n"
         f"* videos: {video.num_frames} frames of {video.height}x{video.width}, shift {rollout.shift:g}, guidance "
-        f"{rollout.guidance_scale:g}, {rollout.num_steps} steps; evaluated with "
-        f"{evaluation.num_steps or rollout.num_steps} steps",
+        f"{rollout.guidance_scale:g}, {rollout.num_steps} steps; evaluated at {own.height}x{own.width} with "
+        f"{config.evaluation_steps} steps of {config.evaluation.sampler}",
         "## How to load it",
     ]
 

@@ -1,4 +1,4 @@
-"""Paired evaluation: the same prompts and initial noise, sampled by the ODE, before and after training."""
+"""Paired evaluation: the same prompts and the same noise, before and after training."""
 
 import json
 import math
@@ -26,12 +26,18 @@ from sage_fast.rollout import (
 )
 from sage_fast.sde import TransitionTable
 
+REWARD = "Reward"
+"""Name in tables of the weighted sum of the scores, which is what was trained on."""
+
+OVERALL = "Overall (VQ + MQ + TA)"
+"""Name in tables of the plain sum of these three, which papers report whatever was trained on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, the weighted overall. left_out: numbers, among all
+    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. left_out: numbers, among all
     P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
@@ -73,6 +79,12 @@ class Evaluation:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{path} is no complete evaluation: {error}") from error
+
+    def columns(self) -> dict[str, list[float]]:
+        """What tables show: the reward, the overall where its three scores are there, and every score."""
+        parts = [self.scores[name] for name in ("VQ", "MQ", "TA") if name in self.scores]
+        overall = {OVERALL: [sum(values) for values in zip(*parts, strict=True)]} if len(parts) == 3 else {}
+        return {REWARD: self.reward} | overall | self.scores
 
     def numbers(self) -> list[int]:
         """For each scored prompt, its number among all."""
@@ -192,9 +204,6 @@ ENOUGH_PROMPTS = 10
 """Fewest prompts for which a bootstrap interval is trusted. With fewer there are too few distinct resampled means: the
 interval of two prompts that both improve always excludes zero."""
 
-OVERALL = "Overall"
-"""Name in tables of the weighted sum of the scores, which is the reward that was trained on."""
-
 
 def compare(
     base: Evaluation,
@@ -211,12 +220,12 @@ def compare(
     percentile bootstrap; Efron 1979).
 
     Args:
-        weights: score name -> weight in the overall; these scores come first, in this order.
+        weights: score name -> weight in the reward; these scores come first, in this order.
         resamples: number of bootstrap samples.
         seed: of the resampling.
 
     Returns:
-        The overall, then one entry per score.
+        The reward, the overall where there is one, then one entry per score.
 
     Raises:
         ValueError: the evaluations differ in their prompts or scores, or have fewer than 2 prompts.
@@ -226,8 +235,11 @@ def compare(
         raise ValueError("The two evaluations are not of the same prompts and scores, so they cannot be paired.")
     if count < 2:
         raise ValueError(f"A paired comparison needs at least 2 prompts, got {count}.")
-    names = [n for n in weights if n in base.scores] + [n for n in base.scores if n not in weights]
-    columns = [(base.reward, trained.reward)] + [(base.scores[n], trained.scores[n]) for n in names]
+    before, after = base.columns(), trained.columns()
+    totals = [n for n in before if n not in base.scores]
+    weighed = [n for n in weights if n in base.scores]
+    names = [*totals, *weighed, *(n for n in base.scores if n not in weights)]
+    columns = [(before[n], after[n]) for n in names]
     # (P, 3 K): base, trained and difference of every score.
     values = torch.tensor(
         [[[b, a, a - b] for b, a in zip(*column, strict=True)] for column in columns], dtype=torch.float64
@@ -261,7 +273,7 @@ def compare(
             tie_rate=float((values[k, :, 2] == 0).double().mean()),
             count=count,
         )
-        for k, name in enumerate([OVERALL, *names])
+        for k, name in enumerate(names)
     ]
 
 
@@ -269,7 +281,7 @@ def compare(
 class EvaluationSampling:
     """How an evaluation samples its videos.
 
-    embed: conditioning of a prompt, on `device`. table: an `ode` table. latent_shape: (C, F, H, W). seed: of the noise.
+    embed: conditioning of a prompt, on `device`. table: of the sampler. latent_shape: (C, F, H, W). seed: of the noise.
     batch_size: videos that go through the model at once.
     """
 
@@ -354,14 +366,14 @@ def evaluate(
 
 
 def format_comparison(before: Evaluation, after: Evaluation) -> str:
-    """The paired test of the overall reward and of every score, as a small table."""
-    rows = [("reward", before.reward, after.reward)]
-    rows += [(name, before.scores[name], after.scores[name]) for name in sorted(before.scores)]
-    lines = [f"{'score':<18}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]
+    """The paired test of the reward, the overall and every score, as a small table."""
+    first, second = before.columns(), after.columns()
+    rows = [(name, first[name], second[name]) for name in first]
+    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]
     for name, b, a in rows:
         test = paired_test(b, a)
         lines.append(
-            f"{name:<18}{test.before:>10.4f}{test.after:>10.4f}{test.mean:>+12.4f}{test.stderr:>12.4f}"
+            f"{name:<24}{test.before:>10.4f}{test.after:>10.4f}{test.mean:>+12.4f}{test.stderr:>12.4f}"
             f"{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
         )
     return "\n".join(lines)

@@ -117,8 +117,11 @@ class Trainer:
 
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
-        self.decoder, video = components.video_decoder, config.video
-        self.latent_shape = self.decoder.latent_shape(video.num_frames, video.height, video.width)
+        self.decoder = components.video_decoder
+        self.latent_shape, self.evaluation_latent_shape = (
+            self.decoder.latent_shape(video.num_frames, video.height, video.width)
+            for video in (config.video, config.evaluation_video)
+        )
         lengths = self._prepare_prompts(components.prompt_encoder, [*prompts, *eval_prompts])
         self._prepare_model(components)
         self._divide_rollout(prompts, eval_prompts, lengths)
@@ -431,14 +434,16 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
-        """Score one ODE sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
-        evaluation, rollout = self.config.evaluation, self.config.rollout
-        num_steps = evaluation.num_steps or rollout.num_steps
+        """Score one sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
+        config, evaluation = self.config, self.config.evaluation
+        sigmas = sigma_schedule(config.evaluation_steps, config.rollout.shift)
         sampling = EvaluationSampling(
             policy=self.policy,
             embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table("ode", sigma_schedule(num_steps, rollout.shift), 0.0),
-            latent_shape=self.latent_shape,
+            table=transition_table(
+                evaluation.sampler, sigmas, config.evaluation_eta, sage_margin=config.rollout.sage_sigma_margin
+            ),
+            latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,
             device=self.device,

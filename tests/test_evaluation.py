@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
 from sage_fast.evaluation import (
@@ -62,7 +63,7 @@ def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:
     before.save(tmp_path / "deep/before.json")
     assert Evaluation.load(tmp_path / "deep/before.json") == before
     table = format_comparison(before, after).splitlines()
-    assert len(table) == 3 and table[1].split()[:4] == ["reward", "0.5000", "1.0000", "+0.5000"]
+    assert len(table) == 3 and table[1].split()[:4] == ["Reward", "0.5000", "1.0000", "+0.5000"]
 
 
 def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConfig]) -> None:
@@ -105,3 +106,31 @@ def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: st
     file.write_text(text)
     with pytest.raises(ValueError, match=r"update-000000\.json is no complete evaluation"):
         Evaluation.load(file)
+
+
+def test_the_evaluation_during_training_has_a_size_and_a_sampler_of_its_own(
+    tiny_run: Callable[..., RunConfig],
+) -> None:
+    own = ("--evaluation.height=32", "--evaluation.width=24", "--evaluation.sampler=cps", "--evaluation.eta=0.2")
+    trainer = build_trainer(tiny_run(*own))
+    evaluation, videos = trainer.evaluate([0])
+    assert videos[0].shape[-2:] == (32, 24) and len(evaluation.reward) == 4
+    assert trainer.evaluate()[0] == evaluation
+    calm = build_trainer(tiny_run(*own[:2])).evaluate([0])[1]
+    assert calm[0].shape == videos[0].shape and not torch.equal(calm[0], videos[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--evaluation.eta=0.3"], r"evaluation\.eta is 0\.3, .* null with the sampler ode"),
+        (["--evaluation.sampler=cps", "--rollout.eta=1.5"], r"evaluation\.eta is 1\.5, .* at most 1"),
+        (["--evaluation.height=0"], r"evaluation\.height is 0"),
+        (["--evaluation.sampler=euler"], "euler"),
+    ],
+)
+def test_a_sampler_that_cannot_be_is_refused(
+    tiny_run: Callable[..., RunConfig], words: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_run(*words)

@@ -19,6 +19,7 @@ examples:
   sage-fast evaluate runs/mine --output scores --prompts held_out.csv --rewards clip_score,pick_score \\
       --reward.options.clip_score.path=models/clip-vit-large-patch14
   sage-fast evaluate configs/hv15_480p_lora_1gpu.yaml --lora exported --output scores
+  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864 --sampler cps
 
 --output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
 (before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
@@ -41,13 +42,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     weights.add_argument(
         "--checkpoint", default="auto", help="auto (newest of the run) or a checkpoint folder; default auto"
     )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' layout, such as `sage-fast export` writes")
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_prompt_arguments(parser)
     parser.add_argument(
         "--rewards",
         metavar="NAME,NAME",
-        help="rewards to measure besides those of the configuration; they have no part in Overall",
+        help="rewards to measure besides those of the configuration; they have no part in the reward",
     )
+    parser.add_argument("--sampler", help="ode, or an SDE type; default evaluation.sampler of the configuration")
     parser.add_argument("--num_videos", type=int, default=8, help="prompts whose videos the report shows; default 8")
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
     parser.add_argument("--bootstrap_seed", type=int, default=0, help="seed of the bootstrap; default 0")
@@ -68,6 +70,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.resamples < 100:
         raise ConfigError(f"--resamples is {options.resamples}; percentiles need at least 100, and 10000 are usual.")
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
+    if options.sampler:
+        more.append(f"--evaluation.sampler={options.sampler}")
     config = with_prompt_options(options, settle_decoding(load_run_config(options, [*more, *overrides])))
     prompts = load_eval_prompts(config)
     if len(prompts) < 2:
@@ -93,6 +97,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     evaluation = PairedEvaluation(config, prompts, options.output, path, use_trained, overwrite=options.overwrite)
     report = evaluation.report(num_videos=options.num_videos, resamples=options.resamples, seed=options.bootstrap_seed)
     paths = write_report(options.output, report)
-    print(f"{len(prompts)} prompts, same noise, ODE sampler\n{to_text(report)}\n{headline(report)}")
+    print(f"{len(prompts)} prompts, same noise, sampler {config.evaluation.sampler}")
+    print(f"{to_text(report)}\n{headline(report)}")
     print(f"Wrote {', '.join(file.name for file in paths)} to {options.output}/")
     return 0

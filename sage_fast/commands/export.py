@@ -1,4 +1,4 @@
-"""`sage-fast export`: trained weights for diffusers."""
+"""`sage-fast export`: trained weights for other programs."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
   sage-fast export runs/mine/checkpoints/update-000040 --output exported
   sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
+  sage-fast export runs/mine --output for_generate_py --layout official  for `generate.py --lora_path for_generate_py`
+  sage-fast export runs/mine --output exported --push-to-hub me/mine     the folder as a repository of the hub
 
 FOLDER/README.md says how to load it. With training.ema_decay set it is the averaged weights that are exported: those
 that the run evaluated.
@@ -21,9 +23,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     parser = commands.add_parser(
         "export",
-        usage="sage-fast export CHECKPOINT_OR_RUN --output FOLDER [--format lora|full] [--section.key=value ...]",
-        help="write the trained weights in diffusers' layout",
-        description="Write the trained weights so that a stock diffusers pipeline loads them.",
+        usage="sage-fast export CHECKPOINT_OR_RUN --output FOLDER [options] [--section.key=value ...]",
+        help="write the trained weights for diffusers, the official code or ComfyUI",
+        description="Write the trained weights so that diffusers, the official code or ComfyUI loads them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,6 +37,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         choices=["lora", "full"],
         help="lora: the adapter; full: the whole transformer; default: what the run trained",
     )
+    parser.add_argument(
+        "--layout",
+        choices=["diffusers", "official", "comfyui"],
+        default="diffusers",
+        help="program that it is for; default diffusers",
+    )
+    parser.add_argument("--push-to-hub", metavar="REPO", help="publish the folder in this repository of the hub too")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of a full export; default: model.dtype of the run"
     )
@@ -53,6 +62,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         Path(options.config[0]),
         options.output,
         format=options.format,
+        layout=options.layout,
+        push_to_hub=options.push_to_hub,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         overrides=overrides,
         trust_config=options.trust_config,
@@ -62,4 +73,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"Wrote the {kind} after update {result.update}{' (averaged weights)' if result.averaged else ''} to "
         f"{result.folder}/; README.md there says how to load it."
     )
+    if result.repository:
+        print(f"Published as {result.repository}.")
     return 0

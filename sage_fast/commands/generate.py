@@ -23,7 +23,7 @@ examples:
 
 A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
 interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
-size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
+size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --evaluation.num_frames=121.
 """
 
 
@@ -45,13 +45,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="auto",
         help="auto (newest of the run), none (the base model), or a checkpoint folder; default auto",
     )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' layout, such as `sage-fast export` writes")
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_prompt_arguments(parser)
     parser.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
     parser.add_argument(
         "--sampler",
         default="ode",
-        help="ode, or an SDE type to look at its exploration (with rollout.eta); default ode",
+        help="ode, or an SDE type to look at its exploration (with evaluation.eta, or rollout.eta); default ode",
     )
     parser.add_argument("--overwrite", action="store_true", help="make videos again that exist already")
 

@@ -6,7 +6,7 @@ Checks of one value live in its section's `__post_init__`; checks that need two 
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from sage_fast.config.distributed import DistributedConfig
@@ -40,6 +40,9 @@ _MOST: dict[str, float] = {
     "rollout.num_generations": 10_000,
     "rollout.batch_size": 10_000,
     "evaluation.num_steps": 10_000,
+    "evaluation.num_frames": 10_000,
+    "evaluation.height": 16_384,
+    "evaluation.width": 16_384,
     "evaluation.batch_size": 10_000,
     "optimizer.learning_rate": 1e30,  # what a step does to the weights is checked where it is made
     "reward.timeout_seconds": 30 * 86_400,
@@ -91,9 +94,10 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = fixed("float32", SHAPES)
     """Data type of the frozen transformer weights. Trained weights are always float32."""
     adapter: str | None = fixed(None, SHAPES)
-    """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
-    checkpoint. It is loaded before training (training.mode lora; lora.rank, alpha and target_modules must fit), and is
-    part of what the run calls its initial weights: the fixed anchor, and "before" in the paired evaluation."""
+    """LoRA adapter to start from: the folder or .safetensors file of another run's export, the lora/ folder of a
+    checkpoint, or a file of the official trainer. It is loaded before training (training.mode lora; lora.rank and
+    target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
+    the paired evaluation."""
     text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
     """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
     official code's is float16. Encoded prompts are kept apart by it."""
@@ -481,7 +485,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """The paired evaluation: the same prompts and the same noise before and after, by the ODE sampler."""
+    """The paired evaluation: the same prompts and the same noise before and after."""
 
     prompts: str | None = fixed(None, PAIRS)
     """Prompt file; null evaluates on the training prompts."""
@@ -491,6 +495,16 @@ class EvaluationConfig:
     """Updates between evaluations; 0 turns evaluation off."""
     num_steps: int | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
+    sampler: SDEType = field(default="ode", metadata={FIXED: PAIRS})
+    """Sampler: `ode`, or an SDE type, whose noise is the same before and after too."""
+    eta: float | None = fixed(None, PAIRS)
+    """Noise scale of an SDE sampler; null takes the rollout's."""
+    num_frames: int | None = fixed(None, PAIRS)
+    """Frames per video; null takes those of the training."""
+    height: int | None = fixed(None, PAIRS)
+    """Rows; null takes those of the training."""
+    width: int | None = fixed(None, PAIRS)
+    """Columns; null takes those of the training."""
     batch_size: int = free(1, MACHINE)
     """Videos that go through the model at once."""
     seed: int = fixed(1_000_003, PAIRS)
@@ -504,6 +518,11 @@ class EvaluationConfig:
             self.num_prompts is None or self.num_prompts >= 2, "evaluation.num_prompts", self.num_prompts, "at least 2"
         )
         _require(self.num_steps is None or self.num_steps >= 2, "evaluation.num_steps", self.num_steps, "at least 2")
+        for key in ("num_frames", "height", "width"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"evaluation.{key}", value, "null or at least 1")
+        _require(self.eta is None or self.eta >= 0, "evaluation.eta", self.eta, "null or at least 0")
+        _require(self.eta is None or self.sampler != "ode", "evaluation.eta", self.eta, "null with the sampler ode")
         _require(self.batch_size >= 1, "evaluation.batch_size", self.batch_size, "at least 1")
         _require(self.num_samples >= 0, "evaluation.num_samples", self.num_samples, "at least 0")
 
@@ -616,9 +635,27 @@ class RunConfig:
                 f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
                 "no KL. Set it to 0, or choose a KL mode."
             )
+        if self.evaluation.sampler == "cps":
+            _require(self.evaluation_eta <= 1, "evaluation.eta", self.evaluation_eta, "at most 1 with the sampler cps")
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
+
+    @property
+    def evaluation_video(self) -> VideoConfig:
+        """Size of the evaluation's videos."""
+        own = {key: getattr(self.evaluation, key) for key in ("num_frames", "height", "width")}
+        return replace(self.video, **{key: value for key, value in own.items() if value is not None})
+
+    @property
+    def evaluation_steps(self) -> int:
+        """Denoising steps of the evaluation."""
+        return self.evaluation.num_steps or self.rollout.num_steps
+
+    @property
+    def evaluation_eta(self) -> float:
+        """Noise scale of the evaluation's sampler, which the ODE does not read."""
+        return self.rollout.eta if self.evaluation.eta is None else self.evaluation.eta
 
     def _check_single_pass(self) -> None:
         """A gradient taken during the rollout needs room per video, one video at a time and the rollout's policy."""

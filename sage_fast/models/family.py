@@ -201,6 +201,10 @@ class ModelFamily(ABC):
         transformer = load_components(model).transformer
         return transformer, transformer.state_dict()
 
+    def licence(self) -> tuple[str, str] | None:
+        """Name and address of the licence of its weights, which binds what is trained from them; None for none."""
+        return None
+
     def pipeline_base(self, model: ModelConfig) -> str | None:
         """What a stock diffusers pipeline loads as the base model, a folder or a repository; None where none does."""
         return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None

@@ -7,7 +7,8 @@ transformer and ask the backbone of its class.
 Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -21,6 +22,29 @@ from sage_fast.records import PromptEmbeds
 
 Checkpointing = Literal["none", "selective", "full"]
 """What a block keeps for its backward pass."""
+
+Layout = Literal["diffusers", "official", "comfyui"]
+"""Programs that an export is for, each with names of its own for the same weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a layout.
+
+    sources: place -> name of our tensor; `parts` of them stand one below the other. change: of the result.
+
+    Example: `StoredTensor(sources={0: "attn.to_q.weight", 1: "attn.to_k.weight", 2: "attn.to_v.weight"}, parts=3)`
+    """
+
+    sources: dict[int, str]
+    parts: int = 1
+    change: Callable[[Tensor], Tensor] | None = None
+
+    def make(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The tensor, from ours by name."""
+        ours = [read(self.sources[place]) for place in range(self.parts)]
+        whole = torch.cat(ours) if self.parts > 1 else ours[0]
+        return self.change(whole) if self.change else whole
 
 
 class FusedForward(Protocol):
@@ -76,6 +100,22 @@ class Backbone(Protocol):
         """See `choose_forward`."""
         ...
 
+    def stored_weights(self, names: Iterable[str], layout: Layout) -> dict[str, StoredTensor]:
+        """The tensors of a layout by their names there. ValueError for a name that the class does not have."""
+        ...
+
+    def stored_config(self, config: Mapping[str, Any], layout: Layout) -> dict[str, Any] | None:
+        """config.json of a layout; None where it has none. ValueError for a model that is not of that program."""
+        ...
+
+    def stored_adapter(self, values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        """A LoRA adapter with alpha = rank as a file of a layout has it."""
+        ...
+
+    def own_adapter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A LoRA adapter by diffusers' names, from diffusers' or the official layout. ValueError for another's."""
+        ...
+
 
 @cache
 def _backbone(name: str) -> Backbone:
@@ -83,8 +123,10 @@ def _backbone(name: str) -> Backbone:
     return found
 
 
-def backbone(transformer: nn.Module) -> Backbone:
-    """The code for a transformer. ValueError for a class that the registry does not know."""
+def backbone(transformer: nn.Module | None = None) -> Backbone:
+    """The code for a transformer; None is the first class. ValueError for a class that the registry does not know."""
+    if transformer is None:
+        return _backbone(next(iter(TRANSFORMERS)))
     # FSDP2 puts a subclass of its own in place of the class.
     for kind in type(transformer).__mro__:
         if kind.__name__ in TRANSFORMERS:

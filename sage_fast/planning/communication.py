@@ -141,11 +141,13 @@ class Counter:
         calls: Calls,
         gathered: Gathered,
         video_tokens: int,
+        evaluation_tokens: int,
         eval_batches: float,
     ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self.description, self.weights, self.visited, self.calls = description, weights, visited, calls
-        self.gathered, self.video_tokens, self.eval_batches = gathered, video_tokens, eval_batches
+        self.gathered, self.eval_batches = gathered, eval_batches
+        self.video_tokens, self.evaluation_tokens = video_tokens, evaluation_tokens
         self.full = config.training.mode == "full"
         self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
         self.pulls_per_step = self.branches if config.training.guidance == "split" else 1
@@ -206,7 +208,7 @@ class Counter:
         evaluation = self.config.evaluation
         yield _Passes(
             phase="evaluation",
-            forwards=branches * self.eval_batches * (evaluation.num_steps or rollout.num_steps),
+            forwards=branches * self.eval_batches * self.config.evaluation_steps,
             backwards=0.0,
             pulls=0.0,
             batch=evaluation.batch_size,
@@ -303,11 +305,12 @@ class Counter:
         if sp == 1 or not passes.forwards:
             return
         checkpointing = self.config.model.checkpointing
+        tokens = self.evaluation_tokens if passes.phase == "evaluation" else self.video_tokens
 
         def layer(last: bool) -> tuple[int, int]:
             return all_to_all_bytes(
                 batch=passes.batch,
-                num_video=self.video_tokens,
+                num_video=tokens,
                 num_text=self.description.text_tokens,
                 width=self.description.width,
                 degree=sp,
@@ -338,7 +341,7 @@ class Counter:
             group=group,
         )
         channels = self.description.transformer["out_channels"]
-        share = share_of(self.video_tokens, sp) * channels * self.item * passes.batch
+        share = share_of(tokens, sp) * channels * self.item * passes.batch
         yield Exchange(
             phase=passes.phase,
             purpose="velocity",

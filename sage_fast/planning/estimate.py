@@ -270,9 +270,13 @@ def make_plan(
         sizes=sizes,
     )
     config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
+    video = config.evaluation_video
+    evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     visited = visits(config)
     decoding = description.decoding(held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
     decode_flops = description.decode_flops(held.latent, decoding.tiled)
+    in_tiles = description.decoding(evaluated, config.evaluation.batch_size, config.model, on_gpu).tiled
+    evaluation_decode_flops = description.decode_flops(evaluated, in_tiles)
     exchanges = Counter(
         config,
         layout,
@@ -283,6 +287,7 @@ def make_plan(
         calls=calls,
         gathered=held.gathered,
         video_tokens=held.video_tokens,
+        evaluation_tokens=_tokens(description, evaluated),
         eval_batches=_evaluation_batches(config, layout),
     ).exchanges()
     alone = model_calls(config, description, on_gpu)
@@ -294,7 +299,7 @@ def make_plan(
         phases=_phases(config, device, weights, calls, visited, decode_flops, layout, exchanges),
         exchanges=exchanges,
         alone=_phases(config, device, weights, alone, visited, decode_flops, Layout(), ()),
-        seconds_per_evaluation=_evaluation_seconds(config, device, calls, decode_flops, layout, exchanges),
+        seconds_per_evaluation=_evaluation_seconds(config, device, calls, evaluation_decode_flops, layout, exchanges),
         checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
         tiled=decoding.tiled,
     )
@@ -401,7 +406,7 @@ def _evaluation_seconds(
     if not section.every:
         return None
     batches = _evaluation_batches(config, layout)
-    steps = section.num_steps or config.rollout.num_steps
+    steps = config.evaluation_steps
     forward, _ = device.seconds(calls.evaluation, compute_dtype(config), config.model.attention)
     in_turn = math.ceil(batches * section.batch_size / layout.sp)
     decode = in_turn * decode_flops / (device.matmul * 1e12) / CONVOLUTION_SHARE

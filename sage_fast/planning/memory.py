@@ -68,20 +68,23 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         )
     batch = rollout.micro_batch_size
 
-    def cost(*, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False) -> Cost:
-        call = _call(config, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
+    def cost(
+        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = config
+    ) -> Cost:
+        call = _call(of, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
         return _share(call, sp) if config.model.forward == "fused" else _stock(call)
 
     nothing = Cost()
     two_phase = training.update == "two_phase"
     differs = training.guidance == "split" and training.updates_per_rollout > 1
     gradient = cost(batch=batch, gradient=True) if two_phase else nothing
+    evaluated = replace(config, video=config.evaluation_video)
     return Calls(
         velocity=cost(batch=batch, gradient=False),
         gradient=gradient,
         late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
         single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
-        evaluation=cost(batch=config.evaluation.batch_size, gradient=False),
+        evaluation=cost(batch=config.evaluation.batch_size, gradient=False, of=evaluated),
     )
 
 
@@ -259,7 +262,10 @@ def plan_memory(
         layout, gathered: how GPUs share the work and the weights.
     """
     rollout, evaluation = config.rollout, config.evaluation
-    latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
+    latent, evaluated = (
+        description.latent_shape(video.num_frames, video.height, video.width)
+        for video in (config.video, config.evaluation_video)
+    )
     has_anchor = anchor_kind(config.objective.kl_mode) != "none"
     single_pass = config.training.update == "single_pass"
     copy = 4.0 * weights.trained * state_share(config, layout, gathered)
@@ -272,7 +278,7 @@ def plan_memory(
             kept, work = 0.0, work + 2 * kept / description.num_layers
         return replace(phase, kept_activations=kept, working_set=work)
 
-    def decoding(phase: PhaseMemory, videos: int) -> PhaseMemory:
+    def decoding(phase: PhaseMemory, latent: tuple[int, int, int, int], videos: int) -> PhaseMemory:
         return replace(phase, decoding=description.decoding(latent, videos, config.model, on_gpu).peak_bytes)
 
     resident = replace(
@@ -299,7 +305,7 @@ def plan_memory(
     produced = _produced(config, latent, copy, on_gpu)
     sampling = replace(without_gradient, **produced)
     sample = working(sampling, calls.single_pass if single_pass else calls.velocity)
-    decode = decoding(sampling, rollout.micro_batch_size)
+    decode = decoding(sampling, latent, rollout.micro_batch_size)
     score = replace(sampling, scoring=rewards.at_work)
 
     # The single pass measures the anchor within the rollout and keeps no velocity of it.
@@ -315,11 +321,11 @@ def plan_memory(
     foreach = on_gpu and config.optimizer.name == "adamw"
     step = replace(updating, gradient_accumulators=0.0, optimizer_step=copy if foreach else 16.0 * weights.largest)
 
-    states = 2 * (evaluation.num_steps or rollout.num_steps) + 1
-    evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * evaluation.batch_size * states)
+    states = 2 * config.evaluation_steps + 1
+    evaluating = replace(without_gradient, trajectories=4.0 * prod(evaluated) * evaluation.batch_size * states)
     evaluate = max(
         working(evaluating, calls.evaluation),
-        decoding(evaluating, evaluation.batch_size),
+        decoding(evaluating, evaluated, evaluation.batch_size),
         replace(evaluating, scoring=rewards.at_work),
         key=lambda phase: phase.total,
     )
@@ -423,11 +429,12 @@ def _most_groups(rollout: RolloutConfig) -> int:
 
 def _tables(config: RunConfig, description: ModelDescription, item: int) -> float:
     """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
-    video, steps, evaluation = config.video, config.rollout.num_steps, config.evaluation
+    steps, evaluation = config.rollout.num_steps, config.evaluation
     if config.model.forward != "fused":
         return 0.0
-    _, *grid = description.latent_shape(video.num_frames, video.height, video.width)
-    rope = 2 * 4 * prod(grid) * description.transformer["attention_head_dim"]
+    videos = [config.video, config.evaluation_video] if evaluation.every else [config.video]
+    grids = {description.latent_shape(v.num_frames, v.height, v.width)[1:] for v in videos}
+    rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
     if config.model.adaln == "weights" or config.training.mode == "full":
         return float(rope)
     levels = steps

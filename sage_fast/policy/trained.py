@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config.schema import LoraConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
-from sage_fast.models.transformer import dead_modules, is_dead
+from sage_fast.models.transformer import backbone, dead_modules, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters
 
 
@@ -62,32 +62,50 @@ def adapter_file(path: Path) -> Path:
     return file
 
 
+def read_adapter(file: Path) -> dict[str, Tensor]:
+    """A LoRA adapter by diffusers' names, in float32, from a file in diffusers' or the official layout.
+
+    Its scale is 1: alpha / rank, where the file tells them, is multiplied into lora_B. A file that does not has alpha =
+    rank, as diffusers and the official class take it. ValueError for a file of another kind.
+    """
+    try:
+        values = load_file(file)
+        with safe_open(file, "pt") as opened:
+            described = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+        scale = float(described.get("lora_alpha", 1)) / float(described.get("r", 1))
+        adapter = backbone().own_adapter(values)
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{file} is no LoRA adapter in diffusers' or the official layout: {error}") from error
+    return {name: value.float() * (scale if ".lora_B." in name else 1) for name, value in adapter.items()}
+
+
 @torch.no_grad()
 def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
-    """Take over a LoRA adapter in diffusers' layout, in float32 as it was trained (diffusers alone would round it to
-    the transformer's dtype).
+    """Take over a LoRA adapter in float32, as it was trained (diffusers alone would round it to the transformer's
+    dtype).
 
     Args:
-        path: its folder, or the .safetensors file.
+        path: its folder, or the .safetensors file, in diffusers' or the official layout.
 
     Raises:
         ValueError: there is no such file, or it is for another transformer.
     """
     file = adapter_file(path)
-    values = load_file(file)
+    values = read_adapter(file)
     modules = {re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values}
     unknown = sorted(modules - {name for name, _ in transformer.named_modules()})
     if unknown or not values:
         what = f"has an adapter for {unknown[0]!r}, which the model lacks" if unknown else "is empty"
-        raise ValueError(f"{file} {what}. Give a LoRA adapter of HunyuanVideo-1.5 in diffusers' layout.")
+        raise ValueError(
+            f"{file} {what}. Give a LoRA adapter of HunyuanVideo-1.5 in diffusers' or the official layout."
+        )
     try:
-        transformer.load_lora_adapter(str(file.parent), prefix=None, weight_name=file.name)
+        transformer.load_lora_adapter(values, prefix=None)
     except RuntimeError as error:  # shapes that differ
         raise ValueError(f"{file} does not fit this model: {error}") from error
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
-            key = re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name)
-            parameter.data = values[key].to(parameter.device, torch.float32)
+            parameter.data = values[_saved_name(name)].to(parameter.device)
     transformer.requires_grad_(False)
 
 
@@ -95,44 +113,32 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
 def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
     """Start training from an adapter: copy it into the freshly added, trainable one, in float32.
 
+    lora_B is divided by this run's scale (alpha / rank), so that the model is the one that the adapter made.
+
     Args:
-        path: its folder, or the .safetensors file, in diffusers' layout.
+        path: its folder, or the .safetensors file, in diffusers' or the official layout.
 
     Raises:
-        ValueError: there is no such file, or its layers, rank or scale (alpha / rank) are not those of this run.
+        ValueError: there is no such file, or its layers or rank are not those of this run.
     """
     file = adapter_file(path)
-    own = {
-        re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", n): p
-        for n, p in trainable_parameters(transformer).items()
-    }
+    own = {_saved_name(name): parameter for name, parameter in trainable_parameters(transformer).items()}
     try:
-        values = load_file(file)
+        values = read_adapter(file)
         check_same_shapes(shapes_of(own), shapes_of(values), "adapter")
-        scale = _saved_scale(file)
-    except (ValueError, KeyError, SafetensorError) as error:
+    except ValueError as error:
         raise ValueError(
             f"model.adapter: {file} does not fit this run's adapter: {error} Set lora.rank and lora.target_modules to "
             "those of the run that trained it."
         ) from error
     ((_, config),) = transformer.peft_config.items()
-    if scale is not None and scale != config.lora_alpha / config.r:
-        raise ValueError(
-            f"model.adapter: {file} was trained with alpha / rank = {scale:g}, this run has "
-            f"{config.lora_alpha / config.r:g}. Set lora.alpha to {scale * config.r:g}."
-        )
     for name, parameter in own.items():
-        parameter.copy_(values[name])
+        parameter.copy_(values[name] / (config.lora_alpha / config.r) if ".lora_B." in name else values[name])
 
 
-def _saved_scale(file: Path) -> float | None:
-    """alpha / rank of a saved adapter; None where the file does not say."""
-    with safe_open(file, "pt") as opened:
-        described = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
-    if described is None:
-        return None
-    config = json.loads(described)
-    return float(config["lora_alpha"]) / float(config["r"])
+def _saved_name(name: str) -> str:
+    """Name in a file of a parameter of an adapter, which has the adapter's own name in it."""
+    return re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name)
 
 
 def weights_digest(path: Path) -> str:

@@ -21,10 +21,12 @@ class Reward(Protocol):
 
     What follows is optional. A reward that cannot score every text has a method `check_prompts(prompts)` that raises a
     RewardError; it is shown all prompts of a run before anything is generated. For `plan` and `doctor`, which build no
-    reward, its class may have two static methods that take `reward.options` of the reward:
+    reward, its class may have two static methods that take `reward.options` of the reward, and the page of `evaluate`
+    shows what an attribute `SCALES` says of its scores:
 
         requirements(options) -> list[Requirement]     files that it loads
         costs(options, video: VideoConfig) -> RewardCosts     memory and time that it takes
+        SCALES: Mapping[str, Scale]     name of a score -> its scale
 
     For `doctor --deep` it may have a method `deviations() -> list[str]`: how its arithmetic, with its options, differs
     from that of the code it was published with.
@@ -59,6 +61,25 @@ class RewardCosts:
     tables: float = 0.0
     working: float = 0.0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What a score is, and how Table 2 of the SAGE-GRPO paper has it.
+
+    here: its definition. published: what the paper reports. factor: what multiplies ours into that.
+
+    Example: `Scale(here="exp(logit_scale) cos", published="divided by 26", factor=1 / 26)`
+    """
+
+    here: str
+    published: str
+    factor: float = 1.0
+
+
+def reward_scales(names: Sequence[str]) -> dict[str, Scale]:
+    """The scales of the scores of some rewards, as far as they say. ConfigError for a name that is none."""
+    return {score: scale for name in names for score, scale in getattr(find_reward(name), "SCALES", {}).items()}
 
 
 def find_reward(name: str) -> Any:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sage_fast.config.schema import VideoConfig
 from sage_fast.models.hub import Requirement, checkpoint_folder, require
-from sage_fast.rewards.base import RewardCosts, check_videos, resolve_device
+from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +245,10 @@ class CLIPScore:
     Example: `CLIPScore().score(videos, ["a red circle moving left"] * 8)["CLIPScore"]` has shape (8,).
     """
 
+    SCALES: ClassVar = {
+        "CLIPScore": Scale(here="100 cos", published="2.5 cos (Hessel et al. 2021), it seems", factor=0.025)
+    }
+
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
@@ -294,6 +298,10 @@ class PickScore:
 
     Example: `PickScore().score(videos, ["a red circle moving left"] * 8)["PickScore"]` has shape (8,).
     """
+
+    SCALES: ClassVar = {
+        "PickScore": Scale(here="exp(logit_scale) cos, about 18 to 24", published="divided by 26", factor=1 / 26)
+    }
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
-from sage_fast.evaluation import Evaluation, PairedTest, format_comparison, paired_test, scored_in_both
+from sage_fast.evaluation import OVERALL, REWARD, Evaluation, PairedTest, format_comparison, paired_test, scored_in_both
 from sage_fast.models.video_files import video_file_name, write_video
 from sage_fast.run import media
 from sage_fast.trainer import Trainer
@@ -103,7 +103,9 @@ class RunEvaluation:
             "eval/paired_gain": test.mean,
             "eval/paired_gain_stderr": test.stderr,
         }
-        for score, values in evaluation.scores.items():
+        named = {"overall" if name == OVERALL else name: values for name, values in evaluation.columns().items()}
+        del named[REWARD]
+        for score, values in named.items():
             column = torch.tensor(values, dtype=torch.float64)
             metrics[f"eval/{score}_mean"] = float(column.mean())
             metrics[f"eval/{score}_stderr"] = float(column.std()) / len(column) ** 0.5
@@ -128,17 +130,19 @@ class RunEvaluation:
         update, evaluation = last
         first, after = scored_in_both(self.baseline, evaluation)
         test = paired_test(first.reward, after.reward)
-        shared = [name for name in first.scores if name in after.scores]
+        columns, others = first.columns(), after.columns()
+        shared = [name for name in columns if name in others and name != REWARD]
         result = {"before": 0, "after": update, "reward": asdict(test)}
-        result["scores"] = {n: asdict(paired_test(first.scores[n], after.scores[n])) for n in shared}
+        result["scores"] = {n: asdict(paired_test(columns[n], others[n])) for n in shared}
         result["standard_errors"] = test.standard_errors
         with replacing(self.directory / "evaluation" / "result.json") as partial:
             partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
         self._before_after_sheet(update)
         every = len(self.trainer.eval_prompts)
+        sampler = self.trainer.config.evaluation.sampler
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
         print(
-            f"Paired evaluation: {test.count} prompts{of_all}, same noise, ODE sampler, update {update} against "
+            f"Paired evaluation: {test.count} prompts{of_all}, same noise, sampler {sampler}, update {update} against "
             f"update 0\n{format_comparison(first, after)}\n"
             f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
             f"{test.standard_errors:+.1f} standard errors."

@@ -218,19 +218,22 @@ def _reward(config: RunConfig, name: str) -> Check:
 
 
 def _video_size(config: RunConfig) -> Iterator[Check]:
-    """Whether the model has latents for videos of this size."""
-    description, video = _description(config), config.video
+    """Whether the model has latents for videos of these sizes."""
+    description, section = _description(config), "configuration"
     if description is None:
         return
-    section, name = "configuration", "video"
-    size = f"{video.num_frames} frames of {video.height}x{video.width}"
-    try:
-        description.latent_shape(video.num_frames, video.height, video.width)
-    except ValueError as error:
-        fix = "set video.num_frames, video.height and video.width to a size that the model has"
-        yield Check(section=section, name=name, status="missing", detail=f"{size}: {error}", fix=fix)
-        return
-    yield Check(section=section, name=name, status="ok", detail=size)
+    sizes = {"video": config.video, "evaluation": config.evaluation_video}
+    for name, video in sizes.items():
+        if name == "evaluation" and video == config.video:
+            continue
+        size = f"{video.num_frames} frames of {video.height}x{video.width}"
+        try:
+            description.latent_shape(video.num_frames, video.height, video.width)
+        except ValueError as error:
+            fix = f"set {name}.num_frames, {name}.height and {name}.width to a size that the model has"
+            yield Check(section=section, name=name, status="missing", detail=f"{size}: {error}", fix=fix)
+        else:
+            yield Check(section=section, name=name, status="ok", detail=size)
 
 
 def _output_dir(config: RunConfig) -> Check:

@@ -1,22 +1,22 @@
-"""Trained weights for other programs: a LoRA adapter in diffusers' layout, or a whole transformer.
+"""Trained weights for diffusers, the official code or ComfyUI: a LoRA adapter, or a whole transformer.
 
 FOLDER/
     pytorch_lora_weights.safetensors               format lora
-    config.json  diffusion_pytorch_model*          format full, as `save_pretrained` writes it
-    README.md  export.json                         how to load it; what it was made from
+    config.json  diffusion_pytorch_model*          format full; ComfyUI's is one file without config.json
+    README.md  config.yaml  *.png  export.json     the model card (`model_card.py`); what it was made from
 """
 
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
 
 from sage_fast import __version__
 from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
@@ -26,30 +26,14 @@ from sage_fast.config.load import check_trust, load_config, named_code
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
 from sage_fast.models.family import load_components, model_family
+from sage_fast.models.hub import is_repository
 from sage_fast.models.streamed import save_transformer
+from sage_fast.models.transformer import Layout, backbone
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import use_weights, whole_parameters
-
-Format = Literal["lora", "full"]
+from sage_fast.policy.trained import read_adapter, use_weights, whole_parameters
+from sage_fast.tools.model_card import Export, Format, write_card
 
 RECORD = "export.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """What was written.
-
-    averaged: the weights are the moving average that the run evaluated with. dtype: in which the transformer is to be
-    loaded, such as bfloat16; of a full export it is also the one that it is stored in.
-
-    Example: `Export(folder=Path("exported"), format="lora", update=200, averaged=True, dtype="bfloat16")`
-    """
-
-    folder: Path
-    format: Format
-    update: int
-    averaged: bool
-    dtype: str
 
 
 def export(
@@ -57,7 +41,9 @@ def export(
     folder: Path,
     *,
     format: Format | None = None,
+    layout: Layout = "diffusers",
     dtype: torch.dtype | None = None,
+    push_to_hub: str | None = None,
     overrides: Sequence[str] = (),
     trust_config: bool = False,
 ) -> Export:
@@ -65,16 +51,18 @@ def export(
 
     Args:
         source: a checkpoint folder, or a run, whose newest complete checkpoint is taken.
-        folder: where to write; new, empty, or an earlier export.
+        folder: where to write; new, empty, or an earlier export, whose files are removed.
         format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None is `lora` for a
             run that trained adapters, and `full` for one that trained every weight.
+        layout: the program that it is for.
         dtype: of a full export; None keeps the one that the run computed with (model.dtype).
+        push_to_hub: repository of the Hugging Face hub that gets the folder, created where it is missing.
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint that is no part of SAGE-Fast may be imported and called.
 
     Raises:
-        ConfigError: a format that the run does not have, or a folder with other files. CheckpointError: a damaged
-        checkpoint. OSError: the folder cannot be written.
+        ConfigError: a format or layout that the run does not have, a folder with other files, or a hub that refuses.
+        CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
     checkpoint = _open(source)
     config = _config_of(checkpoint, overrides)
@@ -88,81 +76,74 @@ def export(
         )
     if chosen == "lora" and dtype is not None:
         raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
-    record = folder / RECORD
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is a file. Give a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not record.exists():
-        raise ConfigError(f"--output {folder} holds other files. Give a new folder, or one of an earlier export.")
-    folder.mkdir(parents=True, exist_ok=True)
-    # A record without a whole export beside it would pass for one.
-    record.unlink(missing_ok=True)
+    if push_to_hub is not None and not is_repository(push_to_hub):
+        raise ConfigError(f"--push-to-hub is {push_to_hub!r}, which is no repository of the form owner/name.")
+    _make_room(folder)
     averaged = "ema" in checkpoint.tensors
     if chosen == "lora":
+        adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
         with replacing(folder / ADAPTER_FILE) as partial:
-            shutil.copyfile(checkpoint.folder / "lora" / ADAPTER_FILE, partial)
+            save_file(backbone().stored_adapter(adapter, layout), partial, metadata={"format": "pt"})
     else:
         weights = checkpoint.tensors["ema" if averaged else "weights"]
-        if config.training.mode == "lora":
-            _save_merged_transformer(config, weights, folder, dtype)
-        else:
-            _save_trained_transformer(config, weights, folder, dtype or getattr(torch, config.model.dtype))
+        save = _save_merged_transformer if config.training.mode == "lora" else _save_trained_transformer
+        save(config, weights, folder, dtype or getattr(torch, config.model.dtype), layout)
     result = Export(
         folder=folder,
         format=chosen,
+        layout=layout,
         update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
         dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
+        repository=push_to_hub,
     )
-    with replacing(folder / "README.md") as partial:
-        partial.write_text(_readme(result, config), encoding="utf-8")
-    with replacing(record) as partial:
-        partial.write_text(json.dumps(_record(result, config, checkpoint.folder), indent=1) + "\n", encoding="utf-8")
+    write_card(result, config, checkpoint.folder.parent.parent)
+    record = _record(result, config, checkpoint.folder)
+    with replacing(folder / RECORD) as partial:
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if push_to_hub is not None:
+        _publish(folder, push_to_hub)
     return result
 
 
-def loading_code(result: Export, config: RunConfig) -> str:
-    """Python that loads an export into a stock diffusers pipeline, or, for a model that none reads, into the bare
-    transformer class. It leaves `transformer` behind, and `pipeline` where there is one, with the run's timestep shift.
-    """
-    dtype = f"torch.{config.model.dtype}"
-    base = model_family(config.model.family).pipeline_base(config.model)
-    lines = ["import torch"]
-    if result.format == "full":
-        lines += [
-            "from diffusers import HunyuanVideo15Transformer3DModel",
-            *(["from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline"] if base else []),
-            "",
-            "transformer = HunyuanVideo15Transformer3DModel.from_pretrained(",
-            f"    {str(result.folder)!r}, torch_dtype=torch.{result.dtype}",
-            ")",
-        ]
-        if base:
-            lines.append(
-                f"pipeline = HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, transformer=transformer, "
-                f"torch_dtype={dtype}\n)"
-            )
-            lines.append(_scheduler_code(config))
-        return "\n".join(lines)
-    if base:
-        lines += [
-            "from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline",
-            "",
-            f"pipeline = HunyuanVideo15Pipeline.from_pretrained({base!r}, torch_dtype={dtype})",
-            _scheduler_code(config),
-            "transformer = pipeline.transformer",
-        ]
-    else:
-        lines += [
-            "from sage_fast.config.schema import ModelConfig",
-            "from sage_fast.models.family import load_components",
-            "",
-            f"model = ModelConfig(family={config.model.family!r}, path={config.model.path!r})",
-            "transformer = load_components(model).transformer",
-        ]
-    lines.append(
-        f"transformer.load_lora_adapter(\n    {str(result.folder)!r}, prefix=None, weight_name={ADAPTER_FILE!r}\n)"
-    )
-    return "\n".join(lines)
+def _make_room(folder: Path) -> None:
+    """An empty folder; the files of an earlier export in it are removed. ConfigError where it has any others."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder} is a file. Give a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD
+    files = set(_read_record(record).get("files", ())) | {RECORD} if record.is_file() else set()
+    others = sorted(path.name for path in folder.iterdir() if path.name not in files)
+    if others:
+        raise ConfigError(
+            f"--output {folder} holds other files, such as {others[0]}. Give a new folder, or one with nothing but an "
+            "earlier export."
+        )
+    # The record goes first: without a whole export beside it it would pass for one.
+    for path in (record, *sorted(folder.iterdir())):
+        path.unlink(missing_ok=True)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no record of an export ({error}). Give another --output.") from error
+
+
+def _publish(folder: Path, repository: str) -> None:
+    """Make the repository what the folder is: files of an earlier export that are gone here are deleted there."""
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Export of SAGE-Fast", delete_patterns="*"
+        )
+    except OSError as error:  # as all its errors are
+        raise ConfigError(
+            f"--push-to-hub {repository}: the hub refused or was not reached ({error}). The export is in {folder}. Log "
+            "in with `hf auth login` as somebody who may write there, and export again."
+        ) from error
 
 
 def _open(source: Path) -> Checkpoint:
@@ -187,30 +168,42 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         return load_config(file, overrides)
 
 
-def _save_trained_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype) -> None:
+def _save_trained_transformer(
+    config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype, layout: Layout
+) -> None:
     """Write the transformer of a run that trained every weight; what cannot be trained is the base model's."""
     with _naming_the_model():
         transformer, base = model_family(config.model.family).open_transformer(config.model)
     with _naming_the_checkpoint():
         check_same_shapes(shapes_of(whole_parameters(transformer)), shapes_of(weights.meta), "weights")
-    save_transformer(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype)
+    _save(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype, layout)
 
 
-def _save_merged_transformer(config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the base transformer with the trained adapter merged into it, by `save_pretrained`."""
+def _save_merged_transformer(
+    config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype, layout: Layout
+) -> None:
+    """Write the base transformer with the trained adapter merged into it."""
     with _naming_the_model():
         transformer = load_components(config.model).transformer
     cast_weights(transformer, getattr(torch, config.model.dtype))
     with _naming_the_checkpoint():
         use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
-    if dtype is not None:
-        # Before the merge, with the adapter still in float32: the sum is rounded once.
-        for name, parameter in transformer.named_parameters():
-            if ".lora_" not in name:
-                parameter.data = parameter.data.to(dtype)
+    # Before the merge, with the adapter still in float32: the sum is rounded once.
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
     transformer.fuse_lora(safe_fusing=True)
     transformer.unload_lora()
-    transformer.save_pretrained(folder)
+    _save(transformer, transformer.state_dict().__getitem__, folder, dtype, layout)
+
+
+def _save(
+    transformer: Any, read: Callable[[str], torch.Tensor], folder: Path, dtype: torch.dtype, layout: Layout
+) -> None:
+    try:
+        save_transformer(transformer, read, folder, dtype, layout=layout)
+    except ValueError as error:
+        raise ConfigError(f"--layout {layout}: {error}. Give --layout diffusers.") from error
 
 
 @contextmanager
@@ -231,20 +224,14 @@ def _naming_the_checkpoint() -> Iterator[None]:
         raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
 
 
-def _scheduler_code(config: RunConfig) -> str:
-    """The line that gives a pipeline the timestep shift of the run: its base model may have another one."""
-    return (
-        "pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(\n"
-        f"    pipeline.scheduler.config, shift={config.rollout.shift!r}\n)"
-    )
-
-
 def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """What an export was made from, as JSON values."""
     record: dict[str, Any] = {
         "sage_fast": __version__,
         "diffusers": metadata.version("diffusers"),
         "format": result.format,
+        "layout": result.layout,
+        "files": sorted(path.name for path in result.folder.iterdir()),
         "checkpoint": str(checkpoint),
         "update": result.update,
         "averaged": result.averaged,
@@ -264,41 +251,3 @@ def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, An
     if result.format == "full":
         record["dtype"] = result.dtype
     return record
-
-
-def _readme(result: Export, config: RunConfig) -> str:
-    """The README.md of an export."""
-    what = "A LoRA adapter in diffusers' layout" if result.format == "lora" else "A whole transformer"
-    average = ", the moving average of its weights, which is what the run evaluated" if result.averaged else ""
-    merged = (
-        " The adapter is merged into the weights." if result.format == "full" and config.training.mode == "lora" else ""
-    )
-    notes = []
-    if result.format == "lora":
-        notes.append(
-            "The adapter was trained and is stored in float32. A stock pipeline rounds it to its own data type when it "
-            "loads it; `sage-fast generate --lora` does not."
-        )
-    notes.append("The base model and its licence are not part of this folder.")
-    if model_family(config.model.family).pipeline_base(config.model):
-        video, steps = config.video, config.evaluation.num_steps or config.rollout.num_steps
-        notes.insert(
-            0,
-            f"Trained at {video.num_frames} frames of {video.height}x{video.width}, {config.model.family}, shift "
-            f"{config.rollout.shift:g}, guidance {config.rollout.guidance_scale:g}; evaluated with {steps} steps.",
-        )
-    return "\n".join(
-        [
-            f"# {what}",
-            "",
-            f"Written by SAGE-Fast {__version__} after {result.update} optimizer updates{average}.{merged}",
-            "Trained on " + ", ".join(f"{w:g} {n}" for n, w in config.reward.weights.items() if w) + ".",
-            "",
-            "```python",
-            loading_code(result, config),
-            "```",
-            "",
-            *(f"* {note}" for note in notes),
-            "",
-        ]
-    )

@@ -62,7 +62,7 @@ class Generator:
         )
 
     def use_adapter(self, path: Path) -> None:
-        """Take over a LoRA adapter in diffusers' layout. ConfigError when there is none or it does not fit."""
+        """Take over a LoRA adapter, see `read_adapter`. ConfigError when there is none or it does not fit."""
         self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
 
     def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:
@@ -78,11 +78,10 @@ class Generator:
         self.acceleration = choose_forward(transformer, self.config.model)
 
     def table(self, sampler: str) -> TransitionTable:
-        """The steps of a sampler with the evaluation's number of steps."""
-        rollout = self.config.rollout
-        num_steps = self.config.evaluation.num_steps or rollout.num_steps
-        sigmas = sigma_schedule(num_steps, rollout.shift)
-        return transition_table(sampler, sigmas, rollout.eta, sage_margin=rollout.sage_sigma_margin)
+        """The steps of a sampler with the evaluation's number of steps and noise scale."""
+        sigmas = sigma_schedule(self.config.evaluation_steps, self.config.rollout.shift)
+        margin = self.config.rollout.sage_sigma_margin
+        return transition_table(sampler, sigmas, self.config.evaluation_eta, sage_margin=margin)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -99,7 +98,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
-        video = config.video
+        video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
         encoder, negative = components.prompt_encoder, config.rollout.negative_prompt
@@ -148,7 +147,7 @@ def generate(
     Args:
         output: folder; created when missing.
         weights: what the generator's weights are called in the record, such as the path of the checkpoint.
-        sampler: `ode`, or an SDE type, which uses the config's `rollout.eta`.
+        sampler: `ode`, or an SDE type, with the evaluation's noise scale.
         num_videos: videos per prompt, each from its own noise.
         overwrite: make every video anew.
 
@@ -211,12 +210,12 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
         "vae_dtype": config.model.vae_dtype,
         "weights": weights,
         "sampler": sampler,
-        "eta": config.rollout.eta if sampler != "ode" else 0.0,
+        "eta": config.evaluation_eta if sampler != "ode" else 0.0,
         "num_steps": table.num_steps,
         "shift": config.rollout.shift,
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
-        "video": asdict(config.video),
+        "video": asdict(config.evaluation_video),
         # Left out where they are as they have always been: videos made before are still known.
         **({"negative_prompt": negative} if negative else {}),
         **({"text_encoder_dtype": encoder} if (encoder := config.model.text_encoder_dtype) != "auto" else {}),

@@ -22,7 +22,7 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evalua
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
-from sage_fast.rewards.base import Scorer
+from sage_fast.rewards.base import Scorer, reward_scales
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import prompts_digest
@@ -90,6 +90,7 @@ class PairedEvaluation:
             base=base,
             trained=trained,
             weights=weights,
+            scales=reward_scales(self.config.reward.rewards),
             resamples=resamples,
             seed=seed,
             settings={
@@ -156,7 +157,7 @@ class PairedEvaluation:
             sampling = EvaluationSampling(
                 policy=generator.policy,
                 embed=generator.embed,
-                table=generator.table("ode"),
+                table=generator.table(evaluation.sampler),
                 latent_shape=generator.latent_shape,
                 seed=evaluation.seed,
                 batch_size=evaluation.batch_size,
@@ -171,8 +172,10 @@ class PairedEvaluation:
         settings = {
             "weights": "base" if model == "base" else weights_digest(self.trained),
             "model": {key: getattr(config.model, key) for key in ("family", "path", "variant", "dtype", "vae_dtype")},
-            "video": asdict(config.video),
-            "num_steps": config.evaluation.num_steps or config.rollout.num_steps,
+            "video": asdict(config.evaluation_video),
+            "sampler": config.evaluation.sampler,
+            "eta": config.evaluation_eta if config.evaluation.sampler != "ode" else 0.0,
+            "num_steps": config.evaluation_steps,
             "shift": config.rollout.shift,
             "guidance_scale": config.rollout.guidance_scale,
             "noise_seed": config.evaluation.seed,

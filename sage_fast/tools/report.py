@@ -9,7 +9,7 @@ contact_sheet.png   frames of both models, side by side
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import stdev
@@ -17,14 +17,15 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.config.files import replacing
-from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, Estimate, Evaluation, ScoreComparison
+from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Evaluation, ScoreComparison
 from sage_fast.models import video_files
+from sage_fast.rewards.base import Scale
 from sage_fast.run import media
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownVideo:
-    """A prompt whose videos are in the report. `base`, `trained`: paths of the mp4s. `difference`: of the overall.
+    """A prompt whose videos are in the report. `base`, `trained`: paths of the mp4s. `difference`: of the reward.
 
     Example: `ShownVideo(prompt="a red circle", base=Path("base/00-a-red-circle.mp4"), ..., difference=0.4)`
     """
@@ -39,8 +40,9 @@ class ShownVideo:
 class Report:
     """Everything that the files are made of.
 
-    scores: the overall first. weights: score name -> weight in the overall. settings: what was compared and how, as
-    JSON values. videos: shown from the largest gain to the largest loss.
+    scores: the reward first. weights: score name -> weight in the reward. settings: what was compared and how, as JSON
+    values. videos: shown from the largest gain to the largest loss. scales: of the scores that say how they compare
+    with published ones.
 
     Example: `Report(scores=compare(base, trained, weights), base=base, trained=trained, weights={"VQ": 1.0}, ...)`
     """
@@ -53,6 +55,7 @@ class Report:
     seed: int
     settings: Mapping[str, Any]
     videos: Sequence[ShownVideo]
+    scales: Mapping[str, Scale] = field(default_factory=dict)
 
 
 def spread_over_ranks(differences: Sequence[float], count: int) -> list[int]:
@@ -97,11 +100,12 @@ def to_json(report: Report) -> dict[str, Any]:
         "weights": dict(report.weights),
         "scores": [asdict(score) for score in report.scores],
         "settings": dict(report.settings),
+        "scales": {name: asdict(scale) for name, scale in report.scales.items()},
         "per_prompt": [
             {
                 "prompt": prompt,
-                "base": {OVERALL: report.base.reward[i]} | {n: v[i] for n, v in report.base.scores.items()},
-                "trained": {OVERALL: report.trained.reward[i]} | {n: v[i] for n, v in report.trained.scores.items()},
+                "base": {name: column[i] for name, column in report.base.columns().items()},
+                "trained": {name: column[i] for name, column in report.trained.columns().items()},
             }
             for i, prompt in enumerate(report.base.prompts)
         ],
@@ -110,17 +114,17 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def headline(report: Report) -> str:
     """What the evaluation found, in a sentence."""
-    overall = report.scores[0]
-    d = overall.difference
+    reward = report.scores[0]
+    d = reward.difference
     verb = "rises" if d.mean > 0 else "falls" if d.mean < 0 else "stays"
     doubt = ""
-    if overall.count < ENOUGH_PROMPTS:
+    if reward.count < ENOUGH_PROMPTS:
         doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
-    elif not overall.significant:
+    elif not reward.significant:
         doubt = ", which a difference of zero would explain too"
     return (
-        f"{OVERALL} {verb} from {overall.base.mean:.4f} to {overall.trained.mean:.4f}: {d.mean:+.4f}, 95 % interval "
-        f"{d.low:+.4f} to {d.high:+.4f}{doubt}. The trained model scores higher on {overall.win_rate:.0%} of "
+        f"{REWARD} {verb} from {reward.base.mean:.4f} to {reward.trained.mean:.4f}: {d.mean:+.4f}, 95 % interval "
+        f"{d.low:+.4f} to {d.high:+.4f}{doubt}. The trained model scores higher on {reward.win_rate:.0%} of "
         f"{len(report.base.prompts)} prompts."
     )
 
@@ -150,6 +154,9 @@ def to_markdown(report: Report) -> str:
             cells = [f"**{c}**" if s.significant else c for c, s in zip(cells, report.scores, strict=True)]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     lines += ["", *_footnotes(report, "**bold**"), ""]
+    if rows := _scale_rows(report):
+        lines += ["| " + " | ".join(SCALE_HEAD) + " |", "|---|---|---|---:|---:|"]
+        lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
     return "\n".join(lines)
 
 
@@ -171,8 +178,23 @@ def _rows(report: Report) -> list[tuple[str, list[str]]]:
     return rows
 
 
+SCALE_HEAD = ("score", "here", "Table 2 of the SAGE-GRPO paper", "base there", "trained there")
+
+
+def _scale_rows(report: Report) -> list[tuple[str, ...]]:
+    """Score, its scale here and in the paper, and both models' means in the latter."""
+    rows = []
+    for score in report.scores:
+        if (scale := report.scales.get(score.name)) is not None:
+            means = (f"{scale.factor * e.mean:.4f}" for e in (score.base, score.trained))
+            rows.append((score.name, scale.here, scale.published, *means))
+    return rows
+
+
 def _footnotes(report: Report, marked: str) -> list[str]:
     terms = " + ".join(f"{w:g} {n}" for n, w in report.weights.items())
+    there = any(score.name == OVERALL for score in report.scores)
+    overall = f" {OVERALL} is the plain sum, whatever was trained on." if there else ""
     clear = f"{marked} where the interval leaves out zero"
     if len(report.base.prompts) < ENOUGH_PROMPTS:
         clear = (
@@ -180,7 +202,7 @@ def _footnotes(report: Report, marked: str) -> list[str]:
         )
     return [
         f"{len(report.base.prompts)} prompts, one video each; both models start from the same noise. "
-        f"{OVERALL} = {terms}; higher is better for it and its terms. Other scores are measured only.",
+        f"{REWARD} = {terms}; higher is better for it and its terms.{overall} Other scores are measured only.",
         f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
         f"{report.seed}; {clear}. Win rate: prompts on which the trained model "
         "scores higher.",
@@ -227,6 +249,7 @@ def to_html(report: Report) -> str:
         f"<p>{escape(headline(report))}</p>",
         _html_table(report),
         *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
+        _html_scales(report),
         "<h2>Difference, score by score</h2>",
         _html_intervals(report),
         _html_videos(report),
@@ -249,7 +272,7 @@ def _direction(report: Report, score: ScoreComparison) -> str:
     """A CSS class where a score is significant, else nothing; green and red only where higher is better."""
     if not score.significant:
         return ""
-    if score.name != OVERALL and score.name not in report.weights:
+    if score.name not in (REWARD, OVERALL) and score.name not in report.weights:
         return "clear"
     return "gain" if score.difference.mean > 0 else "loss"
 
@@ -271,16 +294,29 @@ def _html_table(report: Report) -> str:
     )
 
 
+def _html_scales(report: Report) -> str:
+    """How the scores compare with published ones."""
+    rows = _scale_rows(report)
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{h}</th>' for h in SCALE_HEAD)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        "<h2>On the scales of the paper</h2>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
 def _html_intervals(report: Report) -> str:
     """Differences with their intervals on one axis: in standard deviations of the base model's scores."""
-    columns = [report.base.reward] + [report.base.scores[s.name] for s in report.scores[1:]]
+    columns = [report.base.columns()[s.name] for s in report.scores]
     # A score that is the same for every prompt has no deviation to measure in; it keeps its own unit.
     units = [stdev(column) or 1.0 for column in columns]
     rows = [
         (s, s.difference.low / u, s.difference.mean / u, s.difference.high / u)
         for s, u in zip(report.scores, units, strict=True)
     ]
-    left, width, height = 150, 520, 30
+    left, width, height = 190, 520, 30
     reach = max(1e-9, *(max(abs(low), abs(high)) for _, low, _, high in rows)) * 1.08
 
     def x(value: float) -> float:
@@ -323,7 +359,7 @@ def _html_videos(report: Report) -> str:
         )
     return (
         "<h2>Videos, from the largest gain to the largest loss</h2>"
-        f'<p class="faint">Same prompt, same noise. The number is the difference in {OVERALL}. The videos themselves '
+        f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}. The videos themselves '
         "are in base/ and trained/.</p>" + "".join(figures)
     )
 
@@ -333,7 +369,7 @@ def _strip(path: Path) -> str:
 
 
 def _html_prompts(report: Report) -> str:
-    """Every prompt with the overall of both models, worst difference first."""
+    """Every prompt with the reward of both models, worst difference first."""
     rows = sorted(
         zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
     )

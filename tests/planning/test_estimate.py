@@ -71,6 +71,20 @@ def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
 # ------------------------------------------------------------------------------------------ counts
 
 
+def test_an_evaluation_of_its_own_size_costs_what_it_costs() -> None:
+    """And nothing else changes, but the table of the positions of the larger videos."""
+    same, large = small_plan(), small_plan("--evaluation.height=128", "--evaluation.width=192")
+    assert same.seconds_per_evaluation and large.seconds_per_evaluation
+    assert large.seconds_per_evaluation > 2 * same.seconds_per_evaluation
+    assert large.phases == same.phases and large.latent == same.latent
+    memory, larger = same.memory.phases, large.memory.phases
+    assert larger["evaluation"].working_set > memory["evaluation"].working_set
+    assert larger["evaluation"].trajectories == pytest.approx(4 * memory["evaluation"].trajectories)
+    assert larger["update"].working_set == memory["update"].working_set
+    bytes_per_token = 2 * 4 * SMALL["attention_head_dim"]
+    assert larger["update"].tables - memory["update"].tables == pytest.approx(3 * 8 * 12 * bytes_per_token)
+
+
 def test_the_real_model_has_its_parameters() -> None:
     config = load_config(B)
     weights = count_weights(config, HUNYUAN_VIDEO_15)

@@ -347,7 +347,6 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     [
         ("--lora.rank=4", r"model\.adapter: .* does not fit .*Set lora\.rank"),
         ("--lora.target_modules=[attn.to_q]", r"model\.adapter: .* does not fit .*lora\.target_modules"),
-        ("--lora.alpha=8", r"alpha / rank = 1, this run has 4\. Set lora\.alpha to 2"),
         ("--training.mode=full", r"training\.mode is 'full', which has no adapter"),
         ("--model.adapter=nowhere", "There is no adapter nowhere"),
     ],

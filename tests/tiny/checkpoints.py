@@ -181,11 +181,7 @@ def save_official_layout(
 
 def official_transformer(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Tensor]:
     """The weights of a transformer under the names, and in the fusions, of the official code."""
-    renamed: dict[str, Tensor] = {}
-    for name, value in transformer.state_dict().items():
-        for ours, theirs in TRANSFORMER_NAMES:
-            name = name.replace(ours, theirs)
-        renamed[_official_block_names(name)] = value
+    renamed = {official_name(name): value for name, value in transformer.state_dict().items()}
     for block in range(TRANSFORMER["num_refiner_layers"]):
         prefix = f"txt_in.individual_token_refiner.blocks.{block}."
         for kind in ("weight", "bias"):
@@ -230,8 +226,11 @@ TRANSFORMER_NAMES = [
 """(diffusers, official) parts of parameter names; what remains depends on the block it is in."""
 
 
-def _official_block_names(name: str) -> str:
-    """Names that both kinds of block use with different meanings."""
+def official_name(name: str) -> str:
+    """Official name of a module or weight, apart from fusions."""
+    for ours, theirs in TRANSFORMER_NAMES:
+        name = name.replace(ours, theirs)
+    # Names that both kinds of block use with different meanings.
     pairs: list[tuple[str, str]] = []
     if name.startswith("double_blocks."):
         pairs = [

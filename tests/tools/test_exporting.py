@@ -4,26 +4,41 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from safetensors.torch import load_file
-from torch import Tensor
+from diffusers.loaders import PeftAdapterMixin
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.models.hunyuan15.layouts import stored_config
+from sage_fast.models.hunyuan15.official_layout import convert_transformer
 from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.models.toy.components import load_components
+from sage_fast.models.transformer import Layout
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import whole_parameters
+from sage_fast.policy.trained import use_adapter, whole_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
-from tests.tiny.checkpoints import build_pipeline, save_diffusers_layout, save_official_layout
+from tests.conftest import TINY_RUN
+from tests.tiny.checkpoints import (
+    build_pipeline,
+    official_name,
+    official_transformer,
+    save_diffusers_layout,
+    save_official_layout,
+)
 
 MakeRun = Callable[..., RunConfig]
 
@@ -78,7 +93,9 @@ def test_the_readme_of_an_adapter_loads_what_was_trained(
     record = json.loads((folder / "export.json").read_text())
     assert record["averaged"] == ("--training.ema_decay=0.5" in overrides) and record["update"] == 2
     assert record["lora"]["alpha"] == (8 if "--lora.alpha=8" in overrides else 2)
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "export.json", ADAPTER_FILE]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "README.md", "config.yaml", "export.json", ADAPTER_FILE, "reward.png",
+    ]  # fmt: skip
 
 
 def test_a_merged_export_is_one_plain_transformer(tiny_run: MakeRun, tmp_path: Path) -> None:
@@ -176,18 +193,29 @@ def test_the_newest_complete_checkpoint_of_a_run_is_taken(finished_run: Path, tm
     assert export(run / "checkpoints/update-000001", tmp_path / "named").update == 1
 
 
-def test_an_export_may_be_repeated_but_nothing_else_is_overwritten(finished_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
+def test_a_second_export_leaves_nothing_of_the_first(finished_run: Path, tmp_path: Path) -> None:
+    folder, fresh = tmp_path / "exported", tmp_path / "fresh"
+    export(finished_run, folder, format="full")
+    shutil.copy(folder / "config.json", folder / "mine.json")
+    with pytest.raises(ConfigError, match=r"holds other files, such as mine\.json"):
+        export(finished_run, folder)
+    (folder / "mine.json").unlink()
     export(finished_run, folder)
-    export(finished_run, folder)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.tex").write_text("years of work")
+    export(finished_run, fresh)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in fresh.iterdir())
+
+
+def test_nothing_but_an_export_is_overwritten(finished_run: Path, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("years of work")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/export.json").write_text('{"files": ["../thesis.tex", "/thesis.tex"]}')
+    export(finished_run, tmp_path / "other")
     with pytest.raises(ConfigError, match="holds other files"):
-        export(finished_run, other)
+        export(finished_run, tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
-        export(finished_run, other / "thesis.tex")
-    assert [p.name for p in other.iterdir()] == ["thesis.tex"]
+        export(finished_run, thesis)
+    assert thesis.read_text() == "years of work"
 
 
 HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
@@ -236,12 +264,22 @@ def test_a_transformer_without_its_pipeline_is_known_by_its_size(finished_run: P
     ("source", "more", "status", "expected"),
     [
         ("", ["--dtype", "bfloat16"], 2, "--dtype is for --format full"),
+        ("", ["--push-to-hub", "my adapter"], 2, "no repository of the form owner/name"),
+        ("", ["--format", "full", "--layout", "official"], 2, "none that the official class can build"),
         ("", ["--format", "full", "--model.path=/moved"], 2, "--model.path=FOLDER"),
         ("checkpoints", [], 2, "such as"),
         ("samples", [], 2, "no checkpoint and no run"),
         ("nowhere", [], 2, "no checkpoint and no run"),
     ],
-    ids=["dtype-of-an-adapter", "model-moved", "one-level-too-high", "no-checkpoint", "missing"],
+    ids=[
+        "dtype-of-an-adapter",
+        "repository",
+        "toy-for-the-official-class",
+        "model-moved",
+        "one-level-too-high",
+        "no-checkpoint",
+        "missing",
+    ],
 )
 def test_a_wrong_request_is_told(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], status: int,
@@ -267,3 +305,241 @@ def test_a_damaged_checkpoint_is_not_exported(
     adapter.write_bytes(adapter.read_bytes()[:-1])
     assert main(["export", str(run / "checkpoints/update-000002"), "--output", str(tmp_path / "o")]) == 1
     assert "missing, truncated or altered" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ other programs
+
+
+LAYERS = [
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("ff.net.0.proj", "ff_context.net.2", "norm1.linear"),
+]
+
+
+@pytest.fixture(scope="module")
+def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Adapters of every kind of layer, trained for three updates on the tiny public model, their scale not 1."""
+    folder = tmp_path_factory.mktemp("public")
+    save_diffusers_layout(folder / "model")
+    (folder / "prompts.txt").write_text("a red circle moving left\na green square moving up\n")
+    tree = TINY_RUN | {
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "output_dir": str(folder / "run"),
+        "model": {"family": "hunyuan15", "path": str(folder / "model"), "forward": "stock"},
+        "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
+        "lora": {"rank": 2, "alpha": 3, "target_modules": LAYERS},
+        "optimizer": {"name": "adamw", "learning_rate": 0.05},
+        "training": {"num_updates": 3},
+        "evaluation": {"every": 0},
+    }
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    run = Run(load_config(folder / "run.yaml"))
+    run.train()
+    return run
+
+
+def public_transformer(run: Run) -> HunyuanVideo15Transformer3DModel:
+    return HunyuanVideo15Transformer3DModel.from_pretrained(Path(str(run.config.model.path)) / "transformer")
+
+
+def close_to_trained(run: Run, transformer: Any) -> None:
+    base, expected = probe(run, public_transformer(run)), trained(run)
+    assert (base - expected).abs().max() > 1e-2, "the adapter does nothing"
+    torch.testing.assert_close(probe(run, transformer), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefix", ["transformer", None])
+def test_diffusers_loads_an_adapter_by_both_prefixes(public_run: Run, tmp_path: Path, prefix: str | None) -> None:
+    export(public_run.directory, tmp_path / "o")
+    transformer = public_transformer(public_run)
+    transformer.load_lora_adapter(str(tmp_path / "o"), prefix=prefix, weight_name=ADAPTER_FILE)
+    close_to_trained(public_run, transformer)
+
+
+class OfficialNames(PeftAdapterMixin, nn.Module):
+    """The linear layers of a transformer's blocks, under the names of the official class."""
+
+    def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        super().__init__()
+        self.names = {
+            name: official_name(name)
+            for name, module in transformer.named_modules()
+            if name.startswith("transformer_blocks.") and isinstance(module, nn.Linear)
+        }
+        for ours, theirs in self.names.items():
+            *path, leaf = theirs.split(".")
+            parent: nn.Module = self
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(leaf, transformer.get_submodule(ours))
+
+    def give_back(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        """Put the layers, which may have adapters by now, where they came from."""
+        for ours, theirs in self.names.items():
+            parent, _, leaf = ours.rpartition(".")
+            transformer.get_submodule(parent).add_module(leaf, self.get_submodule(theirs))
+
+
+def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) -> None:
+    """By the call of its generate.py."""
+    export(public_run.directory, tmp_path / "o", layout="official")
+    transformer = public_transformer(public_run)
+    official = OfficialNames(transformer)
+    official.load_lora_adapter(
+        pretrained_model_name_or_path_or_dict=str(tmp_path / "o"), prefix=None, adapter_name="default",
+        use_safetensors=True, hotswap=False,
+    )  # fmt: skip
+    official.give_back(transformer)
+    close_to_trained(public_run, transformer)
+
+
+def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The official weights with q, k and v in one, as ComfyUI reads them."""
+    result = dict(weights)
+    for name in weights:
+        if "_attn_q." in name:
+            parts = [result.pop(name.replace("_attn_q.", f"_attn_{part}.")) for part in "qkv"]
+            result[name.replace("_attn_q.", "_attn_qkv.")] = torch.cat(parts)
+    return result
+
+
+def loaded_by_comfyui(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Tensor]:
+    """The weights under the names of ComfyUI's modules."""
+    renamed = {}
+    for name, value in fused(official_transformer(transformer)).items():
+        for ours, theirs in (("_mod.linear", "_mod.lin"), ("_attn_qkv", "_attn.qkv"), ("_attn_proj", "_attn.proj"),
+                             ("mlp.fc1", "mlp.0"), ("mlp.fc2", "mlp.2")):  # fmt: skip
+            name = name.replace(ours, theirs)
+        renamed[f"diffusion_model.{name}"] = value
+    return renamed
+
+
+def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path) -> None:
+    """W + lora_B lora_A, which is what ComfyUI computes, makes the merged model of its weights."""
+    export(public_run.directory, tmp_path / "o", layout="comfyui")
+    export(public_run.directory, tmp_path / "full", format="full")
+    weights = loaded_by_comfyui(public_transformer(public_run))
+    merged = loaded_by_comfyui(HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "full"))
+    adapter = load_file(tmp_path / "o" / ADAPTER_FILE)
+    changed = [name.replace(".lora_A.", ".") for name in adapter if ".lora_A." in name]
+    assert len(changed) == 2 * 7 - 2, "q, k and v are one layer; the last block has layers that do nothing"
+    assert {name for name in weights if not torch.equal(weights[name], merged[name])} == set(changed)
+    for name in changed:
+        up, down = (adapter[name.replace(".weight", f".lora_{part}.weight")] for part in "BA")
+        torch.testing.assert_close(weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "official"])
+def test_an_adapter_comes_back(public_run: Run, tmp_path: Path, layout: Layout) -> None:
+    """By `generate --lora`, and by model.adapter into a run of any alpha."""
+    export(public_run.directory, tmp_path / "o", layout=layout)
+    transformer = public_transformer(public_run)
+    use_adapter(transformer, tmp_path / "o")
+    close_to_trained(public_run, transformer)
+    words = {
+        "output_dir": str(tmp_path / "run"),
+        "model": replace(public_run.config.model, adapter=str(tmp_path / "o")),
+    }
+    again = Run(replace(public_run.config, **words, lora=replace(public_run.config.lora, alpha=8)))
+    torch.testing.assert_close(trained(again), trained(public_run), rtol=1e-6, atol=1e-6)
+
+
+def test_an_adapter_of_every_official_layer_is_read(public_run: Run, tmp_path: Path) -> None:
+    """The official trainer adapts all linear layers, and writes alpha into the file."""
+    transformer = public_transformer(public_run)
+    weights = official_transformer(transformer)
+    generator = torch.Generator().manual_seed(0)
+    adapter, summed = {}, dict(weights)
+    for name, value in weights.items():
+        if value.ndim == 2 and "cond_type" not in name:
+            up, down = (torch.randn(n, 2, generator=generator) / 10 for n in value.shape)
+            adapter |= {name.replace(".weight", ".lora_A.weight"): down.T.contiguous()}
+            adapter |= {name.replace(".weight", ".lora_B.weight"): up}
+            summed[name] = value + 2.5 * up @ down.T
+    metadata = {"lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 5})}
+    save_file(adapter, tmp_path / "theirs.safetensors", metadata=metadata)
+    (tmp_path / "summed").mkdir()
+    save_file(summed, tmp_path / "summed/diffusion_pytorch_model.safetensors")
+    (tmp_path / "summed/config.json").write_text(json.dumps(stored_config(transformer.config, "official")))
+    converted = convert_transformer(tmp_path / "summed", tmp_path / "converted")
+    expected = HunyuanVideo15Transformer3DModel.from_pretrained(converted)
+    use_adapter(transformer, tmp_path / "theirs.safetensors")
+    assert len(adapter) > 50
+    torch.testing.assert_close(probe(public_run, transformer), probe(public_run, expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["official", "comfyui"])
+def test_a_whole_transformer_for_other_programs(public_run: Run, tmp_path: Path, layout: Layout) -> None:
+    for name in ("diffusers", layout):
+        export(public_run.directory, tmp_path / name, format="full", layout=name)
+    plain = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "diffusers")
+    expected = official_transformer(plain)
+    written = load_file(tmp_path / layout / "diffusion_pytorch_model.safetensors")
+    if layout == "comfyui":
+        expected = fused(expected)
+        assert not (tmp_path / layout / "config.json").exists()
+    else:
+        back = convert_transformer(tmp_path / layout, tmp_path / "converted")
+        assert dict(HunyuanVideo15Transformer3DModel.load_config(back)) | {"_name_or_path": ""} == {
+            k: list(v) if isinstance(v, tuple) else v for k, v in plain.config.items()
+        } | {"_name_or_path": "", "_diffusers_version": "0.36.0", "_class_name": type(plain).__name__}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    assert "ckpts" in (tmp_path / layout / "README.md").read_text() or layout == "comfyui"
+
+
+# ------------------------------------------------------------------------------------------ the model card and the hub
+
+
+def test_the_card_says_what_a_stranger_asks(finished_run: Path, tmp_path: Path) -> None:
+    words = ["--model.family=hunyuan15", "--model.path=null"]
+    export(finished_run, tmp_path / "o", overrides=words)
+    card = ModelCard.load(tmp_path / "o/README.md")
+    assert card.data.base_model == f"{HUB}480p_t2v" and card.data.license == "other"
+    assert card.data.license_name == "tencent-hunyuan-community" and card.data.pipeline_tag == "text-to-video"
+    for text in ("toy_train.csv", "1 VQ + 1 MQ + 1 TA", "after 2 optimizer updates", "update 0 against update 2"):
+        assert text in card.text, text
+    for name in re.findall(r"\]\(([\w.]+)\)", card.text):
+        assert (tmp_path / "o" / name).is_file(), name
+    assert {"reward.png", "before_after.png", "config.yaml"} <= {p.name for p in (tmp_path / "o").iterdir()}
+
+
+class FakeHub:
+    """What the hub was asked for, and the files it was given."""
+
+    calls: ClassVar[list[tuple[str, object]]] = []
+    refuses = False
+
+    def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+        assert exist_ok
+        self.calls.append(("create", repository))
+        if self.refuses:
+            raise LocalTokenNotFoundError("no token")
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: str) -> None:
+        assert delete_patterns == "*"
+        self.calls.append((repo_id, sorted(p.name for p in folder_path.iterdir())))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_export_is_published(
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refuses: bool,
+) -> None:
+    monkeypatch.setattr(FakeHub, "calls", [])
+    monkeypatch.setattr(FakeHub, "refuses", refuses)
+    monkeypatch.setattr("sage_fast.tools.exporting.HfApi", FakeHub)
+    words = ["export", str(finished_run), "--output", str(tmp_path / "o"), "--push-to-hub", "me/adapter"]
+    assert main(words) == (2 if refuses else 0)
+    assert FakeHub.calls[0] == ("create", "me/adapter")
+    assert "load_lora_adapter('me/adapter'" in code_of(tmp_path / "o")
+    if refuses:
+        assert "hf auth login" in capsys.readouterr().err and len(FakeHub.calls) == 1
+    else:
+        assert FakeHub.calls[1:] == [("me/adapter", sorted(p.name for p in (tmp_path / "o").iterdir()))]

@@ -14,9 +14,11 @@ from PIL import Image
 
 from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config
+from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
-from sage_fast.evaluation import Evaluation, compare
+from sage_fast.evaluation import OVERALL, Evaluation, compare, format_comparison
 from sage_fast.models import video_files
+from sage_fast.rewards.base import reward_scales
 from sage_fast.tools.report import (
     Report,
     ShownVideo,
@@ -29,6 +31,8 @@ from sage_fast.tools.report import (
 )
 
 MakeRun = Callable[..., RunConfig]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
@@ -47,7 +51,7 @@ def test_a_comparison_by_hand() -> None:
     base = Evaluation(prompts=["a", "b", "c", "d"], scores={"VQ": [0.0, 1.0, 2.0, 3.0]}, reward=[0.0, 1.0, 2.0, 3.0])
     trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
     overall, vq = compare(base, trained, {"VQ": 1.0})
-    assert (overall.name, vq.name) == ("Overall", "VQ") and overall.difference == vq.difference
+    assert (overall.name, vq.name) == ("Reward", "VQ") and overall.difference == vq.difference
     assert (vq.base.mean, vq.trained.mean, vq.difference.mean) == (1.5, 2.0, 0.5) and vq.count == 4
     assert vq.difference.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
     assert (vq.win_rate, vq.tie_rate) == (0.5, 0.25)
@@ -87,8 +91,20 @@ def test_the_same_seed_gives_the_same_interval() -> None:
     assert compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0}, seed=6)[0].difference != first[0].difference
 
 
-def test_the_scores_of_the_overall_come_first() -> None:
-    assert [s.name for s in compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})] == ["Overall", "VQ", "CLIPScore"]
+def test_the_scores_of_the_reward_come_first() -> None:
+    assert [s.name for s in compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})] == ["Reward", "VQ", "CLIPScore"]
+
+
+def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
+    """Table 2's row of the paper: -0.4765 - 0.2384 + 1.5216 = 0.8067, also where Setting B was trained."""
+    row = {"TA": 1.5216, "VQ": -0.4765, "MQ": -0.2384}
+    weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    reward = sum(weights[name] * value for name, value in row.items())
+    trained = Evaluation(prompts=["a", "b"], scores={n: [v, v] for n, v in row.items()}, reward=[reward] * 2)
+    compared = compare(trained, trained, weights)
+    assert [s.name for s in compared] == ["Reward", OVERALL, "VQ", "MQ", "TA"] and OVERALL == "Overall (VQ + MQ + TA)"
+    assert compared[1].trained.mean == pytest.approx(0.8067) and compared[0].trained.mean == pytest.approx(1.16415)
+    assert OVERALL in format_comparison(trained, trained)
 
 
 @pytest.mark.parametrize("fault", ["prompts", "scores", "one"])
@@ -187,7 +203,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
         picture.load()
         assert picture.width > 3 * picture.height
     assert "prefers-color-scheme: dark" in text
-    for name in ("Overall", "VQ", "CLIPScore", "win rate", "10,000 resamples", "prompt <0> & more", "Settings"):
+    for name in ("Reward", "VQ", "CLIPScore", "win rate", "10,000 resamples", "prompt <0> & more", "Settings"):
         assert name in page.text, name
     assert headline(report) in page.text
     assert page.text.count("prompt <") >= 40, "every prompt has its line"
@@ -221,7 +237,7 @@ def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> N
     ]  # fmt: skip
     overall, vq, clip = rows[4].split("|")[2:5]
     assert overall.strip().startswith("**+") and vq.strip().startswith("**") and not clip.strip().startswith("**")
-    assert any("Overall = 2 VQ" in line for line in lines)
+    assert any("Reward = 2 VQ" in line for line in lines)
 
 
 @pytest.mark.parametrize(("count", "enough"), [(2, False), (9, False), (10, True)])
@@ -243,13 +259,25 @@ def test_the_json_holds_every_number(report: Report) -> None:
     tree = json.loads(json.dumps(to_json(report)))
     assert tree["prompts"] == 40 == len(tree["per_prompt"])
     first = tree["per_prompt"][0]
-    assert first["trained"]["Overall"] == report.trained.reward[0] and set(first["base"]) == {
-        "Overall",
-        "VQ",
-        "CLIPScore",
-    }
-    assert [s["name"] for s in tree["scores"]] == ["Overall", "VQ", "CLIPScore"]
+    assert first["trained"]["Reward"] == report.trained.reward[0]
+    assert set(first["base"]) == {"Reward", "VQ", "CLIPScore"} == {s["name"] for s in tree["scores"]}
     assert tree["scores"][0]["difference"]["low"] == report.scores[0].difference.low
+
+
+def test_the_page_and_the_document_have_the_scales_of_the_paper(report: Report) -> None:
+    scales = reward_scales(list(REWARDS))
+    assert {"VQ", "MQ", "TA", "CLIPScore", "PickScore"} == set(scales)
+    assert scales["PickScore"].factor * 19.23 == pytest.approx(0.7397, abs=1e-3)
+    scaled = Report(**{**report.__dict__, "scales": scales})
+    page = Page()
+    page.feed(to_html(scaled))
+    clip = next(s for s in report.scores if s.name == "CLIPScore")
+    for text in (page.text, to_markdown(scaled)):
+        assert scales["CLIPScore"].published in text and f"{0.025 * clip.trained.mean:.4f}" in text
+    assert to_json(scaled)["scales"]["CLIPScore"]["factor"] == 0.025
+    document = (ROOT / "docs/rewards.md").read_text("utf-8")
+    for name, scale in scales.items():
+        assert f"`{name}`" in document and scale.here in document and scale.published in document, name
 
 
 def test_a_score_without_spread_and_a_report_without_videos(tmp_path: Path, report: Report) -> None:
@@ -284,7 +312,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     }  # fmt: skip
     assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
     printed = capsys.readouterr().out
-    assert "4 prompts, same noise, ODE sampler" in printed and "Overall" in printed and "win rate" in printed
+    assert "4 prompts, same noise, sampler ode" in printed and "Overall" in printed and "win rate" in printed
     tree = json.loads((output / "evaluation.json").read_text())
     assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
     reward = json.loads((output / "after.json").read_text())["reward"]
@@ -301,8 +329,10 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
             assert main([*command, "--bootstrap_seed", "1", "--num_videos", "4"]) == 0
         assert caplog.text.count("same settings") == 2
         # What changes the scores is evaluated again.
-        with pytest.raises(AssertionError, match="loaded again"):
-            main([*command, "--evaluation.num_steps=3"])
+        for other in ("--evaluation.num_steps=3", "--evaluation.height=24", "--sampler=cps"):
+            (output / "base/settings.json").write_text(settings)
+            with pytest.raises(AssertionError, match="loaded again"):
+                main([*command, other])
         adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
         for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v"):
             (output / "base/settings.json").write_text(settings)
@@ -310,6 +340,20 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
                 main([*command, *adapter, other])
     assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
     assert main(command) == 0
+
+
+def test_evaluate_has_a_size_and_a_sampler_of_its_own(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "scores"
+    command = ["evaluate", str(run), "--output", str(output), "--num_videos", "0"]
+    size = ["--evaluation.height=24", "--evaluation.width=32"]
+    assert main([*command, *size, "--sampler", "sage_grpo", "--evaluation.eta=0.3"]) == 0
+    settings = json.loads((output / "evaluation.json").read_text())["settings"]
+    assert settings["sampler"] == "sage_grpo" and settings["eta"] == 0.3
+    for video in (output / "trained").glob("*.mp4"):
+        assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
+    noisy = json.loads((output / "before.json").read_text())["reward"]
+    assert main([*command, *size]) == 0
+    assert json.loads((output / "before.json").read_text())["reward"] != noisy
 
 
 def test_evaluate_takes_more_rewards_and_an_exported_adapter(

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 
-from sage_fast.models.hunyuan15 import modulation
+from sage_fast.models.hunyuan15 import layouts, modulation
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
 
@@ -17,6 +17,10 @@ class HunyuanVideo15Backbone:
     velocity = staticmethod(velocity)
     dead_modules = staticmethod(dead_modules)
     choose_forward = staticmethod(choose_forward)
+    stored_weights = staticmethod(layouts.stored_weights)
+    stored_config = staticmethod(layouts.stored_config)
+    stored_adapter = staticmethod(layouts.stored_adapter)
+    own_adapter = staticmethod(layouts.own_adapter)
 
     def build(self, config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
         """See `build_transformer`."""

@@ -69,6 +69,9 @@ class HunyuanVideo15(ModelFamily):
 
         return open_transformer(model_files(find_model(model), cache_folder(model)).transformer)
 
+    def licence(self) -> tuple[str, str]:
+        return "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.
 

@@ -7,8 +7,8 @@
     ckpts/text_encoder/Glyph-SDXL-v2/       weights of the glyph encoder and the annotations that are its special tokens
 
 Facts: the official repository's pipeline and `load_glyph_byT5_v2`; diffusers' convert_hunyuan_video1_5_to_diffusers.py.
-Weights are renamed, the refiner's fused projection is taken apart, and the final modulation's halves change places;
-no value is altered and no data type changes.
+Weights are renamed (`layouts.py`), the refiner's fused projection is taken apart, and the final modulation's halves
+change places; no value is altered and no data type changes.
 
 A conversion writes whole files only, shards naming the source they came from, and the marker `conversion.json` last. An
 interrupted one goes on with the first file that is missing. Nodes that share the cache may convert at the same time,
@@ -21,7 +21,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_fast.config.files import exclusive, fingerprint, replacing
+from sage_fast.models.hunyuan15.layouts import TARGET_SIZE, Recipe, transformer_recipes
 
 logger = logging.getLogger(__name__)
 
@@ -41,80 +41,10 @@ MARKER = "conversion.json"
 VERSION = 1
 """Part of every fingerprint; raised when the conversion changes."""
 
-TARGET_SIZE = {"480p": 640, "720p": 960}
-"""diffusers' `target_size` of an official `ideal_resolution`."""
-
 _SHARD_BYTES = 4 * 2**30
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How one tensor of the converted model is made: `change` of the tensor `source` of the official files.
-
-    Example: `Recipe("final_layer.adaLN_modulation.1.bias", swap_halves)`
-    """
-
-    source: str
-    change: Callable[[Tensor], Tensor] | None = None
-
-
-def swap_halves(weight: Tensor) -> Tensor:
-    """(shift, scale) to (scale, shift) along the first dimension."""
-    shift, scale = weight.chunk(2)
-    return torch.cat([scale, shift])
-
-
-def _third(index: int) -> Callable[[Tensor], Tensor]:
-    return lambda weight: weight.chunk(3)[index].clone()
-
-
-# Official name -> diffusers' name, for whole names; {n} is the number of a block.
-_TRANSFORMER_RULES: Sequence[tuple[str, str]] = (
-    (r"time_in\.mlp\.0", "time_embed.timestep_embedder.linear_1"),
-    (r"time_in\.mlp\.2", "time_embed.timestep_embedder.linear_2"),
-    (r"txt_in\.t_embedder\.mlp\.0", "context_embedder.time_text_embed.timestep_embedder.linear_1"),
-    (r"txt_in\.t_embedder\.mlp\.2", "context_embedder.time_text_embed.timestep_embedder.linear_2"),
-    (r"txt_in\.c_embedder\.(linear_[12])", r"context_embedder.time_text_embed.text_embedder.\1"),
-    (r"txt_in\.input_embedder", "context_embedder.proj_in"),
-    (r"byt5_in\.layernorm", "context_embedder_2.norm"),
-    (r"byt5_in\.fc([123])", r"context_embedder_2.linear_\1"),
-    (r"vision_in\.proj\.0", "image_embedder.norm_in"),
-    (r"vision_in\.proj\.1", "image_embedder.linear_1"),
-    (r"vision_in\.proj\.3", "image_embedder.linear_2"),
-    (r"vision_in\.proj\.4", "image_embedder.norm_out"),
-    (r"img_in\.proj", "x_embedder.proj"),
-    (r"cond_type_embedding", "cond_type_embed"),
-    (r"final_layer\.linear", "proj_out"),
-)
-_REFINER_RULES: Mapping[str, str] = {
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "self_attn_proj": "attn.to_out.0",
-    "mlp.fc1": "ff.net.0.proj",
-    "mlp.fc2": "ff.net.2",
-    "adaLN_modulation.1": "norm_out.linear",
-}
-_BLOCK_RULES: Mapping[str, str] = {
-    "img_mod.linear": "norm1.linear",
-    "txt_mod.linear": "norm1_context.linear",
-    "img_attn_q": "attn.to_q",
-    "img_attn_k": "attn.to_k",
-    "img_attn_v": "attn.to_v",
-    "img_attn_q_norm": "attn.norm_q",
-    "img_attn_k_norm": "attn.norm_k",
-    "img_attn_proj": "attn.to_out.0",
-    "txt_attn_q": "attn.add_q_proj",
-    "txt_attn_k": "attn.add_k_proj",
-    "txt_attn_v": "attn.add_v_proj",
-    "txt_attn_q_norm": "attn.norm_added_q",
-    "txt_attn_k_norm": "attn.norm_added_k",
-    "txt_attn_proj": "attn.to_add_out",
-    "img_mlp.fc1": "ff.net.0.proj",
-    "img_mlp.fc2": "ff.net.2",
-    "txt_mlp.fc1": "ff_context.net.0.proj",
-    "txt_mlp.fc2": "ff_context.net.2",
-}
 _VAE_RULES: Sequence[tuple[str, str]] = (
     (r"(encoder|decoder)\.(conv_in\.conv|conv_out\.conv|norm_out)", r"\1.\2"),
     (r"(encoder|decoder)\.mid\.attn_1\.([qkv])", r"\1.mid_block.attentions.0.to_\2"),
@@ -128,43 +58,16 @@ _VAE_RULES: Sequence[tuple[str, str]] = (
 )
 
 
-def transformer_recipes(names: Sequence[str]) -> dict[str, Recipe]:
-    """Recipes by diffusers' name for the official names of a transformer. ValueError for a name it does not know."""
-    recipes: dict[str, Recipe] = {}
-    for name in names:
-        module, _, kind = name.rpartition(".")
-        refiner = re.fullmatch(r"txt_in\.individual_token_refiner\.blocks\.(\d+)\.(.+)", module)
-        block = re.fullmatch(r"double_blocks\.(\d+)\.(.+)", module)
-        if module == "final_layer.adaLN_modulation.1":
-            recipes[f"norm_out.linear.{kind}"] = Recipe(name, swap_halves)
-        elif refiner and refiner[2] == "self_attn_qkv":
-            for index, part in enumerate("qkv"):
-                target = f"context_embedder.token_refiner.refiner_blocks.{refiner[1]}.attn.to_{part}.{kind}"
-                recipes[target] = Recipe(name, _third(index))
-        elif refiner and refiner[2] in _REFINER_RULES:
-            target = f"context_embedder.token_refiner.refiner_blocks.{refiner[1]}.{_REFINER_RULES[refiner[2]]}"
-            recipes[f"{target}.{kind}"] = Recipe(name)
-        elif block and block[2] in _BLOCK_RULES:
-            recipes[f"transformer_blocks.{block[1]}.{_BLOCK_RULES[block[2]]}.{kind}"] = Recipe(name)
-        else:
-            recipes[f"{_renamed(module, _TRANSFORMER_RULES, name)}.{kind}"] = Recipe(name)
-    return recipes
-
-
 def vae_recipes(names: Sequence[str]) -> dict[str, Recipe]:
     """Recipes by diffusers' name for the official names of a VAE. ValueError for a name it does not know."""
     recipes = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        recipes[f"{_renamed(module, _VAE_RULES, name)}.{kind}"] = Recipe(name)
+        rules = [(p, r) for p, r in _VAE_RULES if re.fullmatch(p, module)]
+        if not rules:
+            raise ValueError(f"{name} is no tensor of HunyuanVideo-1.5")
+        recipes[f"{re.sub(*rules[0], module)}.{kind}"] = Recipe(name)
     return recipes
-
-
-def _renamed(module: str, rules: Sequence[tuple[str, str]], name: str) -> str:
-    for pattern, replacement in rules:
-        if re.fullmatch(pattern, module):
-            return re.sub(pattern, replacement, module)
-    raise ValueError(f"{name} is no tensor of HunyuanVideo-1.5")
 
 
 def transformer_config(official: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.schema import VideoConfig
 from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
-from sage_fast.rewards.base import RewardCosts, resolve_device
+from sage_fast.rewards.base import RewardCosts, Scale, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import (
     DEFAULT_BASE_MODEL,
@@ -68,6 +68,11 @@ class VideoAlignReward:
 
     Example: `VideoAlignReward("checkpoints/VideoReward", fps=24).score(videos, prompts)["VQ"]` has shape (B,).
     """
+
+    SCALES: ClassVar = dict.fromkeys(
+        ("VQ", "MQ", "TA"),
+        Scale(here="deviations from the mean of VideoAlign's training set", published="the same"),
+    )
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:

@@ -261,7 +261,7 @@ def wider_text(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (add_tensor, ["double_blocks.0.extra.weight is no tensor of HunyuanVideo-1.5"]),
+        (add_tensor, ["double_blocks.0.extra is no module of HunyuanVideo-1.5"]),
         (drop_tensor, ["do not fit", "missing ['transformer_blocks.1.attn.to_q.weight']"]),
         (no_depth, ["config.json has no entry 'mm_double_blocks_depth'"]),
         (more_layers, ["do not fit", "transformer_blocks.2."]),

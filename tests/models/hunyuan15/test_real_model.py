@@ -15,6 +15,7 @@ from diffusers import HunyuanVideo15Pipeline
 
 from sage_fast.checkpoint import open_checkpoint
 from sage_fast.commands.cli import main
+from sage_fast.evaluation import OVERALL
 from sage_fast.models import video_files
 from sage_fast.run.metrics import read_metrics
 from tests.tiny.checkpoints import save_diffusers_layout
@@ -154,7 +155,7 @@ def test_evaluate_reports_every_score(world: World, tmp_path: Path, capsys: pyte
     output = tmp_path / "scores"
     assert main(["evaluate", str(world.run), "--output", str(output), "--resamples", "200"]) == 0
     tree = json.loads((output / "evaluation.json").read_text())
-    assert [s["name"] for s in tree["scores"]] == ["Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore"]
+    assert [s["name"] for s in tree["scores"]] == ["Reward", OVERALL, "VQ", "MQ", "TA", "CLIPScore", "PickScore"]
     assert tree["weights"] == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
     # The run evaluated the same model on the same noise at its end.
     final = json.loads((world.run / "evaluation/update-000002.json").read_text())

@@ -524,7 +524,7 @@ def test_a_checkpoint_holds_the_global_generators(tiny_run: MakeRun) -> None:
 def test_guidance_leads_away_from_the_negative_prompt(tiny_run: Callable[..., RunConfig]) -> None:
     text = "a red circle moving left"
     plain, negative = (build_trainer(tiny_run(*words)) for words in ([], [f"--rollout.negative_prompt={text}"]))
-    assert torch.equal(negative.policy.uncond.text, plain.embeds[text].text)
+    assert torch.equal(negative.policy.uncond.text, plain.embed(text).text)
     assert not torch.equal(negative.policy.uncond.text, plain.policy.uncond.text)
     first, other = plain.iterate(), negative.iterate()
     assert other["ratio/first_max_deviation"] == 0 and other["reward/mean"] != first["reward/mean"]

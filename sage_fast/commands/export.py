@@ -11,7 +11,7 @@ examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
   sage-fast export runs/mine/checkpoints/update-000040 --output exported
   sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
-  sage-fast export runs/mine --output for_generate_py --layout official  for `generate.py --lora_path for_generate_py`
+  sage-fast export runs/mine --output official --layout official      for `generate.py --lora_path official`
   sage-fast export runs/mine --output exported --push-to-hub me/mine     the folder as a repository of the hub
 
 FOLDER/README.md says how to load it. With training.ema_decay set it is the averaged weights that are exported: those

@@ -120,8 +120,8 @@ def test_encoders_are_released(encoder: HunyuanPromptEncoder, monkeypatch: pytes
     alive = []
     load = HunyuanPromptEncoder._load
 
-    def spy(self: HunyuanPromptEncoder, model_class: type, folder: Path) -> Any:
-        model = load(self, model_class, folder)
+    def spy(self: HunyuanPromptEncoder, *arguments: Any) -> Any:
+        model = load(self, *arguments)
         alive.append(weakref.ref(model))
         return model
 

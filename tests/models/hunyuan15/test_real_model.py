@@ -233,7 +233,7 @@ def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world:
     before = probe(stock)
     stock.load_lora_adapter(str(tmp_path / "lora"), prefix=None, weight_name=ADAPTER_FILE)
     for parameter in stock.parameters():
-        # Its weights lie where the mapped file has them; a product of tensors that are aligned otherwise rounds otherwise.
+        # They lie where the mapped file has them, and products of tensors with another alignment round otherwise.
         parameter.data = parameter.data.clone()
     assert torch.equal(probe(stock), probe(generator.policy.transformer))
     assert (probe(stock) - before).abs().max() > 1e-3

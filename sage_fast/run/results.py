@@ -58,6 +58,12 @@ class RunEvaluation:
         if self.world.is_main and self._load(0) != self.baseline:
             self.baseline.save(self._scores_file(0))
 
+    @property
+    def latest(self) -> tuple[int, Evaluation]:
+        """Update and scores of the evaluation that `run` made last."""
+        assert self._latest is not None
+        return self._latest
+
     def is_on_disk(self, update: int) -> bool:
         """Whether the scores of an update can be read back."""
         return self._load(update) is not None

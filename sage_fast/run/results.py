@@ -19,7 +19,16 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
-from sage_fast.evaluation import OVERALL, REWARD, Evaluation, PairedTest, format_comparison, paired_test, scored_in_both
+from sage_fast.evaluation import (
+    OVERALL,
+    REWARD,
+    Evaluation,
+    PairedTest,
+    format_comparison,
+    paired_test,
+    paired_tests,
+    scored_in_both,
+)
 from sage_fast.models.video_files import video_file_name, write_video
 from sage_fast.run import media
 from sage_fast.trainer import Trainer
@@ -135,11 +144,10 @@ class RunEvaluation:
             return None
         update, evaluation = last
         first, after = scored_in_both(self.baseline, evaluation)
-        test = paired_test(first.reward, after.reward)
-        columns, others = first.columns(), after.columns()
-        shared = [name for name in columns if name in others and name != REWARD]
+        tests = paired_tests(first, after)
+        test = tests.pop(REWARD)
         result = {"before": 0, "after": update, "reward": asdict(test)}
-        result["scores"] = {n: asdict(paired_test(columns[n], others[n])) for n in shared}
+        result["scores"] = {name: asdict(score) for name, score in tests.items()}
         result["standard_errors"] = test.standard_errors
         with replacing(self.directory / "evaluation" / "result.json") as partial:
             partial.write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -515,7 +515,7 @@ class Run:
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
-                media.plot_reward(self.directory / "reward.png", rows)
+                media.plot_reward(self.directory / "reward.png", rows, self.trainer.reward.lower_is_better)
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,

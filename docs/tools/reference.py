@@ -97,9 +97,9 @@ def _default(f: "Field[Any]") -> str:
 def _type_name(kind: Any) -> str:
     """A type as a reader of YAML would write it: the words that are allowed, null for None."""
     if get_origin(kind) is Literal:
-        return " | ".join(map(str, get_args(kind)))
+        return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
-        return " | ".join(map(_type_name, get_args(kind)))
+        return " or ".join(map(_type_name, get_args(kind)))
     if get_origin(kind) is not None:
         return f"{get_origin(kind).__name__}[{', '.join(map(_type_name, get_args(kind)))}]"
     return {type(None): "null", Ellipsis: "..."}.get(kind) or getattr(kind, "__name__", str(kind))

@@ -25,12 +25,12 @@ def commands() -> str:
     parts = ["# Commands\n", GENERATED, "| command | what it does |\n|---|---|"]
     parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {summaries[name]} |" for name in parsers.choices]
     for parser in parsers.choices.values():
-        parts += ["", *_command(parser, 2)]
+        parts += _command(parser, 2)
     return "\n".join(parts) + "\n"
 
 
 def _command(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
-    yield f"{'#' * level} {parser.prog}\n"
+    yield f"\n{'#' * level} {parser.prog}\n"
     yield f"{parser.description or ''}\n"
     yield f"```text\n{parser.format_usage().removeprefix('usage: ').rstrip()}\n```\n"
     rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help is not None]

@@ -43,7 +43,7 @@ def documented_commands() -> list[str]:
                 command = match[1]
                 while command.endswith("\\"):
                     command = command.rstrip("\\") + next(lines).strip()
-                found.append(re.split(r"\s+#|\s{2,}", command)[0])
+                found.append(re.split(r"\s+#|\s{3,}", command)[0])
     return list(dict.fromkeys(found))
 
 
@@ -131,7 +131,7 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 def test_the_reference_has_every_command_option_and_key() -> None:
     commands, keys = reference.commands(), reference.configuration()
     help_of = subparsers()
-    assert {f"## sage-fast {name}\n" in commands for name in help_of} == {True}
+    assert all(f"\n\n## sage-fast {name}\n" in commands for name in help_of)
     options = {word for parser in help_of.values() for action in parser._actions for word in action.option_strings}
     assert len(options) > 25
     assert not [word for word in options - {"-h", "--help"} if f"`{word}`" not in commands]

@@ -27,7 +27,7 @@ DOCUMENTS = {
 }
 """Documents outside docs/, and their pages."""
 
-LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\"))(?!https?:|mailto:|#)([^)\"#\s]+)")
 """Target of a link or picture, without its anchor."""
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash"}

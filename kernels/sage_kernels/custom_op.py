@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from sage_kernels import common
 from sage_kernels.launch import Kernel, recording
@@ -51,14 +53,17 @@ def operator(
         schema: arguments and results as PyTorch writes them; the first argument is the tensor that says where to run.
         launcher: starts the Triton kernels.
         reference: the same in plain PyTorch.
-        shapes: the same for tensors without data: empty tensors like the results.
+        shapes: the same for tensors without data: empty tensors like the results, which are contiguous.
         gradient: None for an operator without one, as backward operators are.
     """
 
     plain: Callable[..., Any] = reference
 
     def run(*arguments: Any) -> Any:
-        return (launcher if common.runs_triton(arguments[0]) else plain)(*arguments)
+        if common.runs_triton(arguments[0]):
+            return launcher(*arguments)
+        # Elementwise PyTorch keeps the strides of a permuted input; what is promised, here and in `shapes`, is dense.
+        return tree_map_only(Tensor, Tensor.contiguous, plain(*arguments))
 
     made = torch.library.custom_op(f"sage_kernels::{name}", run, mutates_args=(), schema=" ".join(schema.split()))
     made.register_fake(shapes)

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from sage_kernels.registry import Case, Inputs, OpSpec
 
-Layout = Literal["as built", "gaps"]
-"""`gaps` re-lays inputs and cotangents so that every other element is skipped. `as built` leaves inputs as the case has
-them and gives the cotangents of a strided case gaps between tokens."""
+Layout = Literal["as built", "gaps", "permuted"]
+"""`gaps` re-lays inputs and cotangents so that every other element is skipped, `permuted` so that they are dense with
+their first two dimensions swapped in memory. `as built` leaves inputs as the case has them and gives the cotangents of
+a strided case gaps between tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,13 @@ def compare(
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = spec.make_inputs(case, dtype, device, generator)
-    if layout == "gaps":
-        inputs = {name: with_gaps(value) if _is_float(value) else value for name, value in inputs.items()}
+    relay = {"gaps": with_gaps, "permuted": permuted}.get(layout)
+    if relay:
+        inputs = {name: relay(value) if _is_float(value) else value for name, value in inputs.items()}
     outputs = run_forward(spec, spec.reference, inputs)[0]
     cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in spec.with_gradient(outputs)]
-    if layout == "gaps":
-        cotangents = [with_gaps(cotangent) for cotangent in cotangents]
+    if relay:
+        cotangents = [relay(cotangent) for cotangent in cotangents]
     elif case.strided:
         cotangents = [_with_token_gaps(cotangent, gap) for gap, cotangent in enumerate(cotangents, start=1)]
     wide = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
@@ -169,6 +171,11 @@ def with_gaps(tensor: Tensor) -> Tensor:
     buffer = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype, device=tensor.device)
     buffer[..., 0] = tensor
     return buffer[..., 0]
+
+
+def permuted(tensor: Tensor) -> Tensor:
+    """The same values, dense, with the second dimension outermost in memory; unchanged below 2 dimensions."""
+    return tensor if tensor.ndim < 2 else tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _with_token_gaps(tensor: Tensor, gap: int) -> Tensor:

@@ -27,7 +27,7 @@ def parity_cases() -> list[Any]:
     for spec in SPECS.values():
         for case in spec.test_cases:
             for dtype in spec.dtypes:
-                layouts: list[parity.Layout] = ["as built", "gaps"] if case.strided else ["as built"]
+                layouts: list[parity.Layout] = ["as built", "gaps", "permuted"] if case.strided else ["as built"]
                 for layout in layouts:
                     name = f"{spec.name}-{case.id}-{str(dtype).removeprefix('torch.')}-{layout.replace(' ', '-')}"
                     cases.append(pytest.param(spec, case, dtype, layout, id=name))
@@ -134,6 +134,29 @@ def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
         parity.run(spec, compiled, inputs, cotangents), parity.run(spec, spec.op, inputs, cotangents), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
+@each_op
+def test_results_are_contiguous_whatever_the_layout(
+    spec: OpSpec, interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", interpreted)
+    case = next(case for case in spec.test_cases if case.strided)
+    inputs = {k: parity.permuted(v) if isinstance(v, Tensor) else v for k, v in inputs_of(spec, device, case).items()}
+    outputs, _ = parity.run_forward(spec, spec.op, inputs)
+    assert all(output.is_contiguous() for output in outputs if output.ndim > 1)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_permuted_input_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It asserts the strides that the operator's fake promises.
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    spec = SPECS["gated_residual"]
+    inputs = {name: parity.permuted(value) for name, value in inputs_of(spec, torch.device("cpu")).items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **arguments: spec.op(**arguments) + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs), spec.reference(**inputs) + 1)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.differentiable], ids=lambda spec: spec.name)

@@ -1,9 +1,12 @@
 """gelu_tanh beyond parity: the reference's own backward, tails, the matrix product with its epilogue."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+import sage_kernels.ops.gelu_tanh as gelu_module
 from sage_kernels import gelu_tanh, gelu_tanh_backward, linear_gelu_tanh, reference
 from tests.kernels.support import assert_backward_is_autograd
 
@@ -36,6 +39,34 @@ def test_tails_are_finite_and_keep_their_digits(device: torch.device) -> None:
     exact = reference.gelu_tanh(x.detach().double().cpu())[3]
     assert abs(float(y[3]) / float(exact) - 1) < 2e-5
     assert slope[[1, 4, 7]].tolist() == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("with_output", [False, True])
+def test_elements_beyond_two_to_the_31(
+    with_output: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        pytest.skip("runs the one program that begins there, which only the interpreter can")
+    from triton.runtime.interpreter import interpreter_builder
+
+    # The tensors begin in the middle of their buffers: an address that wraps around is wrong, not beyond them.
+    first, block = 2**31, 256
+    grad, x, dx, out = (torch.empty(2 * first + block, dtype=torch.bfloat16)[first:] for _ in range(4))
+    values, cotangent = torch.randn(2, block, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[first:], grad[first:] = values, cotangent
+    program: Any = interpreter_builder.create_get_program_id
+    monkeypatch.setattr(
+        interpreter_builder,
+        "create_get_program_id",
+        lambda axis: interpreter_builder.create_add(program(axis), interpreter_builder.get_int32(first // block)),
+    )
+    given = (grad, x, dx, out if with_output else None, first + block)
+    gelu_module.gelu_tanh_backward_kernel[(1,)](*given, BLOCK=block)
+    gelu_module.gelu_tanh_forward_kernel[(1,)](x, grad, first + block, BLOCK=block)
+    monkeypatch.undo()
+    gradient, activation = gelu_tanh_backward(cotangent, values, True)
+    assert torch.equal(dx[first:], gradient) and torch.equal(grad[first:], activation)
+    assert not with_output or torch.equal(out[first:], activation)
 
 
 def test_empty(device: torch.device) -> None:

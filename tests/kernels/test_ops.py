@@ -108,6 +108,38 @@ def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: p
     assert parity.failures(parity.compare(spec, odd_case(spec), torch.bfloat16, "cpu")) == []
 
 
+@pytest.mark.parametrize("name", ["adaln", "gated_residual_adaln", "qk_norm_rope"])
+def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
+    spec = SPECS[name]
+    make_inputs: Any = spec.make_inputs
+    other = dataclasses.replace(spec, make_inputs=lambda *args: make_inputs(*args) | {"eps": 0.5})
+    assert parity.failures(parity.compare(other, odd_case(spec), torch.float32, device)) == []
+
+
+@pytest.mark.parametrize("dims", [(3, 1, 32), (1, 3, 32)], ids=["samples", "tokens"])
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
+def test_inputs_beyond_two_to_the_31_elements(name: str, dims: tuple[int, int, int], device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 60 << 30:
+        pytest.skip("needs 60 GiB of GPU memory")
+
+    def far_apart(tensor: Tensor) -> Tensor:
+        # Strides of 2^30 fit 32 bits, the third sample or token does not. An address that wraps around is in the first
+        # half of the buffer: wrong, but there. On a CPU no other page is ever touched.
+        strides = tuple(2**30 if size == 3 else 32 for size in dims[:2])
+        buffer = torch.empty(2**32 + 32, dtype=tensor.dtype, device=device)
+        return buffer.as_strided(dims, (*strides, 1), 2**31).copy_(tensor)
+
+    spec = SPECS[name]
+    case = Case(id="far apart", shape=dict(zip(("batch", "tokens", "width"), dims, strict=True)))
+    inputs = spec.make_inputs(case, torch.bfloat16, device, torch.Generator().manual_seed(0))
+    cotangents = cotangents_of(spec, inputs)
+    expected = parity.run(spec, spec.op, inputs, cotangents)
+    spread = {k: far_apart(v) if isinstance(v, Tensor) and v.shape == dims else v for k, v in inputs.items()}
+    given = parity.run(spec, spec.op, spread, [far_apart(cotangent) for cotangent in cotangents])
+    for (label, a), (_, b) in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, label=label: f"{label}: {text}")
+
+
 @each_op
 def test_operators_pass_opcheck(spec: OpSpec, device: torch.device) -> None:
     inputs = inputs_of(spec, device)

@@ -114,9 +114,8 @@ def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
 
 def _reference(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     if not log_prob or noise_ids is None:
-        return reference.sde_step(x, v, noise_ids, a, b, std).contiguous(), x.new_empty(0)
-    x_next, result = reference.sde_step_log_prob(x, v, noise_ids, a, b, std)
-    return x_next.contiguous(), result
+        return reference.sde_step(x, v, noise_ids, a, b, std), x.new_empty(0)
+    return reference.sde_step_log_prob(x, v, noise_ids, a, b, std)
 
 
 _sde_step = operator(

@@ -75,8 +75,8 @@ class Kernels(Protocol):
         """Loss per sample of one trained step; its gradient flows into v alone."""
         ...
 
-    def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D)."""
+    def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: int = 0) -> Tensor:
+        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D). `tail` unused columns behind it."""
         ...
 
     def adaln_backward(

@@ -5,7 +5,8 @@ attention is one operator; bytes are those of its arguments and results (`sage_k
 
     S = (N + L) * D * bytes per element,     one tensor of all tokens
 
-N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products and attention.
+N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products and attention. Products with a
+dimension of at most 128, as those of LoRA, are "thin": they too cost what they read and write.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class Call:
     """Elements of its largest result."""
     results: tuple[int, ...]
     """Bytes of each result."""
+    thin: bool
+    """Whether it is a thin product."""
 
 
 class Record(TorchDispatchMode):
@@ -71,8 +74,9 @@ class Record(TorchDispatchMode):
                 Call(
                     name=name,
                     traffic=traffic.total,
-                    largest=max(t.numel() for t in tensors),
+                    largest=max((t.numel() for t in tensors), default=0),
                     results=tuple(t.nbytes for t in tensors),
+                    thin=trace.is_thin(name, args),
                 )
             )
         return results[0]
@@ -80,6 +84,10 @@ class Record(TorchDispatchMode):
     def elementwise(self) -> int:
         """Bytes of everything but matrix products and attention."""
         return sum(call.traffic for call in self.calls if call.name not in PRODUCTS)
+
+    def thin(self) -> int:
+        """Bytes of thin products."""
+        return sum(call.traffic for call in self.calls if call.thin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +103,18 @@ class BlockCost:
     """Elementwise bytes of the backward without what is recomputed, in S."""
     recomputed_bytes: float
     """Elementwise bytes of forward ops that the backward runs again, in S."""
+    forward_thin_bytes: float
+    """Bytes of thin products of the forward, in S."""
+    backward_thin_bytes: float
+    """The same of the backward, with those that it computes again."""
     forward_flops: int
     """As torch counts them."""
     backward_flops: int
     """The same of the backward, with the products and the attention that it computes again."""
     launches: int
     """Operators of the forward."""
+    backward_launches: int
+    """Operators of the backward."""
     kept: float
     """Activations kept from the forward for the backward, in S. Weights do not count."""
     largest_tensor: int
@@ -160,8 +174,10 @@ def block_cost(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
     transformer._acceleration.rotary = Rotary(table, table)
+    with torch.no_grad(), Record():
+        block(x, text, activation(1, width), *modulation)  # fills what is cached
+    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
         outputs = block(x, text, activation(1, width), *modulation)
     cotangents = [torch.empty_like(output) for output in outputs]
@@ -174,9 +190,12 @@ def block_cost(
         forward_bytes=forward.elementwise() / unit,
         backward_bytes=(backward.elementwise() - again) / unit,
         recomputed_bytes=again / unit,
+        forward_thin_bytes=forward.thin() / unit,
+        backward_thin_bytes=backward.thin() / unit,
         forward_flops=int(forward_flops.get_total_flops()),
         backward_flops=int(backward_flops.get_total_flops()),
         launches=len(forward.calls),
+        backward_launches=len(backward.calls),
         kept=sum(kept.values()) / unit,
         largest_tensor=max(call.largest for call in (*forward.calls, *backward.calls)),
         syncs=(*forward.syncs, *backward.syncs),

@@ -2,7 +2,7 @@
 
 Every operator that reaches the dispatcher counts the elements of its tensor arguments as read and those of its results
 as written; views and uninitialised allocations count nothing, an expanded tensor counts its stored elements, an
-argument given twice counts once. A custom op is one operator: what it does inside is its own affair, so its count is
+argument given twice counts once, one that is given as `out` is not read. A custom op is one operator: what it does inside is its own affair, so its count is
 the traffic that a fused kernel cannot avoid. This is memory traffic without a cache, the model that byte formulas use.
 
     with ByteCounter() as counter:
@@ -61,10 +61,11 @@ class ByteCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ in _ALLOCATIONS:
             return result
-        inputs = _tensors((args, kwargs))
+        inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
         storages = {_storage(tensor) for tensor in inputs}
-        fresh = [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
-        written = _mutated(func, args, kwargs) + fresh
+        mutated = _mutated(func, args, kwargs)
+        storages |= {_storage(tensor) for tensor in mutated}
+        written = mutated + [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
         if written:
             self.traffic.read += _bytes(inputs)
             self.traffic.written += _bytes(written)

@@ -8,7 +8,7 @@ Shapes: B batch, L text tokens.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -31,12 +31,32 @@ PRODUCTS = frozenset(
 )
 """Operators that are not elementwise."""
 
+THIN = 128
+"""A product with a dimension of at most so many is memory traffic: its operands cost more time than its arithmetic."""
+
+
+def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operator costs what it reads and writes: one that is elementwise, or a thin product.
+
+    Args:
+        name: of the operator. arguments: its positional arguments.
+    """
+    return name not in PRODUCTS or is_thin(name, arguments)
+
+
+def is_thin(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
+    if name not in PRODUCTS or name.startswith("attention"):
+        return False
+    a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
+    return min(*a.shape[-2:], b.shape[-1]) <= THIN
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products.
+    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products, and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
     Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and 964e12 attention FLOPs.
@@ -124,7 +144,7 @@ class Tracer(TorchDispatchMode):
         name = func.overloadpacket.__name__
         results: list[Any] = []
         traffic = bytes_moved(lambda: results.append(func(*args, **(kwargs or {}))))
-        if name not in PRODUCTS:
+        if is_traffic(name, args):
             self.elementwise += traffic
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):

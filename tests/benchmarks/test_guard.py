@@ -53,6 +53,18 @@ def a_copied_gradient(patch: Patch, folder: Path) -> None:
     patch.setattr(block_module._Block, "backward", lambda self, grad, *a, **k: method(self, grad + 0, *a, **k))
 
 
+def a_thin_product(patch: Patch, folder: Path) -> None:
+    forward, backward = block_module._Block.forward, block_module._Block.backward
+
+    def thin(x: Tensor) -> None:
+        torch.mm(x[0], x.new_empty(x.shape[2], 8))
+
+    patch.setattr(block_module._Block, "forward", lambda self: (thin(self.video.x), forward(self))[1])
+    patch.setattr(
+        block_module._Block, "backward", lambda self, grad, *a, **k: (thin(grad), backward(self, grad, *a, **k))[1]
+    )
+
+
 def a_rotation_twice(patch: Patch, folder: Path) -> None:
     method: Any = block_module._Block.rotate
     patch.setattr(block_module._Block, "rotate", lambda self, *args: (method(self, *args), method(self, *args))[1])
@@ -223,7 +235,8 @@ Mutation = tuple[Callable[[Patch, Path], None], list[str]]
 
 MUTATIONS: dict[str, Mutation] = {
     "an extra copy": (an_extra_copy, ["block.forward_bytes/*", "block.launches/*"]),
-    "a copied gradient": (a_copied_gradient, ["block.backward_bytes/*"]),
+    "a copied gradient": (a_copied_gradient, ["block.backward_bytes/*", "block.backward_launches/*"]),
+    "a thin product": (a_thin_product, ["block.forward_thin_bytes/*", "block.backward_thin_bytes/*"]),
     "a rotation twice": (a_rotation_twice, ["block.recomputed_bytes/*"]),
     "a padded token": (a_padded_token, ["block.forward_flops/*"]),
     "recomputed attention": (recomputed_attention, ["block.backward_flops/*"]),

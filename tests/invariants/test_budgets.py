@@ -47,11 +47,16 @@ def test_the_model_is_the_true_one() -> None:
 def test_block_budgets(trained: Any, checkpointing: Any, kept: float) -> None:
     cost = block_cost(A, trained, checkpointing)
     # Keeping the GELU's input, which nobody does at 80 GB, means writing it: 8 S that the product's epilogue saves.
-    assert cost.forward_bytes <= (21.3 if checkpointing == "none" else 13.3)
-    assert cost.backward_bytes <= (42 if trained == "everything" else 30)
+    # LoRA copies the weights of q, k and v: 0.7 S, which saves 2 S of thin products, and 4 S in the backward.
+    copied = 0.9 if trained == "lora" else 0.0
+    assert cost.forward_bytes <= (21.2 if checkpointing == "none" else 13.2) + copied
+    assert cost.backward_bytes <= (42 if trained == "everything" else 29.2 + copied)
+    assert cost.forward_thin_bytes <= 4
+    assert cost.backward_thin_bytes <= 14
     assert cost.recomputed_bytes <= (15 if trained == "everything" else 11)
-    # LoRA adds 12 casts, 2 concatenations and 12 thin products.
-    assert cost.launches <= (44 if trained == "lora" else 20)
+    # LoRA adds a cast, 3 operators that lay out factors and 7 thin products.
+    assert cost.launches <= (29 if trained == "lora" else 20)
+    assert cost.backward_launches <= (95 if trained == "everything" else 90)
     assert cost.kept <= kept
     # The feed-forward's hidden layer; at B that is less than a quarter of N^2.
     assert cost.largest_tensor == A.video_tokens * 4 * 2048
@@ -74,8 +79,8 @@ def test_an_extra_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda self, *args: [y + 0 for y in method(self, *args)]
 
     cost = regress(monkeypatch, "normed_inputs", copied)
-    assert cost.forward_bytes > 13.3
-    assert cost.launches > 43
+    assert cost.forward_bytes > 14.1
+    assert cost.launches > 28
 
 
 def test_recomputed_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +92,7 @@ def test_recomputed_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = LocalAttention.forward
     monkeypatch.setattr(LocalAttention, "forward", lambda self, *args: calls.append(1) or attend(self, *args))
     block_cost(A, "lora", "selective")
-    assert len(calls) == 2  # forward and again in the backward
+    assert len(calls) == 3  # before the count, in the forward, and again in the backward
 
 
 def test_the_host_may_copy_and_read_what_it_has() -> None:

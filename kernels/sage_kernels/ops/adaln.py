@@ -54,12 +54,13 @@ def adaln_forward_kernel(
     x_ptr,  # (B, N, D), dense rows
     scale_ptr,  # (B, D), dense rows
     shift_ptr,  # (B, D), dense rows
-    out_ptr,  # (B, N, D), contiguous
+    out_ptr,  # (B, N, D + tail), contiguous
     num_tokens,
     x_stride_b,
     x_stride_n,
     scale_stride_b,
     shift_stride_b,
+    out_stride_n,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +78,8 @@ def adaln_forward_kernel(
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, _ = normalize_row(x, m_d, eps, WIDTH)
         out = normed * scale + shift
-        tl.store(out_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, narrow(out, out_ptr.dtype.element_ty), mask=m_d)
+        p_out = out_ptr + (i_b * num_tokens + i_n) * out_stride_n
+        tl.store(p_out + o_d, narrow(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
 @triton.jit
@@ -130,16 +132,16 @@ def adaln_backward_kernel(
         tl.store(p_sums + WIDTH, dshift, mask=m_d)
 
 
-def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: int = 0) -> Tensor:
     """Run the forward kernel. x (B, N, D); scale, shift (B, D)."""
     x, scale, shift = (common.dense_rows(tensor) for tensor in (x, scale, shift))
     batch, tokens, width = x.shape
-    out = common.empty_like(x)
+    out = common.empty((batch, tokens, width + tail), dtype=x.dtype, device=x.device)
     settings = FORWARD_LAUNCH.find(width, x.device)
     launch(
         adaln_forward_kernel,
         (cdiv(tokens, settings.rows), batch),
-        *(x, scale, shift, out, tokens, *x.stride()[:2], scale.stride(0), shift.stride(0), eps),
+        *(x, scale, shift, out, tokens, *x.stride()[:2], scale.stride(0), shift.stride(0), width + tail, eps),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
@@ -180,16 +182,17 @@ def _backward_shapes(grad, x, scale, shift_dtype, eps, modulation, *rest) -> tup
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, scale, shift, ctx.eps = inputs
+    x, scale, shift, ctx.eps, _ = inputs
     ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(x, scale)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    _, scale_needs, shift_needs, _ = ctx.needs_input_grad[:4]
+    _, scale_needs, shift_needs = ctx.needs_input_grad[:3]
     x, scale = ctx.saved_tensors
+    grad = grad[..., : x.shape[-1]]
     dx, dscale, dshift = adaln_backward(grad, x, scale, ctx.shift_dtype, ctx.eps, scale_needs or shift_needs)
-    return dx, dscale if scale_needs else None, dshift if shift_needs else None, None
+    return dx, dscale if scale_needs else None, dshift if shift_needs else None, None, None
 
 
 adaln_backward = operator(
@@ -202,15 +205,15 @@ adaln_backward = operator(
 )
 _adaln = operator(
     "adaln",
-    "(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor",
+    "(Tensor x, Tensor scale, Tensor shift, float eps, int tail=0) -> Tensor",
     launcher=launch_forward,
     reference=reference.adaln,
-    shapes=lambda x, scale, shift, eps: x.new_empty(x.shape),
+    shapes=lambda x, scale, shift, eps, tail=0: x.new_empty((*x.shape[:2], x.shape[2] + tail)),
     gradient=Gradient(_save, _backward),
 )
 
 
-def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
+def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
     """LayerNorm without weights, then a per-sample scale and shift: normed * (1 + scale) + shift.
 
     Args:
@@ -218,9 +221,10 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
         scale: (B, D), any of these dtypes.
         shift: (B, D), any of these dtypes.
         eps: added to the variance.
+        tail: columns behind every row of the result that the caller fills.
 
     Returns:
-        (B, N, D) in x's dtype, contiguous. Computed in float32, rounded once.
+        (B, N, D + tail) in x's dtype, contiguous. Computed in float32, rounded once.
 
     Raises:
         ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0.
@@ -230,7 +234,7 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
     for name, tensor in (("scale", scale), ("shift", shift)):
         common.check_shape("adaln", name, tensor, (x.shape[0], x.shape[2]), "(B, D)")
     common.check_eps("adaln", eps)
-    return _adaln(x, scale, shift, eps)
+    return _adaln(x, scale, shift, eps, tail)
 
 
 MODULATION_TEST_CASES = (

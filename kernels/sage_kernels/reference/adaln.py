@@ -7,11 +7,12 @@ from torch.nn import functional as F
 from sage_kernels.reference.precision import compute_dtype
 
 
-def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as x."""
+def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as x, `tail` columns behind it."""
     dtype = compute_dtype(x.dtype)
     normed = F.layer_norm(x.to(dtype), x.shape[-1:], eps=eps)
-    return (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    return F.pad(out, (0, tail)) if tail else out
 
 
 def adaln_backward(

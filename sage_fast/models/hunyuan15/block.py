@@ -39,15 +39,17 @@ from sage_fast.models.attention.attention import attention, attention_backward
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
+    Adapter,
     Gradients,
     Projection,
     input_backward,
     matrix_product,
     project,
     project_backward,
-    project_qkv,
     projection,
-    weight_backward,
+    read_adapters,
+    room_for_low,
+    weights_backward,
 )
 from sage_fast.models.transformer import Checkpointing
 
@@ -102,8 +104,10 @@ class Stream:
     ff_out: Projection | None
 
     @property
-    def qkv(self) -> list[Projection]:
-        return [layer for layer in (self.q, self.k, self.v) if layer is not None]
+    def groups(self) -> dict[str, list[Projection]]:
+        """Layers that share an input: qkv, and alone out, ff_in and ff_out."""
+        groups = {"qkv": (self.q, self.k, self.v), "out": (self.out,), "ff_in": (self.ff_in,), "ff_out": (self.ff_out,)}
+        return {name: [layer for layer in layers if layer is not None] for name, layers in groups.items()}
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Stream":
         """The same weights as autograd saved them."""
@@ -252,7 +256,7 @@ class HeadGradients(NamedTuple):
     v: Tensor
 
     def rows(self) -> list[Tensor]:
-        """Those that exist as (B * tokens, D), in the order of `Stream.qkv`."""
+        """Those that exist as (B * tokens, D), in the order of `Stream.groups`."""
         return [part.flatten(2).flatten(0, 1) for part in self if part is not None]
 
 
@@ -260,11 +264,16 @@ class HeadGradients(NamedTuple):
 class _Pass:
     """One stream in one pass of a block; each stage fills in what later ones need. Tensors are (B, tokens, ...)."""
 
-    weights: Stream
+    layers: dict[str, list[Projection]]
+    """By input, as `Stream.groups`; empty lists where nothing reads the stream's output."""
+    adapters: dict[str, Adapter | None]
+    """Their low-rank updates."""
     modulation: Modulation
     x: Tensor
     tokens: slice
     """Where its tokens lie in the joint sequence."""
+    low: dict[str, Tensor | None] = field(default_factory=dict)
+    """Inputs times the first factors of the low-rank updates, as the forward left them."""
     attended: Tensor | None = None
     """o W_o + b, before the gate."""
     hidden: Tensor | None = None
@@ -276,7 +285,19 @@ class _Pass:
     @property
     def live(self) -> bool:
         """Whether anything reads the stream's output."""
-        return self.weights.out is not None
+        return bool(self.layers["out"])
+
+    def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`projection.project` of a group of layers."""
+        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out)
+        return result
+
+    def project_backward(
+        self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients, out: Tensor | None = None
+    ) -> Tensor:
+        """`projection.project_backward` of a group of layers."""
+        layers, adapter = self.layers[name], self.adapters[name]
+        return project_backward(grads, x, layers, gradients, adapter, low=self.low.get(name), out=out)
 
     def joined_modulation_grads(self) -> Tensor | None:
         """(B, 6 D); what a stream without output lacks is zero. None where no gradient was wanted."""
@@ -297,16 +318,20 @@ class _Block:
     def __init__(
         self, settings: BlockSettings, streams: Streams, video: StreamInput, text: StreamInput, rotary: Rotary
     ) -> None:
-        self.settings, self.kernels, self.rotary = settings, settings.kernels, rotary
+        self.settings, self.kernels, self.rotary, self.weights = settings, settings.kernels, rotary, streams
         self.num_video = video.x.shape[1]
         self.num_tokens = self.num_video + text.x.shape[1]
         self.head_dim = rotary.cos.shape[1]
 
-        def begin(weights: Stream, given: StreamInput, tokens: slice) -> _Pass:
-            return _Pass(weights, Modulation(*given.modulation.chunk(6, dim=1)), given.x, tokens)
+        groups = [weights.groups for weights in streams]
+        adapters = iter(read_adapters([layers for group in groups for layers in group.values()], video.x.dtype))
 
-        self.video = begin(streams.video, video, slice(0, self.num_video))
-        self.text = begin(streams.text, text, slice(self.num_video, self.num_tokens))
+        def begin(layers: dict[str, list[Projection]], given: StreamInput, tokens: slice) -> _Pass:
+            mine = dict(zip(layers, adapters, strict=False))
+            return _Pass(layers, mine, Modulation(*given.modulation.chunk(6, dim=1)), given.x, tokens)
+
+        self.video = begin(groups[0], video, slice(0, self.num_video))
+        self.text = begin(groups[1], text, slice(self.num_video, self.num_tokens))
         self.streams = self.video, self.text
         self.live = [stream for stream in self.streams if stream.live]
 
@@ -322,23 +347,31 @@ class _Block:
 
     def feed_forward(self, stream: _Pass) -> Tensor:
         """x2 of a live stream."""
-        ff_in, ff_out = stream.weights.ff_in, stream.weights.ff_out
-        assert ff_in is not None and ff_out is not None
+        (ff_in,) = stream.layers["ff_in"]
         residual, normed = self.add_attention(stream)
         saves_hidden = self.settings.checkpointing == "none"
         if saves_hidden or ff_in.low_rank or ff_in.bias is None:
-            hidden = project(normed, ff_in)
+            hidden = stream.project("ff_in", normed)
             activated = self.kernels.gelu_tanh(hidden)
             stream.hidden = hidden if saves_hidden else None
         else:
             # Nothing needs the hidden layer again, so the GELU can run in the epilogue of its product.
             activated = self.kernels.linear_gelu_tanh(normed, ff_in.weight, ff_in.bias)
-        branch = project(activated, ff_out)
+        branch = stream.project("ff_out", activated)
         return self.kernels.gated_residual(residual, branch, stream.modulation.gate_mlp)
 
     def normed_inputs(self) -> list[Tensor]:
-        """y of both streams."""
-        return [self.kernels.adaln(s.x, s.modulation.scale_msa, s.modulation.shift_msa, EPS) for s in self.streams]
+        """y of both streams, with y A^T of low-rank updates behind it where `room_for_low` says so."""
+        found = []
+        for stream in self.streams:
+            m, adapter = stream.modulation, stream.adapters["qkv"]
+            tail = room_for_low(adapter, stream.x.shape[1])
+            y = self.kernels.adaln(stream.x, m.scale_msa, m.shift_msa, EPS, tail)
+            if adapter is not None and tail:
+                rows, low = y.flatten(0, 1).tensor_split([stream.x.shape[2]], dim=1)
+                torch.mm(rows, adapter.a.t(), out=low)
+            found.append(y)
+        return found
 
     def project_inputs(self, normed: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Raw projections: video (B, N, 3 D), text (B, L, 3 D or 2 D), and the joint values (B, N + L, D)."""
@@ -348,14 +381,13 @@ class _Block:
             if len(self.video.x) == 1:
                 joint = _Joint(normed[0], self.num_tokens, 3 * width)
                 for y, stream in zip(normed, self.streams, strict=True):
-                    layers = stream.weights.qkv
-                    project_qkv(y, layers, joint.rows(stream.tokens)[:, (3 - len(layers)) * width :])
+                    stream.project("qkv", y, joint.rows(stream.tokens)[:, (3 - len(stream.layers["qkv"])) * width :])
                 self.qkv = (joint.buffer,)
             else:
-                self.qkv = tuple(_project_apart(y, s.weights.qkv) for y, s in zip(normed, self.streams, strict=True))
+                self.qkv = tuple(s.project("qkv", y) for y, s in zip(normed, self.streams, strict=True))
         if len(self.qkv) == 1:
             (both,) = self.qkv
-            text = both[:, self.num_video :, (3 - len(self.text.weights.qkv)) * width :]
+            text = both[:, self.num_video :, (3 - len(self.text.layers["qkv"])) * width :]
             return both[:, : self.num_video], text, both[..., 2 * width :]
         video, text = self.qkv
         return video, text, torch.cat([video[..., -width:], text[..., -width:]], dim=1)
@@ -363,11 +395,11 @@ class _Block:
     def raw_heads(self, video: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
         q, k, _ = video.unflatten(2, (3, -1, self.head_dim)).unbind(2)
-        text_heads = text.unflatten(2, (len(self.text.weights.qkv), -1, self.head_dim))
+        text_heads = text.unflatten(2, (len(self.text.layers["qkv"]), -1, self.head_dim))
         return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
     def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        video, text = self.video.weights, self.text.weights
+        video, text = self.weights
         return video.q_norm, video.k_norm, text.q_norm, text.k_norm
 
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,8 +421,7 @@ class _Block:
     def add_attention(self, stream: _Pass) -> tuple[Tensor, Tensor]:
         """x1 and y2 of a live stream."""
         if stream.attended is None:
-            assert stream.weights.out is not None
-            stream.attended = project(self.attention_rows(stream), stream.weights.out).view(stream.x.shape)
+            stream.attended = stream.project("out", self.attention_rows(stream)).view(stream.x.shape)
         m = stream.modulation
         return self.kernels.gated_residual_adaln(stream.x, stream.attended, m.gate_msa, m.scale_mlp, m.shift_mlp, EPS)
 
@@ -436,7 +467,7 @@ class _Block:
         """
         self.video.grad = grad.contiguous()
         self.text.grad = None if text_grad is None else text_grad.contiguous()
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.weights.qkv)
+        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.layers["qkv"])
         normed = projected = rotated = None
         if self.out is None:
             # "full" saved the inputs alone: attention runs again, and the q, k, v products that lead to it.
@@ -466,13 +497,11 @@ class _Block:
         num_tokens = self.num_tokens if self.text.live else self.num_video
         joint = _Joint(self.video.x, num_tokens, self.video.x.shape[2])
         for stream in self.live:
-            layer = stream.weights.out
-            assert layer is not None
+            (layer,) = stream.layers["out"]
             branch_grad = self.residual_backward(stream, gradients, modulation).flatten(0, 1)
             rows = self.attention_rows(stream) if gradients.wants(layer) else None
-            joint.put(
-                stream.tokens, project_backward(branch_grad, rows, layer, gradients, out=joint.rows(stream.tokens))
-            )
+            out = joint.rows(stream.tokens)
+            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
             stream.attended = stream.hidden = None  # memory for q, k, v
         return joint.buffer.unflatten(2, (-1, self.head_dim))
 
@@ -502,15 +531,17 @@ class _Block:
 
     def feed_forward_backward(self, stream: _Pass, normed: Tensor, gradients: Gradients, modulation: bool) -> Tensor:
         """dL/dy2 (B, tokens, D) from dL/dx2 in `stream.grad`, through W_2, the GELU and W_1."""
-        ff_in, ff_out, gate, grad = stream.weights.ff_in, stream.weights.ff_out, stream.modulation.gate_mlp, stream.grad
-        assert ff_in is not None and ff_out is not None and grad is not None
+        (ff_in,), (ff_out,) = stream.layers["ff_in"], stream.layers["ff_out"]
+        gate, grad, adapter = stream.modulation.gate_mlp, stream.grad, stream.adapters["ff_out"]
+        assert grad is not None
         # y2 W_1: the GELU's derivative needs it. Saved by "none", recomputed otherwise.
-        hidden = stream.hidden if stream.hidden is not None else project(normed, ff_in)
+        hidden = stream.hidden if stream.hidden is not None else stream.project("ff_in", normed)
         branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
         branch_grad = branch_grad.flatten(0, 1)
         # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
+        activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
         hidden_grad, activated = self.kernels.gelu_tanh_backward(
-            input_backward(branch_grad, ff_out), hidden.flatten(0, 1), modulation or gradients.wants(ff_out)
+            activated_grad, hidden.flatten(0, 1), modulation or gradients.wants(ff_out)
         )
         weight_grad: Tensor | None = None
         if modulation:
@@ -521,12 +552,16 @@ class _Block:
             else:
                 # h W_2 is recomputed for the gate's gradient alone: dx2^T h is not at hand (W_2 frozen or low-rank),
                 # mixes the samples' gates, or costs more than the product (few tokens).
-                branch = project(activated, ff_out).view(grad.shape)
+                branch = stream.project("ff_out", activated).view(grad.shape)
                 _, gate_grad = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
             stream.modulation_grads["gate_mlp"] = gate_grad
-        weight_backward(branch_grad, activated, ff_out, gradients, weight_grad)
+        weights_backward(
+            *([branch_grad], activated, [ff_out], gradients, adapter),
+            weight_gradient=weight_grad,
+            low_grad=low_grad if gradients.wants(ff_out) else None,
+        )
         rows = normed.flatten(0, 1) if gradients.wants(ff_in) else None
-        return project_backward(hidden_grad, rows, ff_in, gradients).view(normed.shape)
+        return stream.project_backward("ff_in", [hidden_grad], rows, gradients).view(normed.shape)
 
     def attention_backward(
         self,
@@ -550,7 +585,7 @@ class _Block:
             dq, dk, *self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS
         )
         dq_norm, dk_norm, dq_text_norm, dk_text_norm = norm_grads
-        first, first_text = self.video.weights.norms, self.text.weights.norms
+        first, first_text = self.weights.video.norms, self.weights.text.norms
         gradients.put(first, dq_norm)
         gradients.put(first + 1, dk_norm)
         if self.text.live:
@@ -573,25 +608,16 @@ class _Block:
     ) -> None:
         """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
         rows = y.flatten(0, 1) if y is not None else None
-        y_grad: Tensor | None = None
-        for part, layer in zip(heads.rows(), stream.weights.qkv, strict=True):
-            # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
-            y_grad = project_backward(part, rows, layer, gradients, out=y_grad, accumulate=y_grad is not None)
+        # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
+        y_grad = stream.project_backward("qkv", heads.rows(), rows, gradients)
         if not inputs and not modulation:
             return  # the first block under LoRA: nothing before it is trained
-        assert y_grad is not None
         m = stream.modulation
         stream.grad, dscale, dshift = self.kernels.adaln_backward(
             y_grad.view(stream.x.shape), stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
         )
         if modulation:
             stream.modulation_grads |= {"scale_msa": dscale, "shift_msa": dshift}
-
-
-def _project_apart(y: Tensor, layers: Sequence[Projection]) -> Tensor:
-    """q, k, v of one stream of several samples, (B, tokens, 3 D or 2 D)."""
-    out = y.new_empty(y.shape[0] * y.shape[1], len(layers) * y.shape[2])
-    return project_qkv(y, layers, out).view(*y.shape[:2], -1)
 
 
 def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,24 @@
 The weights stay in diffusers' (or peft's) modules; a `Projection` only points at them. Low-rank masters are float32 and
 computed in the type of x; their gradients come back in float32.
 
-Shapes: R rows (tokens of all samples), K input width, M output width, r rank.
+A product with so narrow a matrix is memory traffic, as much as all elementwise work of a block, so an `Adapter` joins
+the updates of all layers that share an input: A has their first factors below each other, B their s_i B_i in blocks
+along a diagonal. Then the update is one more term of the layers' own products:
+
+    narrow   y = (x A^T) B^T + b, then += x W^T: the large product adds to what a thin one wrote
+    wide     y = [x | x A^T] [W | B]^T + b, and dy [W | B] = [dy W | dy B]: nothing is written twice. It takes rows of x
+             with room for x A^T behind them, and a copy of the weights, which many tokens repay
+
+Shapes: n layers, R rows (tokens of all samples), K input width, M output width, r rank, T sum of the ranks.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +99,150 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
     return Projection(base.weight, base.bias, tuple(updates), first)
 
 
-def project(x: Tensor, layer: Projection, out: Tensor | None = None) -> Tensor:
-    """Apply a layer. No graph is built.
+@dataclass
+class Adapter:
+    """The low-rank updates of layers that share an input, in the type of the computation."""
+
+    a: Tensor
+    """(T, K) first factors, one below the other."""
+    b: Tensor
+    """(n M, T) second factors times their scales, in blocks along a diagonal."""
+    updates: list[tuple[int, int, slice, LowRank]]
+    """Of every update its layer, the position of its master a in the flat list, its columns of b, and its masters."""
+    wide: Tensor | None = field(default=None, repr=False)
+    """[W | b], (n M, K + T), once it was asked for."""
+
+    def is_behind(self, rows: Tensor) -> bool:
+        """Whether rows have x A^T behind x."""
+        return rows.shape[1] > self.a.shape[1]
+
+    def low(self, rows: Tensor) -> Tensor:
+        """x A^T, (R, T), of rows of x."""
+        return rows[:, self.a.shape[1] :] if self.is_behind(rows) else torch.mm(rows, self.a.t())
+
+    def widened(self, layers: Sequence[Projection]) -> Tensor:
+        """[W | b] of the layers."""
+        if self.wide is None:
+            weight = stacked([layer.weight for layer in layers])
+            weight = torch.cat([layer.weight for layer in layers]) if weight is None else weight
+            self.wide = torch.cat([weight, self.b], dim=1)
+        return self.wide
+
+
+def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> list[Adapter | None]:
+    """The adapter of each group of layers that share an input; None for a group without updates.
+
+    One kernel casts all masters, in every pass of a block. A cast that outlived the pass could be stale: FSDP gathers
+    masters, and DeepSpeed steps them, without a trace in the tensors' versions.
+    """
+    updates = [[update for layer in group for update in layer.low_rank] for group in groups]
+    masters: list[Tensor] = []
+    for group in updates:
+        masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
+    if not masters:
+        return [None] * len(groups)
+    sizes = [master.numel() for master in masters]
+    parts = masters[0].new_empty(sum(sizes), dtype=dtype).split(sizes)
+    casts = [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
+    torch._foreach_copy_(casts, masters)
+    rest = iter(casts)
+    return [
+        _join(layers, list(islice(rest, len(group))), list(islice(rest, len(group)))) if group else None
+        for layers, group in zip(groups, updates, strict=True)
+    ]
+
+
+def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor]) -> Adapter:
+    """The adapter of the layers' cast factors, each list adjacent in memory."""
+    a, every = stacked(first), stacked(second)
+    assert a is not None
+    updates: list[tuple[int, int, slice, LowRank]] = []
+    column = 0
+    for i, layer in enumerate(layers):
+        position = layer.first + 1 + (layer.bias is not None)
+        for update in layer.low_rank:
+            updates.append((i, position, slice(column, column + len(update.a)), update))
+            column += len(update.a)
+            position += 2
+    n, (outputs, rank) = len(layers), second[0].shape
+    if every is not None and all(len(layer.low_rank) == 1 and len(layer.weight) == outputs for layer in layers):
+        b = every
+        if n > 1:  # one kernel, where block_diag takes one for every factor
+            b = (every.view(n, outputs, 1, rank) * _identity(n, a.dtype, a.device)).view(len(every), n * rank)
+    else:
+        rest = iter(second)
+        blocks = [[a.new_empty(len(layer.weight), 0), *islice(rest, len(layer.low_rank))] for layer in layers]
+        b = torch.block_diag(*(torch.cat(block, dim=1) for block in blocks))
+    return Adapter(a, b, updates)
+
+
+@cache
+def _identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n, 1, n, 1)."""
+    with torch.inference_mode(False):
+        return torch.eye(n, dtype=dtype, device=device).view(n, 1, n, 1)
+
+
+def room_for_low(adapter: Adapter | None, tokens: int) -> int:
+    """Columns that rows of an adapter's input should have behind them for the wide form; 0 for the narrow one.
+
+    Of one sample's tokens, so that it does not depend on the batch. Copying the weights moves 2 n M K elements, the
+    narrow form n tokens M more than the wide one; and rows stay aligned to 16 bytes.
+    """
+    if adapter is None:
+        return 0
+    rank, width = adapter.a.shape
+    return rank if tokens > 2 * width and rank % 8 == 0 else 0
+
+
+def project(
+    x: Tensor, layers: Sequence[Projection], adapter: Adapter | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply layers of one input. No graph is built.
+
+    One matrix product serves all layers whose weights are adjacent in memory (`stack_weights`).
 
     Args:
-        x: (..., K) in the weight's dtype.
-        out: (R, M) rows to write into; they may be a slice of wider rows.
+        x: (..., K) in the weights' dtype, or (..., K + T) with x A^T behind x.
+        out: (R, n M) rows to write into; they may be a slice of wider rows.
 
     Returns:
-        (..., M), or `out`.
-    """
-    if out is None:
-        y = F.linear(x, layer.weight, layer.bias)
-        rows = y.flatten(0, -2)
-    else:
-        y = rows = _linear_into(x.flatten(0, -2), layer.weight, layer.bias, out)
-    for update in layer.low_rank:
-        low = F.linear(x.flatten(0, -2), update.a.to(x.dtype))
-        rows.addmm_(low, update.b.to(x.dtype).t(), alpha=update.scale)
-    return y
-
-
-def project_qkv(x: Tensor, layers: Sequence[Projection], out: Tensor) -> Tensor:
-    """Apply several layers of one input and one width into the columns of `out`.
-
-    One matrix product serves all layers if their weights are adjacent in memory (`stack_weights`), and one more serves
-    the first factors of all their low-rank updates.
-
-    Args:
-        x: (..., K). layers: n of them, each of output width M. out: (R, n M) rows to write into.
+        (..., n M), or `out`; and x A^T, (R, T), which the backward pass may use again.
     """
     rows = x.flatten(0, -2)
-    weight = stacked([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
-    bias = None if any(b is None for b in biases) else stacked([b for b in biases if b is not None])
-    columns = out.split([layer.weight.shape[0] for layer in layers], dim=1)
-    if weight is not None and bias is not None:
-        _linear_into(rows, weight, bias, out)
+    sizes = [len(layer.weight) for layer in layers]
+    result = rows.new_empty(len(rows), sum(sizes)) if out is None else out
+    weight, bias = stacked([layer.weight for layer in layers]), _stacked_biases(layers)
+    low = None if adapter is None else adapter.low(rows)
+    if adapter is not None and adapter.is_behind(rows):
+        _linear_into(rows, adapter.widened(layers), bias, result)
+    elif adapter is not None and low is not None:
+        _linear_into(low, adapter.b, bias, result)
+        if weight is not None:
+            _add_product(result, rows, weight.t())
+        else:
+            for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
+                _add_product(column, rows, layer.weight.t())
+    elif weight is not None:
+        _linear_into(rows, weight, bias, result)
     else:
-        for layer, column in zip(layers, columns, strict=True):
+        for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
             _linear_into(rows, layer.weight, layer.bias, column)
-    updates = [(update, column) for layer, column in zip(layers, columns, strict=True) for update in layer.low_rank]
-    if updates:
-        first = torch.cat([update.a for update, _ in updates]).to(x.dtype)
-        low = F.linear(rows, first).split([update.a.shape[0] for update, _ in updates], dim=1)
-        for (update, column), part in zip(updates, low, strict=True):
-            column.addmm_(part, update.b.to(x.dtype).t(), alpha=update.scale)
-    return out
+    return result.unflatten(0, x.shape[:-1]) if out is None else result, low
+
+
+def _stacked_biases(layers: Sequence[Projection]) -> Tensor | None:
+    """(n M,), zero for a layer without a bias; None where no layer has one."""
+    biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    if all(layer.bias is None for layer in layers):
+        return None
+    joint = stacked(biases)
+    return torch.cat(biases) if joint is None else joint
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out += a @ b. Not `addmm_`, which torch's counter of FLOPs does not know."""
+    return torch.addmm(out, a, b, out=out)
 
 
 def _linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -163,68 +269,99 @@ class Gradients:
 
 
 def project_backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     x: Tensor | None,
-    layer: Projection,
+    layers: Sequence[Projection],
     gradients: Gradients,
+    adapter: Adapter | None = None,
     *,
+    low: Tensor | None = None,
     out: Tensor | None = None,
-    accumulate: bool = False,
 ) -> Tensor:
-    """Gradient of a layer's input; those of its tensors go into `gradients`.
+    """Gradient of the layers' input; those of their tensors go into `gradients`.
 
     Args:
-        grad: (R, M) rows, the gradient of the output.
-        x: (R, K) rows, the input; None where `gradients.wants(layer)` is False.
-        out: (R, K) rows for the result. accumulate: add to what `out` holds.
+        grads: (R, M) rows of every layer, the gradient of its output.
+        x: (R, K) rows, or (R, K + T) as `project` took them; None where `gradients` wants none that needs them.
+        low: x A^T, (R, T), where it is known.
+        out: (R, K) rows for the result, which otherwise may be a slice of wider rows.
 
     Returns:
         (R, K) rows.
     """
-    weight_backward(grad, x, layer, gradients)
-    return input_backward(grad, layer, out=out, accumulate=accumulate)
+    result, low_grad = input_backward(grads, layers, adapter, x, out=out)
+    weights_backward(grads, x, layers, gradients, adapter, low_grad=low_grad, low=low)
+    return result
 
 
-def input_backward(grad: Tensor, layer: Projection, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """Gradient of a layer's input alone; arguments as in `project_backward`."""
-    if out is None:
-        out = torch.mm(grad, layer.weight)
-    elif accumulate:
-        out.addmm_(grad, layer.weight)
-    else:
-        torch.mm(grad, layer.weight, out=out)
-    for update in layer.low_rank:
-        low_grad = torch.mm(grad, update.b.to(grad.dtype))
-        out.addmm_(low_grad, update.a.to(grad.dtype), alpha=update.scale)
-    return out
+def input_backward(
+    grads: Sequence[Tensor],
+    layers: Sequence[Projection],
+    adapter: Adapter | None = None,
+    x: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of the layers' input alone, and with an adapter of x A^T (R, T); arguments as in `project_backward`."""
+    weights = [layer.weight for layer in layers]
+    if adapter is None:
+        return _sum_of_products(grads, weights, out), None
+    sizes = [len(weight) for weight in weights]
+    if x is not None and adapter.is_behind(x):
+        both = _sum_of_products(grads, adapter.widened(layers).split(sizes))
+        result, low_grad = both.split([adapter.a.shape[1], len(adapter.a)], dim=1)
+        return _add_product(result, low_grad, adapter.a), low_grad
+    low_grad = grads[0].new_empty(len(grads[0]), len(adapter.a))
+    factors = adapter.b.split(sizes)
+    for i, _, columns, _ in adapter.updates:
+        torch.mm(grads[i], factors[i][:, columns], out=low_grad[:, columns])
+    return _sum_of_products([low_grad, *grads], [adapter.a, *weights], out), low_grad
 
 
-def weight_backward(
-    grad: Tensor, x: Tensor | None, layer: Projection, gradients: Gradients, weight_gradient: Tensor | None = None
+def _sum_of_products(rows: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of rows[i] @ weights[i], added up in one buffer."""
+    result = torch.mm(rows[0], weights[0]) if out is None else torch.mm(rows[0], weights[0], out=out)
+    for more, weight in zip(rows[1:], weights[1:], strict=True):
+        _add_product(result, more, weight)
+    return result
+
+
+def weights_backward(
+    grads: Sequence[Tensor],
+    x: Tensor | None,
+    layers: Sequence[Projection],
+    gradients: Gradients,
+    adapter: Adapter | None = None,
+    *,
+    weight_gradient: Tensor | None = None,
+    low_grad: Tensor | None = None,
+    low: Tensor | None = None,
 ) -> None:
-    """Gradients of a layer's tensors alone; arguments as in `project_backward`.
+    """Gradients of the layers' tensors alone; arguments as in `project_backward`.
 
-    `weight_gradient` (M, K) is given where the caller has it already.
+    `weight_gradient` (M, K) of a single layer is given where the caller has it already; `low_grad` (R, T), the gradient
+    of x A^T, comes from `input_backward`.
     """
-    position = layer.first
-    if gradients.wanted[position]:
-        if weight_gradient is None:
-            assert x is not None
-            weight_gradient = matrix_product(grad.t(), x, layer.weight.dtype)
-        gradients.put(position, weight_gradient)
-    position += 1
-    if layer.bias is not None:
-        if gradients.wanted[position]:
-            gradients.put(position, grad.sum(0, dtype=_wide(grad.dtype)).to(layer.bias.dtype))
-        position += 1
-    for update in layer.low_rank:
-        if gradients.wanted[position] or gradients.wanted[position + 1]:
-            assert x is not None
-            low_grad = torch.mm(grad, update.b.to(grad.dtype)) * update.scale
-            low = F.linear(x, update.a.to(x.dtype)) * update.scale
-            gradients.put(position, matrix_product(low_grad.t(), x, update.a.dtype))
-            gradients.put(position + 1, matrix_product(grad.t(), low, update.b.dtype))
-        position += 2
+    for grad, layer in zip(grads, layers, strict=True):
+        if gradients.wanted[layer.first]:
+            if weight_gradient is None:
+                assert x is not None
+                weight_gradient = matrix_product(grad.t(), x[:, : layer.weight.shape[1]], layer.weight.dtype)
+            gradients.put(layer.first, weight_gradient)
+            weight_gradient = None
+        if layer.bias is not None and gradients.wanted[layer.first + 1]:
+            gradients.put(layer.first + 1, grad.sum(0, dtype=_wide(grad.dtype)).to(layer.bias.dtype))
+    if adapter is None or x is None or low_grad is None:
+        return
+    if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
+        first = matrix_product(low_grad.t(), x[:, : adapter.a.shape[1]], adapter.updates[0][3].a.dtype)
+        for _, position, columns, _ in adapter.updates:
+            gradients.put(position, first[columns])
+    low = adapter.low(x) if low is None else low
+    for i, position, columns, update in adapter.updates:
+        if gradients.wanted[position + 1]:
+            second = matrix_product(grads[i].t(), low[:, columns], update.b.dtype)
+            gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

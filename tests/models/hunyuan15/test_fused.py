@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
+from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import add_lora, cast_weights, save_lora
@@ -178,6 +179,30 @@ def test_lora_wrapped(targets: list[str], checkpointing: Any) -> None:
     output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
     assert float((output - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
     assert given and all("lora" in name for name in given)
+    assert_same_gradients(given, gradients, 1e-10)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_low_rank_updates_within_the_products_of_the_weights(
+    batch: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with many tokens: in float64 the form makes no difference.
+    wide: list[int] = []
+
+    def room(adapter: Any, tokens: int) -> int:
+        wide.append(0 if adapter is None else len(adapter.a))
+        return wide[-1]
+
+    prompts, x = prompts_of("ragged", torch.float64)[:batch], latents(batch)
+    timestep = torch.tensor([20.0, 500.0, 980.0])[:batch]
+    model = with_lora(tiny_transformer(dtype=torch.float64))
+    accelerate(model, checkpointing=checkpointing)
+    expected, gradients = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    monkeypatch.setattr(block, "room_for_low", room)
+    output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
+    assert any(wide)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
     assert_same_gradients(given, gradients, 1e-10)
 
 

@@ -1,8 +1,9 @@
 """Builds every kernel that the benchmark cases launch, without a GPU, and reports what the compiler made of it.
 
 Per kernel and architecture: registers a thread, bytes of stack and local memory, spill instructions, bytes of shared
-memory, and the width of every global access, attributed to the pointer argument it goes through by following the
-address arithmetic in the PTX. `violations` compares that with the limits.
+memory, how many of its programs fit a multiprocessor, instructions an element, and the width of every global access,
+attributed to the pointer argument it goes through by following the address arithmetic in the PTX. `violations` compares
+that with the limits.
 
     python -m sage_kernels.aot             a table on standard output; exit status 1 on a violation
     python -m sage_kernels.aot --write     renew kernels/aot.json and the page made from it, docs/kernels_aot.md
@@ -36,6 +37,11 @@ ARCHITECTURES = (80, 90, 100)
 """A100, H100/H200, B100/B200."""
 MAX_REGISTERS = 128
 STREAMING_BYTES = 16
+INSTRUCTIONS = {"gelu_tanh_forward": 14, "gelu_tanh_backward": 28}
+"""Most machine instructions an element of kernels that compute more than they wait: an H100 issues 128 a cycle on each
+of its multiprocessors and reads or writes some 15 bytes."""
+SHARED_MEMORY = {80: 164, 90: 228, 100: 228}
+"""KiB of a multiprocessor; a program takes one of them beside its own."""
 RECORDS = Path(__file__).resolve().parents[1] / "aot.json"
 PAGE = RECORDS.parents[1] / "docs" / "kernels_aot.md"
 _WARP_SIZE = 32
@@ -47,7 +53,8 @@ class Build:
 
     Example:
         >>> Build(op="gelu_tanh", kernel="gelu_tanh_forward[bf16, A]", arch=90, num_warps=8, registers=32, stack=0,
-        ...       local=0, spills=0, shared=0, loads={"x_ptr": [16]}, stores={"out_ptr": [16]},
+        ...       local=0, spills=0, shared=0, programs_per_sm=1, instructions=13.8, late=[], loads={"x_ptr": [16]},
+        ...       stores={"out_ptr": [16]},
         ...       streaming=("x_ptr", "out_ptr"))
     """
 
@@ -67,12 +74,24 @@ class Build:
     """Loads from and stores to local memory in the machine code."""
     shared: int
     """Bytes a program."""
+    programs_per_sm: int
+    """Programs that the launch wants on a multiprocessor at once."""
+    instructions: float
+    """An element, where `INSTRUCTIONS` limits them, else 0."""
+    late: list[str]
+    """Streams that are loaded after a barrier, and not by an asynchronous copy."""
     loads: dict[str, list[int]]
     """Pointer argument -> widths of the loads through it, in bytes a thread, without repetition."""
     stores: dict[str, list[int]]
     """The same for stores."""
     streaming: tuple[str, ...]
     """Pointers to large tensors, all of whose accesses must be 16 bytes wide."""
+
+    @property
+    def fitting_programs(self) -> int:
+        """Programs that registers, threads and shared memory of a multiprocessor admit."""
+        registers = 2**16 // (-(-self.registers // 8) * 8 * self.num_warps * _WARP_SIZE)
+        return min(registers, 64 // self.num_warps, SHARED_MEMORY[self.arch] * 1024 // (self.shared + 1024))
 
     @property
     def widths(self) -> dict[str, int]:
@@ -91,6 +110,12 @@ class Build:
             broken.append(
                 f"{where}: {self.stack} bytes of stack, {self.local} of local memory, {self.spills} spill instructions"
             )
+        if self.programs_per_sm > self.fitting_programs:
+            broken.append(f"{where}: {self.programs_per_sm} programs a multiprocessor, {self.fitting_programs} fit")
+        most = INSTRUCTIONS.get(self.kernel.split("[")[0], self.instructions)
+        if self.instructions > most:
+            broken.append(f"{where}: {self.instructions} instructions an element, the limit is {most}")
+        broken += [f"{where}: {pointer} is loaded after a barrier" for pointer in self.late]
         for pointer in (name for name, width in self.widths.items() if width < STREAMING_BYTES):
             widths = f"loads {self.loads.get(pointer, [])}, stores {self.stores.get(pointer, [])} bytes wide"
             broken.append(f"{where}: {pointer} is a stream but has {widths}, the limit is {STREAMING_BYTES}")
@@ -135,11 +160,14 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
         options={"num_warps": kernel.num_warps, "enable_fp_fusion": kernel.fp_fusion},
     )
     runtime_names = [name for name in names if name not in kernel.constexprs]
-    loads: dict[str, set[int]] = {}
-    stores: dict[str, set[int]] = {}
-    for access, pointer, width in global_accesses(compiled.asm["ptx"], runtime_names):
-        (loads if access == "ld" else stores).setdefault(pointer, set()).add(width)
-    usage, spills = _inspect(compiled.asm["cubin"])
+    accesses = list(global_accesses(compiled.asm["ptx"], runtime_names))
+
+    def widths(*kinds: str) -> dict[str, list[int]]:
+        found = [(name, width) for kind, name, width in accesses if kind in kinds]
+        return {name: sorted({width for other, width in found if other == name}) for name, _ in found}
+
+    usage, code = _inspect(compiled.asm["cubin"], disassemble=kernel.name in INSTRUCTIONS)
+    elements = kernel.constexprs.get("BLOCK", 1) / (kernel.num_warps * _WARP_SIZE)
     return Build(
         op=op,
         kernel=name,
@@ -148,16 +176,22 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
         registers=usage["REG"],
         stack=usage["STACK"],
         local=usage["LOCAL"],
-        spills=spills,
+        spills=sum(name in ("LDL", "STL") for name in code),
         shared=compiled.metadata.shared,
-        loads={name: sorted(found) for name, found in loads.items()},
-        stores={name: sorted(found) for name, found in stores.items()},
+        programs_per_sm=kernel.programs_per_sm,
+        instructions=round(len(code) / elements, 1) if kernel.name in INSTRUCTIONS else 0,
+        late=sorted(set(widths("late ld")) & set(kernel.streaming)),
+        loads=widths("ld", "late ld"),
+        stores=widths("st"),
         streaming=kernel.streaming,
     )
 
 
 def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, str, int]]:
-    """Every global load ("ld") and store ("st") of a kernel as (kind, pointer parameter, bytes a thread).
+    """Every global access of a kernel as (kind, pointer parameter, bytes a thread).
+
+    Kinds are "ld" for loads and asynchronous copies to shared memory, "late ld" for loads that follow a barrier in
+    their basic block, as in the body of a loop, and "st" for stores.
 
     Args:
         ptx: the assembly of one kernel.
@@ -173,8 +207,9 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
     is_pointer = [".ptr" in line for line in entry[1].split(",")]
     pointers = {f"_param_{i}": name for i, name in enumerate(parameters) if is_pointer[i]}
 
-    # One instruction an entry, without comments, directives, labels and predicates.
+    # One instruction an entry, without comments, directives, labels of debugging and predicates.
     body = ptx[ptx.index("{", entry.end()) + 1 :]
+    body = re.sub(r"^\$L__BB\w+:", "label;", body, flags=re.M)
     body = re.sub(r"//[^\n]*|^\s*\.(?:loc|file|reg|pragma)\b[^\n]*|^\s*[$\w]+:", "", body, flags=re.M)
     lines = [re.sub(r"^[\s{}]*(?:@!?%\w+\s+)?", "", line) for line in body.split(";")]
 
@@ -197,23 +232,30 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
                     origins[target] |= found
                     changed = True
 
+    behind_barrier = False
     for line in lines:
-        access = re.match(r"(ld|st)\.global([\w.:]*)", line)
+        behind_barrier = (behind_barrier or line.startswith("bar.sync")) and not line.startswith("label")
+        access = re.match(r"(ld|st|cp\.async\.c[ag]\.shared)\.global([\w.:]*)", line)
         if access is None:
             continue
-        address = re.search(r"\[\s*(%\w+)", line)
+        is_copy = access[1].startswith("cp")
+        address = re.search(r"\],\s*\[\s*(%\w+)" if is_copy else r"\[\s*(%\w+)", line)
         names = origins.get(address[1], set()) if address else set()
         if len(names) != 1:
             raise RuntimeError(f"cannot tell which pointer this goes through, candidates {sorted(names)}: {line}")
+        if is_copy:
+            yield "ld", next(iter(names)), int(line.split("],")[2].split(",")[0], 0)
+            continue
         vector = re.search(r"\.v(\d)", access[2])
         bits = re.search(r"\.[busf](\d+)", access[2])
         if bits is None:
             raise RuntimeError(f"no element type in {line}")
-        yield access[1], next(iter(names)), (int(vector[1]) if vector else 1) * int(bits[1]) // 8
+        kind = "late ld" if access[1] == "ld" and behind_barrier else access[1]
+        yield kind, next(iter(names)), (int(vector[1]) if vector else 1) * int(bits[1]) // 8
 
 
-def _inspect(cubin: bytes) -> tuple[dict[str, int], int]:
-    """Resource usage of a cubin (REG, STACK, LOCAL, ...) and its number of local memory instructions."""
+def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[str]]:
+    """Resource usage of a cubin (REG, STACK, LOCAL, ...) and its instructions by name, if something asks for them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -221,8 +263,9 @@ def _inspect(cubin: bytes) -> tuple[dict[str, int], int]:
         numbers = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
         # What is spilled lies in the stack or in local memory: without either the code need not be read (0.3 s).
         has_room = numbers["STACK"] or numbers["LOCAL"]
-        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if has_room else ""
-    return numbers, len(re.findall(r"\b(?:LDL|STL)\b", code))
+        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if has_room or disassemble else ""
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
+    return numbers, [name for name in names if name != "NOP"]
 
 
 def _run(*command: str) -> str:
@@ -262,12 +305,14 @@ def page(text: str) -> str:
         "Made by `python -m sage_kernels.aot --write` from kernels/aot.json "
         f"(Triton {content['triton']}); no GPU is needed. Every kernel that the benchmark cases launch is built as "
         "they launch it. Limits, held by a test: at most "
-        f"{MAX_REGISTERS} registers a thread, no stack, local memory or spills, and at least {STREAMING_BYTES} bytes a "
-        "thread in every access to a stream. Widths are bytes a thread, streams in bold. Shapes are those of "
-        "HunyuanVideo-1.5 (width 2048, 16 heads of 128).",
+        f"{MAX_REGISTERS} registers a thread, no stack, local memory or spills, no more programs a multiprocessor than "
+        f"fit, no stream loaded behind a barrier, and at least {STREAMING_BYTES} bytes a thread in every access to a "
+        f"stream; instructions an element {INSTRUCTIONS}. Widths are bytes a thread, streams in bold. Shapes are "
+        "those of HunyuanVideo-1.5 (width 2048, 16 heads of 128).",
         "",
-        "| kernel | arch | warps | registers | stack + local | spills | shared | loads | stores |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| kernel | arch | warps | registers | stack + local | spills | shared | programs: wanted, fit "
+        "| instructions | loads | stores |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
 
     def accesses(found: dict[str, list[int]], streaming: Sequence[str]) -> str:
@@ -281,7 +326,8 @@ def page(text: str) -> str:
     for item in (Build(**row) for row in content["builds"]):
         lines.append(
             f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} | {item.stack + item.local} "
-            f"| {item.spills} | {item.shared} | {accesses(item.loads, item.streaming)} "
+            f"| {item.spills} | {item.shared} | {item.programs_per_sm}, {item.fitting_programs} "
+            f"| {item.instructions or ''} | {accesses(item.loads, item.streaming)} "
             f"| {accesses(item.stores, item.streaming)} |"
         )
     return "\n".join(lines) + "\n"

@@ -45,6 +45,8 @@ class Kernel:
     """Compile-time arguments; absent pointers (None) and integers of 1 are among them."""
     num_warps: int
     """Warps of a program."""
+    programs_per_sm: int = 1
+    """Programs that are to run at once on a multiprocessor, over which the launch is spread."""
     fp_fusion: bool = True
     """Whether the compiler may fuse multiply and add."""
     aligned: tuple[str, ...] = ()
@@ -61,7 +63,24 @@ class Kernel:
     def identity(self) -> tuple[object, ...]:
         """Equal for two records that compile to the same code."""
         signature, constexprs = tuple(self.signature.items()), tuple(sorted(self.constexprs.items()))
-        return self.name, signature, constexprs, self.num_warps, self.fp_fusion, self.aligned
+        return self.name, signature, constexprs, self.num_warps, self.programs_per_sm, self.fp_fusion, self.aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Launch settings of one kernel.
+
+    Example:
+        >>> Launch(num_warps=8, rows=4)
+        Launch(num_warps=8, rows=4, programs_per_sm=1)
+    """
+
+    num_warps: int
+    """Warps of a program; 32 threads each."""
+    rows: int = 1
+    """Rows (tokens) that a program of a forward kernel handles; what it loads once serves all of them."""
+    programs_per_sm: int = 1
+    """Programs per multiprocessor over which a kernel with a reduction is spread; they are to run at once."""
 
 
 _record: list[Kernel] | None = None
@@ -87,7 +106,7 @@ def launch(
     function: Any,
     grid: tuple[int, ...],
     *arguments: Any,
-    num_warps: int,
+    settings: Launch,
     fp_fusion: bool = True,
     **constexprs: Any,
 ) -> None:
@@ -98,7 +117,7 @@ def launch(
         grid: programs along each axis.
         arguments: its run-time arguments in order: tensors, numbers, or None for an absent one, which is known at
             compile time.
-        num_warps, fp_fusion: see `Kernel`.
+        settings: warps of a program, and programs a multiprocessor. fp_fusion: see `Kernel`.
         constexprs: its compile-time arguments.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
@@ -106,19 +125,19 @@ def launch(
         return
     device = tensors[0].device
     if _record is not None:
-        _record.append(_kernel_of(function, arguments, constexprs, num_warps, fp_fusion))
+        _record.append(_kernel_of(function, arguments, constexprs, settings, fp_fusion))
     if device.type == "meta":
         return
     # Triton launches on the current device, whatever device the pointers are on.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        function[grid](*arguments, **constexprs, num_warps=num_warps, enable_fp_fusion=fp_fusion)
+        function[grid](*arguments, **constexprs, num_warps=settings.num_warps, enable_fp_fusion=fp_fusion)
 
 
 def _kernel_of(
     function: Any,
     arguments: Sequence[Any],
     constexprs: Mapping[str, Any],
-    num_warps: int,
+    settings: Launch,
     fp_fusion: bool,
 ) -> Kernel:
     """The launch as Triton specialises it (`triton.runtime.jit`)."""
@@ -145,28 +164,12 @@ def _kernel_of(
         function=function,
         signature=signature,
         constexprs=constants,
-        num_warps=num_warps,
+        num_warps=settings.num_warps,
+        programs_per_sm=settings.programs_per_sm,
         fp_fusion=fp_fusion,
         aligned=tuple(aligned),
         streaming=tuple(streaming),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Launch settings of one kernel.
-
-    Example:
-        >>> Launch(num_warps=8, rows=4)
-        Launch(num_warps=8, rows=4, programs_per_sm=4)
-    """
-
-    num_warps: int
-    """Warps of a program; 32 threads each."""
-    rows: int = 1
-    """Rows (tokens) that a program of a forward kernel handles; what it loads once serves all of them."""
-    programs_per_sm: int = 4
-    """Programs per multiprocessor over which a kernel with a reduction is spread."""
 
 
 class LaunchTable:
@@ -184,7 +187,7 @@ class LaunchTable:
 
     @classmethod
     def by_width(
-        cls, num_warps: Sequence[int], *, rows: int = 1, programs_per_sm: Sequence[int] = (4, 4, 4)
+        cls, num_warps: Sequence[int], *, rows: int = 1, programs_per_sm: Sequence[int] = (1, 1, 1)
     ) -> "LaunchTable":
         """A table for widths up to 2048, up to 4096 and beyond, on every device."""
         columns = zip((2048, 4096, None), num_warps, programs_per_sm, strict=True)

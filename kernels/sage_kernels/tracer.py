@@ -2,8 +2,9 @@
 
 Every operator that reaches the dispatcher counts the elements of its tensor arguments as read and those of its results
 as written; views and uninitialised allocations count nothing, an expanded tensor counts its stored elements, an
-argument given twice counts once, one that is given as `out` is not read. A custom op is one operator: what it does inside is its own affair, so its count is
-the traffic that a fused kernel cannot avoid. This is memory traffic without a cache, the model that byte formulas use.
+argument given twice counts once, one that is given as `out` is not read. A custom op is one operator: what it does
+inside is its own affair, so its count is the traffic that a fused kernel cannot avoid. This is memory traffic without a
+cache, the model that byte formulas use.
 
     with ByteCounter() as counter:
         model(x)

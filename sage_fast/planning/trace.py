@@ -56,7 +56,7 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products, and by thin ones.
+    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
     Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and 964e12 attention FLOPs.

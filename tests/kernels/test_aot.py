@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = [name for spec in registry.specs().values() for name in launched_kernels(spec)]
 
 GOOD = Build(
-    op="k",
-    kernel="k",
+    op="gelu_tanh",
+    kernel="gelu_tanh_forward[bf16, A]",
     arch=90,
     num_warps=4,
     registers=MAX_REGISTERS,
@@ -29,6 +29,9 @@ GOOD = Build(
     local=0,
     spills=0,
     shared=0,
+    programs_per_sm=4,
+    instructions=14,
+    late=[],
     loads={"x_ptr": [16]},
     stores={"out_ptr": [16]},
     streaming=("x_ptr", "out_ptr"),
@@ -74,6 +77,20 @@ def test_accesses_are_attributed_to_pointers() -> None:
     assert list(global_accesses(PTX, ["x_ptr", "size", "out_ptr"])) == [("ld", "x_ptr", 16), ("st", "out_ptr", 4)]
 
 
+def test_loads_behind_a_barrier_are_late_and_copies_are_not() -> None:
+    def kinds(inserted: str, before: str) -> list[str]:
+        ptx = PTX.replace(before, f"{inserted};\n\t{before}")
+        return [kind for kind, _, _ in global_accesses(ptx, ["x_ptr", "size", "out_ptr"])]
+
+    assert kinds("bar.sync 	0", "@%p1 ld.global") == ["late ld", "st"]
+    assert kinds("bar.sync 	0", "add.s64 	%rd4, %rd1, %rd3") == ["ld", "st"], "before the loop"
+    assert kinds("bar.sync 	0", "@%p2 st.global") == ["ld", "st"]
+    copy = "bar.sync 	0;\n\tcp.async.cg.shared.global [ %r11 + 0 ], [ %rd4 + 0 ], 0x10, %r19"
+    assert kinds(copy, "@%p2 st.global") == ["ld", "ld", "st"]
+    copied = PTX.replace("@%p2 st.global", f"{copy};\n\t@%p2 st.global")
+    assert list(global_accesses(copied, ["x_ptr", "size", "out_ptr"]))[1] == ("ld", "x_ptr", 16)
+
+
 def test_an_address_of_unknown_origin_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="which pointer"):
         list(global_accesses(PTX.replace("add.s64 	%rd4, %rd1, %rd3", "mov.u64 	%rd4, %rd3"), ["x", "n", "out"]))
@@ -82,14 +99,18 @@ def test_an_address_of_unknown_origin_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"registers": MAX_REGISTERS + 1}, "129 registers"),
+        ({"registers": MAX_REGISTERS + 1, "programs_per_sm": 1}, "129 registers"),
         ({"stack": 8}, "8 bytes of stack"),
         ({"local": 4}, "4 of local memory"),
         ({"spills": 2}, "2 spill instructions"),
         ({"loads": {"x_ptr": [16, 8]}}, "x_ptr is a stream"),
         ({"stores": {}}, "out_ptr is a stream"),
+        ({"programs_per_sm": 5}, "5 programs a multiprocessor, 4 fit"),
+        ({"shared": 57 * 1024}, "4 programs a multiprocessor, 3 fit"),
+        ({"instructions": 14.1}, "14.1 instructions an element, the limit is 14"),
+        ({"late": ["x_ptr"]}, "x_ptr is loaded after a barrier"),
     ],
-    ids=["registers", "stack", "local", "spills", "width", "no-access"],
+    ids=["registers", "stack", "local", "spills", "width", "no-access", "programs", "shared", "instructions", "late"],
 )
 def test_every_limit_can_be_broken(change: dict[str, object], words: str) -> None:
     assert GOOD.violations() == []
@@ -186,7 +207,7 @@ def test_the_recorder_sees_what_triton_specialises_on(monkeypatch: pytest.Monkey
     function = SimpleNamespace(arg_names=list("abcdefgh"), __name__="some_kernel")
     monkeypatch.setattr(launch, "STREAM_ELEMENTS", 2048)
     with launch.recording() as kernels:
-        launch.launch(function, (1,), on_meta, on_meta[:, 1:], *numbers, num_warps=4)
+        launch.launch(function, (1,), on_meta, on_meta[:, 1:], *numbers, settings=launch.Launch(num_warps=4))
     (kernel,) = kernels
     for name, argument in zip(function.arg_names, arguments, strict=True):
         kind, key = calls.native_specialize_impl(CUDABackend, argument, False, True, True)

@@ -60,7 +60,7 @@ MUTATIONS = {
     ],
     "gelu_tanh": [
         TOKENS_IN_32_BITS,
-        Mutation("tl.constexpr(0.044715)", "tl.constexpr(0.0447)", PARITY),
+        Mutation("* 0.044715)", "* 0.0447)", PARITY),
         Mutation("m_e = o_e < size", "m_e = o_e < size - 1", PARITY),
     ],
     "sde_step": [

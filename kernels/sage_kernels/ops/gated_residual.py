@@ -111,7 +111,7 @@ def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     return out
 
@@ -134,7 +134,7 @@ def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch
         *(*grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2]), gate.stride(0)),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype, copy=True)
 

@@ -31,6 +31,7 @@ from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.ops.adaln import (
     FORWARD_LAUNCH,
+    FROZEN_LAUNCH,
     MODULATION_SHAPES,
     MODULATION_TEST_CASES,
     MODULATION_WIDE_SHAPE,
@@ -121,14 +122,14 @@ def gated_residual_adaln_backward_kernel(
     dshift = tl.zeros([BLOCK], tl.float32)
     p_grad_residual = grad_residual_ptr + i_b * grad_residual_stride_b
     i_first = i_p * tokens_per_program
-    for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
+    # Three stages: the next two tokens are on their way to shared memory while the reductions wait for each other.
+    for i in tl.range(0, tl.minimum(tokens_per_program, num_tokens - i_first), num_stages=3):
         i_n = i_first + i
         o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
         residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         dx = tl.load(p_grad_residual + i_n * grad_residual_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         if sums_ptr is not None:
-            # Before the reductions, so that it is on its way while they wait for each other.
             y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
         normed, rstd = normalize_row(residual, m_d, eps, WIDTH)
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
@@ -159,7 +160,7 @@ def launch_forward(x, y, gate, scale, shift, eps) -> tuple[Tensor, Tensor]:
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     return residual, out
 
@@ -170,7 +171,7 @@ def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shif
     residual = residual.contiguous()
     batch, tokens, width = residual.shape
     dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
-    settings = BACKWARD_LAUNCH.find(width, residual.device)
+    settings = (FROZEN_LAUNCH if y is None else BACKWARD_LAUNCH).find(width, residual.device)
     split = split_tokens(tokens, batch, settings, residual.device)
     sums = None
     if y is not None:
@@ -184,7 +185,7 @@ def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shif
         *(gate.stride(0), scale.stride(0), eps),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     if sums is None:
         return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)

@@ -32,7 +32,7 @@ from torch import Generator, Tensor
 from sage_kernels import common, reference, registry
 from sage_kernels.common import narrow, sum_in_order
 from sage_kernels.custom_op import Gradient, operator
-from sage_kernels.launch import cdiv, launch
+from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.philox import row_noise
 from sage_kernels.reference.policy_loss import LossSettings, PolicyTerms, StepColumns
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, latent_shape, nbytes, noise_ids_of, random_latents
@@ -41,7 +41,7 @@ BLOCK = 1024
 """Elements of a program. It is the same on every device, because the order of the sum follows from it."""
 SUM_BLOCK = 1024
 """Partial sums that the second stage reads at once."""
-_start = partial(launch, num_warps=4, fp_fusion=False)
+_start = partial(launch, settings=Launch(num_warps=4), fp_fusion=False)
 
 
 @triton.jit
@@ -66,6 +66,9 @@ def policy_loss_partial_kernel(
     gain = tl.load(p_gain + i_row)
     b_v = tl.load(p_v + o_row, mask=m, other=0.0).to(tl.float32)
     b_old = tl.load(p_old + o_row, mask=m, other=0.0).to(tl.float32)
+    if p_anchor is not None:
+        # Before the noise and the sums, behind whose barriers it would wait once more.
+        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
     b_noise = row_noise(p_noise_ids, i_row, i_tile, BLOCK)
     # Outside the mask all velocities are 0, so that s and t are 0 there, whatever was drawn.
     b_shift = gain * (b_v - b_old)
@@ -74,7 +77,6 @@ def policy_loss_partial_kernel(
     tl.store(p_out + num_tiles, tl.sum(b_shift * b_noise))
     tl.store(p_out + 2 * num_tiles, 0.5 * tl.sum(b_shift * b_shift))
     if p_anchor is not None:
-        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
         b_away = gain * (b_v - b_anchor)
         tl.store(p_out + 3 * num_tiles, 0.5 * tl.sum(b_away * b_away))
 
@@ -188,10 +190,11 @@ def policy_loss_backward_kernel(
     p_row = p_coefficients + i_row * 3
     b_v = tl.load(p_v + o_row, mask=m, other=0.0).to(tl.float32)
     b_old = tl.load(p_old + o_row, mask=m, other=0.0).to(tl.float32)
+    if p_anchor is not None:
+        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
     b_grad = grad_loss * tl.load(p_row) * row_noise(p_noise_ids, i_row, i_tile, BLOCK)
     b_grad += grad_loss * tl.load(p_row + 1) * (b_v - b_old)
     if p_anchor is not None:
-        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
         b_grad += grad_loss * tl.load(p_row + 2) * (b_v - b_anchor)
     tl.store(p_grad + o_row, narrow(b_grad, p_grad.dtype.element_ty), mask=m)
 

@@ -276,7 +276,7 @@ def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: 
         *(num_video, num_text, *_strides(tokens), eps),
         **_blocks(q),
         ROWS=settings.rows,
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     return q_out, k_out
 
@@ -299,7 +299,7 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
         *(*tokens, *(tensor.contiguous() for tensor in (*weights, cos, sin)), *gradients, sums),
         *(num_video, num_text, video.programs, video.tokens, *_strides(tokens), eps),
         **_blocks(q),
-        num_warps=settings.num_warps,
+        settings=settings,
     )
     # Rows of the query and the key weight, first of the video, then of the text programs.
     rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))

@@ -24,7 +24,7 @@ from torch import Generator, Tensor
 from sage_kernels import common, reference
 from sage_kernels.common import sum_in_order
 from sage_kernels.custom_op import operator
-from sage_kernels.launch import cdiv, launch
+from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.philox import row_noise
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, latent_shape, nbytes, noise_ids_of, random_latents
 
@@ -34,7 +34,7 @@ INTERPRETED_BLOCK = 8192
 """The same in the interpreter, whose cost is per program. The next state does not depend on it."""
 SUM_BLOCK = 1024
 """Partial sums that the second stage reads at once."""
-_start = partial(launch, num_warps=4, fp_fusion=False)
+_start = partial(launch, settings=Launch(num_warps=4), fp_fusion=False)
 
 
 @triton.jit

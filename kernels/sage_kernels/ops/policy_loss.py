@@ -398,7 +398,8 @@ SPEC = OpSpec(
         Case(id="one-element", shape=latent_shape(1, 1, 1, 1, 1)),
         Case(id="strided-cps", shape=latent_shape(2, 4, 3, 5, 6, unnormalized=1), strided=True),
         Case(id="mixed-dtypes", shape=latent_shape(2, 4, 3, 6, 8), mixed=True),
-        Case(id="exact-ratio-norm", shape=latent_shape(3, 4, 3, 5, 7, exact=1, ratio_norm=1)),
+        Case(id="bias-corrected-exact", shape=latent_shape(3, 4, 3, 5, 7, exact=1, ratio_norm=1)),
+        Case(id="ratio-norm", shape=latent_shape(3, 4, 3, 5, 7, ratio_norm=1, unnormalized=1)),
         Case(id="no-kl", shape=latent_shape(2, 4, 3, 5, 7, kl=0, equalizer=0)),
     ),
     bench_cases=(
@@ -406,7 +407,8 @@ SPEC = OpSpec(
         Case(id="B", shape=latent_shape(1, 32, 21, 30, 52)),
         Case(id="B, no KL", shape=latent_shape(1, 32, 21, 30, 52, kl=0)),
         Case(id="B, CPS", shape=latent_shape(1, 32, 21, 30, 52, unnormalized=1, equalizer=0)),
-        Case(id="B, RatioNorm", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, exact=1)),
+        Case(id="B, RatioNorm", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, unnormalized=1)),
+        Case(id="B, bias-corrected", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, exact=1)),
     ),
     bench_dtype=torch.float32,
     # Per row: noise ids, three columns and 4 + 5 * 4 + 1 + 3 * 4 bytes of results; loss gradient, ids, coefficients.

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, get_args
 import yaml
 
 import benchmarks  # noqa: F401  first, because it decides where kernels run
-from benchmarks.counts import compiled, iteration, processes, traced
+from benchmarks.counts import compiled, host, iteration, processes, traced
 from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
 from sage_fast.models.transformer import Checkpointing
 from sage_kernels.aot import launched_kernels
@@ -185,6 +185,15 @@ def measure_kernels() -> dict[str, float]:
     return found
 
 
+def measure_host() -> dict[str, float]:
+    """What a block takes of the Python thread."""
+    found: dict[str, float] = {}
+    for trained in get_args(host.Trained):
+        forward, backward = host.block_views(trained)
+        found |= {f"host.forward/{trained}": forward, f"host.backward/{trained}": backward}
+    return found
+
+
 def measure_imports() -> dict[str, float]:
     """Importing the package and its command line, each in a process of its own."""
     found: dict[str, float] = {}
@@ -212,6 +221,7 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "iteration": measure_iteration,
     "loop": measure_loop,
     "kernels": measure_kernels,
+    "host": measure_host,
     "imports": measure_imports,
     "memory": measure_memory,
 }

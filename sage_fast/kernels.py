@@ -32,6 +32,7 @@ from sage_kernels.reference.sde_step import transition
 __all__ = [
     "MASK32",
     "REFERENCE",
+    "BlockKernels",
     "Choice",
     "Kernels",
     "LossSettings",
@@ -46,34 +47,14 @@ __all__ = [
     "ratio_norm_log_ratio",
     "select_kernels",
     "transition",
+    "without_graph",
 ]
 
 Choice = Literal["auto", "reference", "triton"]
 
 
-class Kernels(Protocol):
-    """What training computes besides matrix products and attention.
-
-    The first two belong to the algorithm; `sage_kernels.sde_step` and `sage_kernels.policy_loss` say what they compute.
-    The others are the transformer's elementwise work: a block calls forward and backward itself, so neither builds a
-    graph; `adaln` alone is also used with autograd.
-    """
-
-    def sde_step(self, x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
-        """Next state  a x + b v + std eps  of a sampler's step, (B, C, F, H, W) float32."""
-        ...
-
-    def policy_loss(
-        self,
-        v: Tensor,
-        v_old: Tensor,
-        v_anchor: Tensor | None,
-        noise_ids: Tensor,
-        columns: StepColumns,
-        settings: LossSettings,
-    ) -> PolicyTerms:
-        """Loss per sample of one trained step; its gradient flows into v alone."""
-        ...
+class BlockKernels(Protocol):
+    """The transformer's elementwise work. A block calls forward and backward itself, so neither builds a graph."""
 
     def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: int = 0) -> Tensor:
         """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D). `tail` unused columns behind it."""
@@ -155,8 +136,9 @@ class Kernels(Protocol):
         cos: Tensor,
         sin: Tensor,
         eps: float,
+        weight_gradients: bool,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the first eight arguments of `qk_norm_rope`."""
+        """Gradients of the first eight arguments of `qk_norm_rope`; those of weights where `weight_gradients` asks."""
         ...
 
     def gelu_tanh(self, x: Tensor) -> Tensor:
@@ -169,6 +151,29 @@ class Kernels(Protocol):
 
     def linear_gelu_tanh(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """gelu_tanh(x W^T + b), in the epilogue of the matrix product where that exists."""
+        ...
+
+
+class Kernels(BlockKernels, Protocol):
+    """What training computes besides matrix products and attention; here `adaln` is also used with autograd.
+
+    `sage_kernels.sde_step` and `sage_kernels.policy_loss` say what they compute.
+    """
+
+    def sde_step(self, x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
+        """Next state  a x + b v + std eps  of a sampler's step, (B, C, F, H, W) float32."""
+        ...
+
+    def policy_loss(
+        self,
+        v: Tensor,
+        v_old: Tensor,
+        v_anchor: Tensor | None,
+        noise_ids: Tensor,
+        columns: StepColumns,
+        settings: LossSettings,
+    ) -> PolicyTerms:
+        """Loss per sample of one trained step; its gradient flows into v alone."""
         ...
 
 
@@ -205,6 +210,17 @@ def select_kernels(choice: Choice, device: torch.device, dtype: torch.dtype = to
             "model.kernels to auto, or TRITON_INTERPRET=1 in the environment to run them slowly in the interpreter."
         )
     return sage_kernels
+
+
+def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
+    """What a block calls, which differentiates by itself: launchers in place of operators, whose argument checks and
+    dispatch cost more time on the host than a launch. On the meta device an operator counts as one.
+    """
+    if kernels is REFERENCE or device.type == "meta":
+        return kernels
+    from sage_kernels import launchers
+
+    return launchers
 
 
 def bytes_moved(function: Callable[[], object]) -> int:

@@ -8,8 +8,9 @@ is built is what is launched.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,17 +121,25 @@ def launch(
         settings: warps of a program, and programs a multiprocessor. fp_fusion: see `Kernel`.
         constexprs: its compile-time arguments.
     """
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    if 0 in grid or not any(tensor.numel() for tensor in tensors):
+    device = next((a.device for a in arguments if isinstance(a, Tensor) and a.numel()), None)
+    if 0 in grid or device is None:
         return
-    device = tensors[0].device
     if _record is not None:
         _record.append(_kernel_of(function, arguments, constexprs, settings, fp_fusion))
     if device.type == "meta":
         return
+    constexprs |= {"num_warps": settings.num_warps, "enable_fp_fusion": fp_fusion}
+    if device.index is None or device.index == torch.cuda.current_device():
+        start(function, grid, arguments, constexprs)
+        return
     # Triton launches on the current device, whatever device the pointers are on.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        function[grid](*arguments, **constexprs, num_warps=settings.num_warps, enable_fp_fusion=fp_fusion)
+    with torch.cuda.device(device):
+        start(function, grid, arguments, constexprs)
+
+
+def start(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Hand a launch to Triton; what stands before this call is what the package adds to it."""
+    function[grid](*arguments, **options)
 
 
 def _kernel_of(
@@ -199,7 +208,7 @@ class LaunchTable:
 
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
-        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else _capability
+        capability = _capability_of(device) if device and device.type == "cuda" else _capability
         for (largest, named), settings in self._rows:
             if (largest is None or width <= largest) and named in (None, capability):
                 return settings
@@ -232,9 +241,15 @@ def num_programs(settings: Launch, device: torch.device) -> int:
     """Programs that fill the device at `settings.programs_per_sm` each; a small constant in the interpreter."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
-    is_cuda = device.type == "cuda"
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else _RECORDED_SMS
-    return settings.programs_per_sm * sms
+    return settings.programs_per_sm * (_multiprocessors(device) if device.type == "cuda" else _RECORDED_SMS)
+
+
+_capability_of = cache(torch.cuda.get_device_capability)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def next_power_of_2(number: int) -> int:

@@ -86,8 +86,8 @@ def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
     far = buffer.as_strided(near.shape, (stride, stride, HEAD_DIM, 1))
     far.copy_(near)
     assert dense_tokens(far) is far
-    expected = qk_norm_rope_backward(near.to(device), near.to(device), *inputs, 1e-6)
-    for a, b in zip(qk_norm_rope_backward(far, far, *inputs, 1e-6), expected, strict=True):
+    expected = qk_norm_rope_backward(near.to(device), near.to(device), *inputs, 1e-6, True)
+    for a, b in zip(qk_norm_rope_backward(far, far, *inputs, 1e-6, True), expected, strict=True):
         assert torch.equal(a, b)
 
 

@@ -86,6 +86,15 @@ def launch_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tens
     return dx, x.new_empty(0) if out is None else out
 
 
+def launch_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Run the matrix product with the GELU in its epilogue; arguments and result as `linear_gelu_tanh`."""
+    if x.device.type == "cpu":
+        # There the PyTorch function below applies the erf form of GELU, another function.
+        return launch_forward(F.linear(x, weight, bias))
+    rows = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return rows.unflatten(0, x.shape[:-1])
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -161,11 +170,9 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             "they must be equal, as for torch.nn.functional.linear"
         )
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weight, bias))
-    if x.device.type != "cpu" and not needs_gradient:
-        # On a CPU the same PyTorch function applies the erf form of GELU, another function.
-        rows = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
-        return rows.unflatten(0, x.shape[:-1])
-    return gelu_tanh(F.linear(x, weight, bias))
+    if needs_gradient or x.device.type == "cpu":
+        return gelu_tanh(F.linear(x, weight, bias))
+    return launch_linear(x, weight, bias)
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:

@@ -14,7 +14,7 @@ With n = x * rstd, g = dL/dout, p = R(n)^T g (p = g for text) and h = p * w, the
     dx = rstd * (h - n * mean(h * n)),   dw = sum over tokens and heads of p * n;   cos and sin get none
 
 One launch serves queries and keys, video and text: cos and sin are read once for all heads of both. Sums over tokens
-are taken in two stages without atomics, as in adaln.
+are taken in two stages without atomics, as in adaln, and not at all where no weight needs a gradient.
 
 Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
@@ -32,7 +32,7 @@ from torch import Generator, Tensor
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
-from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 TOKENS = ("q", "k", "q_text", "k_text")
@@ -41,6 +41,10 @@ WEIGHTS = tuple(f"{name}_weight" for name in TOKENS)
 # Keyed by H * D, the elements of a token.
 FORWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), rows=4)
 BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(2, 1, 1))
+FROZEN_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 1, 1)).with_row(
+    2048, (10, 0), Launch(num_warps=8, programs_per_sm=3)
+)
+"""Of a backward pass without sums over tokens, which needs fewer registers; on a B100 a few more than elsewhere."""
 
 
 @triton.jit
@@ -159,7 +163,7 @@ def qk_norm_rope_backward_kernel(
     dk_ptr,  # (B, N, H, D), contiguous
     dq_text_ptr,  # (B, L, H, D), contiguous
     dk_text_ptr,  # (B, L, H, D), contiguous
-    sums_ptr,  # (B, P, 2, D) float32: gradients of the query and key weight of every program, video programs first
+    sums_ptr,  # (B, P, 2, D) float32: dw of queries and keys of every program, video programs first; None for no sums
     num_video,
     num_text,
     video_programs,
@@ -182,7 +186,7 @@ def qk_norm_rope_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (p, b) handles a range of the video or the text tokens of sample b and leaves its sums over them."""
+    """Program (p, b) handles a range of the video or the text tokens of sample b and leaves its sums where wanted."""
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)[:, None]
@@ -212,8 +216,9 @@ def qk_norm_rope_backward_kernel(
             grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
             dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
             dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
-            dq_weight += dq_weight_part
-            dk_weight += dk_weight_part
+            if sums_ptr is not None:
+                dq_weight += dq_weight_part
+                dk_weight += dk_weight_part
             tl.store(dq_ptr + o_out, narrow(dq, dq_ptr.dtype.element_ty), mask=m_hd)
             tl.store(dk_ptr + o_out, narrow(dk, dk_ptr.dtype.element_ty), mask=m_hd)
     else:
@@ -233,15 +238,17 @@ def qk_norm_rope_backward_kernel(
             k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
             dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
             dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
-            dq_weight += dq_weight_part
-            dk_weight += dk_weight_part
+            if sums_ptr is not None:
+                dq_weight += dq_weight_part
+                dk_weight += dk_weight_part
             tl.store(dq_text_ptr + o_out, narrow(dq, dq_text_ptr.dtype.element_ty), mask=m_hd)
             tl.store(dk_text_ptr + o_out, narrow(dk, dk_text_ptr.dtype.element_ty), mask=m_hd)
-    p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEAD_DIM
-    o_sum = tl.arange(0, BLOCK_D)
-    m_sum = o_sum < HEAD_DIM
-    tl.store(p_sums + o_sum, tl.sum(dq_weight, 0), mask=m_sum)
-    tl.store(p_sums + HEAD_DIM + o_sum, tl.sum(dk_weight, 0), mask=m_sum)
+    if sums_ptr is not None:
+        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEAD_DIM
+        o_sum = tl.arange(0, BLOCK_D)
+        m_sum = o_sum < HEAD_DIM
+        tl.store(p_sums + o_sum, tl.sum(dq_weight, 0), mask=m_sum)
+        tl.store(p_sums + HEAD_DIM + o_sum, tl.sum(dk_weight, 0), mask=m_sum)
 
 
 def dense_tokens(tensor: Tensor) -> Tensor:
@@ -282,17 +289,19 @@ def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: 
 
 
 def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor, ...]:
-    """Run the backward kernel. Returns the gradients of q, k, q_text, k_text and of their weights in that order."""
-    *weights, cos, sin, eps = rest
+    """Run the backward kernel; arguments and results as `qk_norm_rope_backward`."""
+    *weights, cos, sin, eps, weight_gradients = rest
     tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k, q_text, k_text)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
-    settings = BACKWARD_LAUNCH.find(heads * head_dim, q.device)
+    settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(heads * head_dim, q.device)
     video = split_tokens(num_video, batch, settings, q.device)
     # As many tokens as a video program, so that no program outlasts the others.
     programs = video.programs + cdiv(num_text, video.tokens)
-    sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
+    sums = None
+    if weight_gradients:
+        sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
     launch(
         qk_norm_rope_backward_kernel,
         (programs, batch),
@@ -301,9 +310,17 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
         **_blocks(q),
         settings=settings,
     )
+    if sums is None:
+        return *gradients, *(weight.new_empty(0) for weight in weights)
     # Rows of the query and the key weight, first of the video, then of the text programs.
     rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))
     return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
+
+
+def _backward_shapes(grad_q, grad_k, *rest) -> tuple[Tensor, ...]:
+    tokens, weights, weight_gradients = rest[:4], rest[4:8], rest[-1]
+    shapes = [tensor.shape for tensor in tokens] + [weight.shape if weight_gradients else (0,) for weight in weights]
+    return tuple(tensor.new_empty(shape) for tensor, shape in zip(rest[:8], shapes, strict=True))
 
 
 def _shapes(q: Tensor, k: Tensor, q_text: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -317,18 +334,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    arguments: tuple[Any, ...] = (grad_q, grad_k, *ctx.saved_tensors, ctx.eps)
-    return *qk_norm_rope_backward(*arguments), None, None, None
+    needs = any(ctx.needs_input_grad[4:8])
+    found = qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps, needs)
+    return *found[:4], *(found[4:] if needs else [None] * 4), None, None, None
 
 
 _ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
     Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
 qk_norm_rope_backward = operator(
     "qk_norm_rope_backward",
-    f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients) -> ({', '.join(['Tensor'] * 8)})",
     launcher=launch_backward,
     reference=reference.qk_norm_rope_backward,
-    shapes=lambda grad_q, grad_k, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:8]),
+    shapes=_backward_shapes,
 )
 _qk_norm_rope = operator(
     "qk_norm_rope",
@@ -415,6 +433,8 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
     }
 
 
+_SHAPE = {"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}
+
 SPEC = OpSpec(
     name="qk_norm_rope",
     formula="R(n) (w * x / sqrt(mean(x^2) + eps)) for video, without R for text; q and k, joint layout",
@@ -433,14 +453,15 @@ SPEC = OpSpec(
         Case(id="model-width", shape={"batch": 1, "video": 3, "text": 2, "heads": 16, "head_dim": 128}),
     ),
     bench_cases=(
-        Case(id="A", shape={"batch": 1, "video": 18018, "text": 250, "heads": 16, "head_dim": 128}),
-        Case(id="B", shape={"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}),
+        Case(id="A", shape=_SHAPE | {"video": 18018}, frozen=WEIGHTS),
+        Case(id="B", shape=_SHAPE, frozen=WEIGHTS),
+        Case(id="B, weights trained", shape=_SHAPE),
     ),
-    wide_cases=(Case(id="24 heads", shape={"batch": 1, "video": 32760, "text": 250, "heads": 24, "head_dim": 128}),),
+    wide_cases=(Case(id="24 heads", shape=_SHAPE | {"heads": 24}),),
     letters=lambda i: {
         "S": nbytes(i["q"], i["q_text"]),
         "c": nbytes(i["cos"]),
         "w": nbytes(i["q_weight"]),
     },
-    bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 8 w"),
+    bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 4 w"),
 )

@@ -64,8 +64,9 @@ def qk_norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     eps: float = 1e-6,
+    weight_gradients: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first eight arguments of `qk_norm_rope`, in their order."""
+    """Gradients of the first eight arguments of `qk_norm_rope`, in their order; those of weights empty on request."""
     dtype = compute_dtype(q.dtype)
     tokens = q.shape[1]
 
@@ -75,7 +76,8 @@ def qk_norm_rope_backward(
         normed = wide * rstd
         inner = grad * weight.to(dtype)
         dx = rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), (grad * normed).sum((0, 1, 2)).to(weight.dtype)
+        dweight = (grad * normed).sum((0, 1, 2)).to(weight.dtype) if weight_gradients else weight.new_empty(0)
+        return dx.to(x.dtype), dweight
 
     def unrotate(grad: Tensor) -> Tensor:
         # The transpose of a quarter turn is the turn backwards.

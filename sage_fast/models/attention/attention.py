@@ -129,23 +129,27 @@ def _require_runnable(name: str, device: torch.device, dtype: torch.dtype, head_
     )
 
 
-@torch.library.custom_op("sage_fast::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
+def call_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """`attention` without graph, checks of shapes and dispatcher, for callers that differentiate by themselves."""
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("sage_fast::attention_backward", mutates_args=())
-def _attention_backward(
+def call_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, backend: str, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` in the same way."""
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     # Autograd may hand over a broadcast gradient, which no library reads.
     grad_out, lse = grad_out.contiguous(), lse.contiguous()
     library = LIBRARIES[backend]
     dq, dk, dv = library.backward(grad_out, q, k, v, out, lse, deterministic)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+_attention = torch.library.custom_op("sage_fast::attention", call_forward, mutates_args=())
+_attention_backward = torch.library.custom_op("sage_fast::attention_backward", call_backward, mutates_args=())
 
 
 @_attention.register_fake

@@ -28,14 +28,14 @@ Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are token
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sage_fast.kernels import Kernels
-from sage_fast.models.attention.attention import attention, attention_backward
+from sage_fast.kernels import Kernels, without_graph
+from sage_fast.models.attention.attention import attention, attention_backward, call_backward, call_forward
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
@@ -69,13 +69,17 @@ class LocalAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
         """As in `JointAttention`."""
-        return attention(q, k, v, backend=self.backend, deterministic=self.deterministic)
+        if q.device.type == "meta":
+            return attention(q, k, v, backend=self.backend, deterministic=self.deterministic)
+        return call_forward(q, k, v, self.backend, self.deterministic)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in `JointAttention`."""
-        return attention_backward(grad, q, k, v, out, lse, backend=self.backend, deterministic=self.deterministic)
+        if q.device.type == "meta":
+            return attention_backward(grad, q, k, v, out, lse, backend=self.backend, deterministic=self.deterministic)
+        return call_backward(grad, q, k, v, out, lse, self.backend, self.deterministic)
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,7 @@ class BlockSettings:
     offload: bool = False
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """Weights of the video or the text stream. q, out and ff_* are None where nothing reads the stream's output."""
 
     q: Projection | None
@@ -148,28 +151,21 @@ def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
         flat.extend([q.weight, k.weight])
         return q.weight, k.weight, len(flat) - 2
 
-    attn: Any = block.attn
+    # Dictionaries: attributes of modules take Python a microsecond each.
+    attn: Any = cast(nn.Module, block.attn)._modules
     ff: Any = block.ff
-    q, k, v = read(attn.to_q), read(attn.to_k), read(attn.to_v)
-    video = Stream(
-        q, k, v, *norms(attn.norm_q, attn.norm_k), read(attn.to_out[0]), read(ff.net[0].proj), read(ff.net[2])
-    )
+    q, k, v = read(attn["to_q"]), read(attn["to_k"]), read(attn["to_v"])
+    own_norms = norms(attn["norm_q"], attn["norm_k"])
+    video = Stream(q, k, v, *own_norms, read(attn["to_out"][0]), read(ff.net[0].proj), read(ff.net[2]))
     if last:
-        k, v = read(attn.add_k_proj), read(attn.add_v_proj)
+        k, v = read(attn["add_k_proj"]), read(attn["add_v_proj"])
         # The kernel wants a query norm. The key's stands in; what it computes is not read.
-        text = Stream(None, k, v, *norms(attn.norm_added_k, attn.norm_added_k), None, None, None)
+        text = Stream(None, k, v, *norms(attn["norm_added_k"], attn["norm_added_k"]), None, None, None)
     else:
-        context: Any = block.ff_context
-        q, k, v = read(attn.add_q_proj), read(attn.add_k_proj), read(attn.add_v_proj)
-        text = Stream(
-            q,
-            k,
-            v,
-            *norms(attn.norm_added_q, attn.norm_added_k),
-            read(attn.to_add_out),
-            read(context.net[0].proj),
-            read(context.net[2]),
-        )
+        ff = block.ff_context
+        q, k, v = read(attn["add_q_proj"]), read(attn["add_k_proj"]), read(attn["add_v_proj"])
+        own_norms = norms(attn["norm_added_q"], attn["norm_added_k"])
+        text = Stream(q, k, v, *own_norms, read(attn["to_add_out"]), read(ff.net[0].proj), read(ff.net[2]))
     return Streams(video, text), flat
 
 
@@ -318,7 +314,8 @@ class _Block:
     def __init__(
         self, settings: BlockSettings, streams: Streams, video: StreamInput, text: StreamInput, rotary: Rotary
     ) -> None:
-        self.settings, self.kernels, self.rotary, self.weights = settings, settings.kernels, rotary, streams
+        self.settings, self.rotary, self.weights = settings, rotary, streams
+        self.kernels = without_graph(settings.kernels, video.x.device)
         self.num_video = video.x.shape[1]
         self.num_tokens = self.num_video + text.x.shape[1]
         self.head_dim = rotary.cos.shape[1]
@@ -378,7 +375,7 @@ class _Block:
         width = self.video.x.shape[2]
         if self.qkv is None:
             normed = normed or self.normed_inputs()
-            if len(self.video.x) == 1:
+            if self.video.x.shape[0] == 1:
                 joint = _Joint(normed[0], self.num_tokens, 3 * width)
                 for y, stream in zip(normed, self.streams, strict=True):
                     stream.project("qkv", y, joint.rows(stream.tokens)[:, (3 - len(stream.layers["qkv"])) * width :])
@@ -394,8 +391,8 @@ class _Block:
 
     def raw_heads(self, video: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
-        q, k, _ = video.unflatten(2, (3, -1, self.head_dim)).unbind(2)
-        text_heads = text.unflatten(2, (len(self.text.layers["qkv"]), -1, self.head_dim))
+        q, k, _ = video.view(*video.shape[:2], 3, -1, self.head_dim).unbind(2)
+        text_heads = text.view(*text.shape[:2], len(self.text.layers["qkv"]), -1, self.head_dim)
         return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
     def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -405,7 +402,7 @@ class _Block:
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""
         q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS)
-        return q if self.text.live else q[:, : self.num_video], k, v.unflatten(2, (-1, self.head_dim))
+        return q if self.text.live else q[:, : self.num_video], k, v.view(*v.shape[:2], -1, self.head_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's result and its log-sum-exp."""
@@ -503,7 +500,7 @@ class _Block:
             out = joint.rows(stream.tokens)
             joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
             stream.attended = stream.hidden = None  # memory for q, k, v
-        return joint.buffer.unflatten(2, (-1, self.head_dim))
+        return joint.buffer.view(*joint.buffer.shape[:2], -1, self.head_dim)
 
     def residual_backward(self, stream: _Pass, gradients: Gradients, modulation: bool) -> Tensor:
         """One live stream from x2 to o W_o, whose gradient is returned; dL/dx1 replaces dL/dx2 in `grad`."""
@@ -581,16 +578,15 @@ class _Block:
             padded[:, : self.num_video] = dq
             dq = padded
         video, text, _ = projected
-        dq, dk, dq_text, dk_text, *norm_grads = self.kernels.qk_norm_rope_backward(
-            dq, dk, *self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS
-        )
-        dq_norm, dk_norm, dq_text_norm, dk_text_norm = norm_grads
         first, first_text = self.weights.video.norms, self.weights.text.norms
-        gradients.put(first, dq_norm)
-        gradients.put(first + 1, dk_norm)
-        if self.text.live:
-            gradients.put(first_text, dq_text_norm)
-        gradients.put(first_text + 1, dk_text_norm)
+        # Where the text has no queries, dq of its tokens is zero, and so is the gradient of the norm that stands in.
+        norms = first, first + 1, first_text, first_text + 1
+        dq, dk, dq_text, dk_text, *norm_grads = self.kernels.qk_norm_rope_backward(
+            *(dq, dk, *self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS),
+            any(gradients.wanted[position] for position in norms),
+        )
+        for position, norm_grad in zip(norms, norm_grads, strict=True):
+            gradients.put(position, norm_grad)
         return (
             HeadGradients(dq, dk, dv[:, self.video.tokens]),
             HeadGradients(dq_text if self.text.live else None, dk_text, dv[:, self.text.tokens]),

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(NamedTuple):
     """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank."""
 
     a: Tensor
@@ -34,8 +34,7 @@ class LowRank:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Projection:
+class Projection(NamedTuple):
     """One linear layer: weight (M, K), bias (M,) or None, and its low-rank updates.
 
     `first` is the position of the weight in the flat list of tensors that the block's autograd function takes.
@@ -71,7 +70,7 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
         ValueError: a kind of layer or adapter that is more than W, b, A and B.
     """
     if isinstance(module, nn.Linear):
-        return Projection(module.weight, module.bias, (), first)
+        return Projection(*_parameters(module), (), first)
     from peft.tuners.lora.layer import Linear as LoraLinear
 
     if not isinstance(module, LoraLinear) or not isinstance(module.base_layer, nn.Linear):
@@ -83,20 +82,29 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
     if module.disable_adapters and module.merged:
         module.unmerge()
     if module.disable_adapters or module.merged:
-        return Projection(base.weight, base.bias, (), first)
+        return Projection(*_parameters(base), (), first)
     updates = []
     for name in module.active_adapters:
         if name not in module.lora_A:
             continue
         dropout = module.lora_dropout[name]
-        dropped = module.training and getattr(dropout, "p", 0.0) > 0
+        dropped = module.training and not isinstance(dropout, nn.Identity) and dropout.p > 0
         if name in module.lora_variant or module.lora_bias.get(name) or dropped:
             raise ValueError(
                 f"Adapter {name!r} uses a LoRA variant, a bias or dropout, which the fused forward does not compute. "
                 "Use plain LoRA, or undo the acceleration (model.forward stock)."
             )
-        updates.append(LowRank(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]))
-    return Projection(base.weight, base.bias, tuple(updates), first)
+        (a, _), (b, _) = _parameters(module.lora_A[name]), _parameters(module.lora_B[name])
+        updates.append(LowRank(a, b, module.scaling[name]))
+    return Projection(*_parameters(base), tuple(updates), first)
+
+
+def _parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias. By attribute they would cost a microsecond each, and a block reads dozens in every pass."""
+    if type(linear) is not nn.Linear:
+        return linear.weight, linear.bias
+    own: Any = linear._parameters
+    return own["weight"], own["bias"]
 
 
 @dataclass
@@ -141,9 +149,8 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
         masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
     if not masters:
         return [None] * len(groups)
-    sizes = [master.numel() for master in masters]
-    parts = masters[0].new_empty(sum(sizes), dtype=dtype).split(sizes)
-    casts = [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
+    joint = masters[0].new_empty(sum(master.numel() for master in masters), dtype=dtype)
+    casts = torch._utils._unflatten_dense_tensors(joint, masters)
     torch._foreach_copy_(casts, masters)
     rest = iter(casts)
     return [
@@ -161,11 +168,12 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
     for i, layer in enumerate(layers):
         position = layer.first + 1 + (layer.bias is not None)
         for update in layer.low_rank:
-            updates.append((i, position, slice(column, column + len(update.a)), update))
-            column += len(update.a)
+            end = column + update.a.shape[0]
+            updates.append((i, position, slice(column, end), update))
+            column = end
             position += 2
     n, (outputs, rank) = len(layers), second[0].shape
-    if every is not None and all(len(layer.low_rank) == 1 and len(layer.weight) == outputs for layer in layers):
+    if every is not None and all(len(layer.low_rank) == 1 and layer.weight.shape[0] == outputs for layer in layers):
         b = every
         if n > 1:  # one kernel, where block_diag takes one for every factor
             b = (every.view(n, outputs, 1, rank) * _identity(n, a.dtype, a.device)).view(len(every), n * rank)
@@ -210,8 +218,8 @@ def project(
         (..., n M), or `out`; and x A^T, (R, T), which the backward pass may use again.
     """
     rows = x.flatten(0, -2)
-    sizes = [len(layer.weight) for layer in layers]
-    result = rows.new_empty(len(rows), sum(sizes)) if out is None else out
+    sizes = [layer.weight.shape[0] for layer in layers]
+    result = rows.new_empty(rows.shape[0], sum(sizes)) if out is None else out
     weight, bias = stacked([layer.weight for layer in layers]), _stacked_biases(layers)
     low = None if adapter is None else adapter.low(rows)
     if adapter is not None and adapter.is_behind(rows):
@@ -228,14 +236,14 @@ def project(
     else:
         for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
             _linear_into(rows, layer.weight, layer.bias, column)
-    return result.unflatten(0, x.shape[:-1]) if out is None else result, low
+    return result.view(*x.shape[:-1], -1) if out is None else result, low
 
 
 def _stacked_biases(layers: Sequence[Projection]) -> Tensor | None:
     """(n M,), zero for a layer without a bias; None where no layer has one."""
-    biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
     if all(layer.bias is None for layer in layers):
         return None
+    biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
     joint = stacked(biases)
     return torch.cat(biases) if joint is None else joint
 
@@ -306,13 +314,13 @@ def input_backward(
     weights = [layer.weight for layer in layers]
     if adapter is None:
         return _sum_of_products(grads, weights, out), None
-    sizes = [len(weight) for weight in weights]
+    sizes = [weight.shape[0] for weight in weights]
     if x is not None and adapter.is_behind(x):
-        both = _sum_of_products(grads, adapter.widened(layers).split(sizes))
-        result, low_grad = both.split([adapter.a.shape[1], len(adapter.a)], dim=1)
+        both = _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes))
+        result, low_grad = both.split_with_sizes(list(adapter.a.shape)[::-1], 1)
         return _add_product(result, low_grad, adapter.a), low_grad
-    low_grad = grads[0].new_empty(len(grads[0]), len(adapter.a))
-    factors = adapter.b.split(sizes)
+    low_grad = grads[0].new_empty(grads[0].shape[0], adapter.a.shape[0])
+    factors = adapter.b.split_with_sizes(sizes)
     for i, _, columns, _ in adapter.updates:
         torch.mm(grads[i], factors[i][:, columns], out=low_grad[:, columns])
     return _sum_of_products([low_grad, *grads], [adapter.a, *weights], out), low_grad
@@ -378,6 +386,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """Several tensors as one along their first dimension, without a copy; None unless they are adjacent in memory."""
     first = tensors[0]
+    if len(tensors) == 1:
+        return first
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
     for tensor in tensors:
         if (

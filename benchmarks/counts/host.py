@@ -1,8 +1,8 @@
 """Time that one block takes of the Python thread, launches left out: a GPU waits for it where blocks are short.
 
 Measured on a CPU with a block of one head and a few tokens, so that a product costs no more than its call. Kernels and
-attention are not run: where Triton or the library would take over, nothing happens. The unit is the time of a cheap call
-of PyTorch, `Tensor.view`, so that the machine matters little; it was 0.9 us where the limits were measured.
+attention are not run: where Triton or the library would take over, nothing happens. The unit is the time of a cheap
+call of PyTorch, `Tensor.view`, so that the machine matters little; it was 0.9 us where the limits were measured.
 """
 
 import time

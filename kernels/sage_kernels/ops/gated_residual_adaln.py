@@ -165,7 +165,9 @@ def launch_forward(x, y, gate, scale, shift, eps) -> tuple[Tensor, Tensor]:
     return residual, out
 
 
-def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
+def launch_backward(
+    grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernel; arguments and results as `gated_residual_adaln_backward`."""
     grad_residual, grad, gate, scale = (common.dense_rows(tensor) for tensor in (grad_residual, grad, gate, scale))
     residual = residual.contiguous()
@@ -189,8 +191,9 @@ def launch_backward(grad_residual, grad, residual, y, gate, scale, y_dtype, shif
     )
     if sums is None:
         return dx, dy, gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
-    dtypes = gate.dtype, scale.dtype, shift_dtype
-    return dx, dy, *(part.to(dtype, copy=True) for part, dtype in zip(sums.sum(1).unbind(1), dtypes, strict=True))
+    dgate, dscale, dshift = sums.sum(1).unbind(1)
+    copies = dgate.to(gate.dtype, copy=True), dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
+    return dx, dy, *copies
 
 
 def _backward_shapes(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:

@@ -335,7 +335,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
     needs = any(ctx.needs_input_grad[4:8])
-    found = qk_norm_rope_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps, needs)
+    arguments: tuple[Any, ...] = (grad_q, grad_k, *ctx.saved_tensors, ctx.eps, needs)
+    found = qk_norm_rope_backward(*arguments)
     return *found[:4], *(found[4:] if needs else [None] * 4), None, None, None
 
 

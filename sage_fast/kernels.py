@@ -214,7 +214,7 @@ def select_kernels(choice: Choice, device: torch.device, dtype: torch.dtype = to
 
 def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
     """What a block calls, which differentiates by itself: launchers in place of operators, whose argument checks and
-    dispatch cost more time on the host than a launch. On the meta device an operator counts as one.
+    dispatch take more of the host's time than a launch. On the meta device it is operators that are counted.
     """
     if kernels is REFERENCE or device.type == "meta":
         return kernels

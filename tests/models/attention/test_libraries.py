@@ -8,6 +8,7 @@ swapped argument is a wrong number.
 import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.models.attention import libraries
 from sage_fast.models.attention.attention import BACKENDS
 from sage_fast.models.attention.libraries import LIBRARIES
 from tests.models.attention.attention_cases import TOLERANCE, Inputs, assert_matches_oracle, make_inputs
@@ -249,3 +251,36 @@ def test_every_library_has_both_calls() -> None:
                 inspect.signature(getattr(library, call)).parameters.keys()
                 == inspect.signature(getattr(LIBRARIES["reference"], call)).parameters.keys()
             )
+
+
+def test_flash3_is_taken_from_the_hubs_cache_where_there_is_no_source_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the build's own interface; nothing is downloaded, and what is not there is the source build's absence."""
+    called: list[tuple[object, ...]] = []
+
+    def forward(*arguments: object) -> tuple[str, str, None]:
+        called.append(arguments)
+        return "out", "lse", None
+
+    interface = types.SimpleNamespace(_flash_attn_forward=forward)
+    package = types.ModuleType("kernels")
+    package.get_local_kernel = lambda folder, name: types.SimpleNamespace(flash_attn_interface=interface)  # type: ignore[attr-defined]
+    asked: list[bool] = []
+
+    def snapshot(repository: str, *, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        if len(asked) == 1:
+            raise FileNotFoundError(repository)
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    flash3 = LIBRARIES["flash3"]
+    for found in (False, True):
+        libraries._hub_flash3.cache_clear()
+        assert (flash3._missing() is None) == found
+    q = torch.zeros(1, 3, 2, 64)
+    assert flash3.forward(q, q, q) == ("out", "lse")
+    assert asked == [True, True] and called[0][3:] == (*(None,) * 20, 64**-0.5, False)
+    libraries._hub_flash3.cache_clear()

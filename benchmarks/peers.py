@@ -11,14 +11,15 @@ the fused forward has float32 masters: it is the faster way to run peft.
 Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workload import Shape
@@ -28,6 +29,7 @@ from sage_fast.models.hunyuan15.velocity import velocity as policy_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
+from sage_kernels import reference
 
 Velocity = Callable[[Tensor, Tensor, PromptEmbeds], Tensor]
 """velocity(latents (1, C, F, H, W) float32, sigma (1,) float32 on the CPU, prompt) -> (1, C, F, H, W) float32."""
@@ -186,18 +188,40 @@ def _set_adapters(transformer: HunyuanVideo15Transformer3DModel, values: dict[st
         parameters[name].data = value
 
 
+class ReferenceOps(TorchDispatchMode):
+    """Within the context these ops of sage_kernels run their plain PyTorch twin, on any device."""
+
+    def __init__(self, ops: Collection[str]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "sage_kernels" and name.removesuffix("_backward") in self.ops:
+            func = getattr(reference, name)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def fused(
-    transformer: HunyuanVideo15Transformer3DModel, *, backend: str, checkpointing: Checkpointing = "none"
+    transformer: HunyuanVideo15Transformer3DModel,
+    *,
+    backend: str,
+    checkpointing: Checkpointing = "none",
+    reference_ops: Collection[str] = (),
 ) -> Iterator[Velocity]:
-    """What the peers are measured against: the fused forward, through the call that users make."""
+    """What the peers are measured against: the fused forward, through the call that users make.
+
+    reference_ops: ops that do not run their kernel, because it is wrong on this device.
+    """
     acceleration = accelerate(transformer, attention=backend, checkpointing=checkpointing)
 
     def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
         return policy_velocity(transformer, latents, sigma, [prompt])
 
     try:
-        yield velocity
+        with ReferenceOps(reference_ops) if reference_ops else nullcontext():
+            yield velocity
     finally:
         acceleration.undo()
 
@@ -211,15 +235,17 @@ def contender(
     checkpointing: Checkpointing = "none",
     compiler: str | None = None,
     cast_adapters: bool = True,
+    reference_ops: Collection[str] = (),
 ) -> AbstractContextManager[Velocity]:
     """ours, P1, P2 or P2c, to be switched on by `with`.
 
     Args:
+        reference_ops: of ours, see `fused`.
         checkpointing: of ours; the peers keep block inputs alone where it is "full", and everything otherwise.
         compiler: backend of torch.compile, for P2c.
     """
     if name == "ours":
-        return fused(transformer, backend=backend, checkpointing=checkpointing)
+        return fused(transformer, backend=backend, checkpointing=checkpointing, reference_ops=reference_ops)
     if name == "P1":
         return padded(transformer, shape)
     return packed(

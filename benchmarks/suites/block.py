@@ -24,6 +24,7 @@ from benchmarks.errors import against_p2, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, peer_parity, timing
+from benchmarks.suites import attention
 from benchmarks.workload import Inputs, Shape, Work
 
 SUITE = "block"
@@ -117,7 +118,7 @@ def forward(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 def cells(session: Session) -> Iterator[Cell]:
     """Parity of every contender, then both directions at the larger shape and the smaller one."""
     config = workload.TINY if session.smoke else workload.HUNYUAN_VIDEO_15
-    backend = workload.attention_backend("auto", config, session.device, torch.bfloat16)
+    backend = attention.choose(session, config)
     parity = cache(lambda: Parity(config, session.device, backend, smoke=session.smoke))
     yield from peer_parity(session, SUITE, lambda contender, p2: parity().check(contender, p2))
     parity.cache_clear()

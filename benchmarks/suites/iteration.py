@@ -31,7 +31,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.text_files import read_text, read_yaml
 from sage_fast.models.family import Components, load_components
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.planning.estimate import make_memory_plan
+from sage_fast.planning.estimate import make_memory_plan, settle_decoding
 from sage_fast.records import Prompt, PromptEmbeds
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run.prompt_files import read_prompts
@@ -64,6 +64,10 @@ class RandomPrompts:
 
     def __init__(self, config: Mapping[str, Any], text_tokens: int) -> None:
         self.config, self.text_tokens = config, text_tokens
+
+    def prepare(self, texts: Sequence[str], *collective: Any) -> list[tuple[int, int]]:
+        """As `sage_fast.models.family.PromptEncoder`."""
+        return [(self.text_tokens, 0)] * len(texts)
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """As `sage_fast.models.family.PromptEncoder`."""
@@ -103,9 +107,10 @@ class Iteration:
         if smoke:
             vae = decode.TINY | {"latent_channels": 32, "block_out_channels": [8, 8, 16, 16, 32]}
             self.config = replace(self.config, video=replace(self.config.video, num_frames=9, height=48, width=64))
+        self.config = settle_decoding(self.config)
         decoder = VAEDecoder(
             decode.random_vae(vae, device, torch.float32 if device.type == "cpu" else torch.float16),
-            memory_gib=self.config.model.decode_memory_gib,
+            memory_gib=self.config.model.decode_limit_gib,
         )
         components = Components(
             transformer=workload.random_transformer(model, device, torch.bfloat16),

@@ -11,8 +11,10 @@ Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim; q (B, N
 
 import functools
 import importlib
+import inspect
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -317,16 +319,20 @@ class Flash2(Library):
 
 @functools.cache
 def _hub_flash3() -> Any:
-    """The interface of the build that the `kernels` package keeps in the hub's cache on this machine; None where there
-    is none. Nothing is downloaded: it is code.
+    """The interface of the newest build that the `kernels` package has in its cache on this machine; None where there
+    is none that loads. Nothing is downloaded: it is code.
     """
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub.constants import HF_HUB_CACHE
 
-        folder = snapshot_download("kernels-community/flash-attn3", local_files_only=True)
+        # models-- before the hub had repositories of kernels, kernels-- since.
+        cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
+        folder = max(cache.glob("*s--kernels-community--flash-attn3/snapshots/*"), key=lambda path: path.stat().st_mtime)
         # By name, because a checkout of this project has a folder that is called so too.
-        return importlib.import_module("kernels").get_local_kernel(Path(folder), "flash_attn3").flash_attn_interface
-    except (ImportError, OSError, ValueError, TypeError, AttributeError) as error:
+        load = importlib.import_module("kernels").get_local_kernel
+        old = "package_name" in inspect.signature(load).parameters
+        return (load(folder, "flash_attn3") if old else load(folder)).flash_attn_interface
+    except Exception as error:  # noqa: BLE001  releases of that package raise AssertionError and more
         logger.debug("No FlashAttention-3 from the hub: %s", error)
         return None
 
@@ -339,7 +345,10 @@ class Flash3(Library):
     """
 
     name = "flash3"
-    install = "install FlashAttention-3 from the hopper folder of github.com/Dao-AILab/flash-attention"
+    install = (
+        "install FlashAttention-3 from the hopper folder of github.com/Dao-AILab/flash-attention, "
+        "or fetch kernels-community/flash-attn3 by the kernels package"
+    )
     module = "flash_attn_interface"
     capabilities = (9, 9)
     deterministic = True

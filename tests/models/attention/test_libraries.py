@@ -253,34 +253,39 @@ def test_every_library_has_both_calls() -> None:
             )
 
 
+@pytest.mark.parametrize("kind", ["model", "kernel"])
 def test_flash3_is_taken_from_the_hubs_cache_where_there_is_no_source_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the build's own interface; nothing is downloaded, and what is not there is the source build's absence."""
+    """By the call of either age of the package; where the cache holds nothing, flash3 is as absent as before."""
     called: list[tuple[object, ...]] = []
 
     def forward(*arguments: object) -> tuple[str, str, None]:
         called.append(arguments)
         return "out", "lse", None
 
-    interface = types.SimpleNamespace(_flash_attn_forward=forward)
+    build = types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(_flash_attn_forward=forward))
+    loaded: list[Path] = []
+
+    def load(repo_path: Path, *, backend: str | None = None) -> object:
+        loaded.append(repo_path)
+        return build
+
+    def load_by_name(repo_path: Path, package_name: str) -> object:
+        assert package_name == "flash_attn3"
+        return load(repo_path)
+
     package = types.ModuleType("kernels")
-    package.get_local_kernel = lambda folder, name: types.SimpleNamespace(flash_attn_interface=interface)  # type: ignore[attr-defined]
-    asked: list[bool] = []
-
-    def snapshot(repository: str, *, local_files_only: bool) -> str:
-        asked.append(local_files_only)
-        if len(asked) == 1:
-            raise FileNotFoundError(repository)
-        return str(tmp_path)
-
+    package.get_local_kernel = load if kind == "kernel" else load_by_name  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kernels", package)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    flash3 = LIBRARIES["flash3"]
-    for found in (False, True):
-        libraries._hub_flash3.cache_clear()
-        assert (flash3._missing() is None) == found
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    flash3, snapshot = LIBRARIES["flash3"], tmp_path / f"{kind}s--kernels-community--flash-attn3/snapshots/0123"
+    libraries._hub_flash3.cache_clear()
+    assert "kernels-community/flash-attn3" in str(flash3._missing())
+    snapshot.mkdir(parents=True)
+    libraries._hub_flash3.cache_clear()
+    assert flash3._missing() is None
     q = torch.zeros(1, 3, 2, 64)
     assert flash3.forward(q, q, q) == ("out", "lse")
-    assert asked == [True, True] and called[0][3:] == (*(None,) * 20, 64**-0.5, False)
+    assert loaded == [snapshot] and called[0][3:] == (*(None,) * 20, 64**-0.5, False)
     libraries._hub_flash3.cache_clear()

@@ -47,9 +47,12 @@ class Compilation:
     def wait(self, device: torch.device) -> Record:
         """Until all of them are there; another process may have started before this one took over."""
         found = {} if self.processes else self.start(device)
-        outputs = [process.communicate()[0] for process in self.processes]
-        failed = [output for process, output in zip(self.processes, outputs, strict=True) if process.returncode]
-        self.processes.clear()
+        try:
+            outputs = [process.communicate()[0] for process in self.processes]
+            failed = [output for process, output in zip(self.processes, outputs, strict=True) if process.returncode]
+        finally:
+            while self.processes:
+                self.processes.pop().kill()
         if failed:
             return {"status": f"failed: {failed[0].strip().splitlines()[-1:]}"}
         return found | {"kernels": sum(int(output.split()[-1]) for output in outputs)}

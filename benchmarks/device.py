@@ -13,7 +13,6 @@ It needs torch, triton, numpy, diffusers, transformers and peft; benchmarks/READ
 without this package, diffusers and git. NVML (nvidia-ml-py) adds clocks, power and energy.
 """
 
-import argparse
 import itertools
 import os
 import re
@@ -109,6 +108,8 @@ def sanitizer_cells(session: Session) -> Iterator[Cell]:
         yield Cell(suite="sanitizer", name=name, work=partial(work, name, len(SANITIZERS) - done))
 
 
+COMPILED = (transformer.COMPILED, kernels.COMPILED, block.COMPILED)
+"""What Inductor takes minutes for."""
 SUITES = (
     kernels.COMPILATION,
     *attention.SUITES,
@@ -116,17 +117,15 @@ SUITES = (
     transformer.FULL,
     *iteration.SUITES,
     kernels.BANDWIDTH,
-    *block.SUITES,
+    block.FULL,
     *decode.SUITES,
-    *trainer.SUITES,
+    *trainer.BARE,
     kernels.WIDE,
-    kernels.COMPILED,
-    transformer.INDUCTOR,
+    *COMPILED,
     *sharded.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),
 )
 """In the order of their value, after the ceilings."""
-INDUCTOR = (kernels.COMPILED, transformer.INDUCTOR)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,18 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("device", __doc__)
     parser.add_argument("--no-inductor", action="store_true", help="leave out what Inductor takes minutes to compile")
     parser.add_argument("--rehearse", action="store_true", help="a smoke run with faults, and what is said of them")
-    # Of the processes of a rehearsal.
-    parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.rehearse:
-        from benchmarks import rehearsal
-
-        return rehearsal.main(options.output)
-    if options.run_id is None and (options.faults or not options.smoke):
-        return supervise("device", words)
-    suites = [suite for suite in SUITES if not (options.no_inductor and suite in INDUCTOR)]
-    if options.faults:
-        from benchmarks import rehearsal
-
-        suites = rehearsal.with_faults(suites)
-    return execute(suites, options, bare=True)
+        return subprocess.call([sys.executable, "-m", "tests.benchmarks.rehearsal"], cwd=ROOT)
+    if options.run_id is None and not options.smoke:
+        return supervise(("benchmarks", "device"), words)
+    return execute([suite for suite in SUITES if not (options.no_inductor and suite in COMPILED)], options)

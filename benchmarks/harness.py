@@ -26,6 +26,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 640_000_000
 """Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: in them the CPU queues what is
 to be timed."""
+LONG_STRETCH = 0.25
+"""Seconds of a timed stretch in which it does not matter that the device begins before all is queued: the launches that
+a queue holds, about a thousand, keep it busy."""
 L2_BYTES = 256 * 2**20
 """Bytes over which repeated calls are spread, several times the largest L2 cache: each call finds it cold."""
 STRETCH_SECONDS = 4e-3
@@ -45,7 +48,7 @@ class DeviceClock:
         self.cycles = HEAD_START_CYCLES
         """How long the device waits."""
         self.late = False
-        """Whether the device went on before everything was queued, at the last stop."""
+        """Whether the device began with the last stretch before all of it was queued, and it was a short one."""
         self._started: torch.cuda.Event | None = None
 
     def __call__(self) -> float:
@@ -59,11 +62,12 @@ class DeviceClock:
             event.record()
             self._started = event
             return 0.0
-        self.late = self._started.query()
+        early = self._started.query()
         event.record()
         torch.cuda.synchronize()
-        started, self._started = self._started, None
-        return started.elapsed_time(event) / 1e3
+        seconds = self._started.elapsed_time(event) / 1e3
+        self._started, self.late = None, early and seconds < LONG_STRETCH
+        return seconds
 
     def give_more_time(self) -> bool:
         """Double the head start if it was too short; False where it was not, or what is timed waits for the device."""

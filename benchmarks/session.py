@@ -33,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ RED, RESTART, REFUSED, HUNG = 10, 11, 2, 1
 """Exit statuses of a supervised process: it has come to its end and something is missing; CUDA is of no use to it any
 more; it cannot run at all; `faulthandler` has ended it."""
 MOST_RESTARTS = 20
+SETUP_SECONDS = 60.0
+"""That a suite may take between two of its cells before its process is ended."""
 ASSUMED_MFU = 0.35
 """For the guess whether a cell still fits into the time."""
 
@@ -125,9 +128,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
-    options: of the command line, for the suites that have some (`op`, `attention`, `folder`). bare: whether only the
-    libraries of a bare machine may be needed. run_id: see `run` of a record. supervised: whether another process goes
-    on when this one ends.
+    options: of the command line, for the suites that have some (`op`, `attention`, `folder`). run_id: see `run` of a
+    record. supervised: whether another process goes on when this one ends.
     """
 
     device: torch.device
@@ -136,7 +138,6 @@ class Session:
     path: Path | None = None
     result: Result = field(default_factory=lambda: {"cells": {}})
     options: dict[str, Any] = field(default_factory=dict)
-    bare: bool = False
     started: float = field(default_factory=time.monotonic)
     run_id: str = field(default_factory=lambda: f"{time.time_ns():x}")
     supervised: bool = False
@@ -162,7 +163,8 @@ class Session:
             return
         self.cells[setup] = self._begun(suite.name)
         try:
-            for cell in suite.cells(self):
+            cells = suite.cells(self)
+            while (cell := self._next(cells)) is not None:
                 self.measure(cell)
             harness.release()
         except Exception as error:  # noqa: BLE001  what a suite does between its cells may fail like a cell
@@ -172,6 +174,10 @@ class Session:
         self._suite_ends = math.inf
         self.save()
         self._require_device()
+
+    def _next(self, cells: Iterator[Cell]) -> Cell | None:
+        with self._last_resort(SETUP_SECONDS):
+            return next(cells, None)
 
     def _begun(self, suite: str) -> Record:
         return {"suite": suite, "needs": [], "status": RUNNING, "run": self.run_id}
@@ -185,9 +191,8 @@ class Session:
         """Measure a cell, unless there is nothing to do about it, and save the result."""
         if self._tried(cell.key):
             return
-        red = [name for name in cell.needs if not results.passed(self.result, name)]
         record: Record
-        if red:
+        if red := results.red(self.result, cell.needs):
             record = {"status": f"skipped: {red[0]} has not passed"}
         elif self.left <= 0:
             record = {"status": "skipped: the time is used up"}
@@ -250,7 +255,7 @@ class Session:
                 harness.wait(self.device)
         except CellTimeout:
             record = {"status": f"stopped after {seconds:.0f} s"}
-        except Exception as error:  # noqa: BLE001  whatever a library raises is recorded as this cell's failure
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a library raises is this cell's failure
             record = {"status": failure(error)}
         harness.device_clock.reset()
         for row in record.get("rows", []):
@@ -286,6 +291,12 @@ class Session:
             harness.write_result(self.path, self.result)
 
 
+def p2_errors(session: Session, suite: str) -> dict[str, float] | None:
+    """What P2's parity check of a suite found; None where P2 has none that passed."""
+    name = f"{suite} parity P2"
+    return session.cells[name]["errors"] if results.passed(session.result, name) else None
+
+
 def peer_parity(
     session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
 ) -> Iterator[Cell]:
@@ -296,17 +307,13 @@ def peer_parity(
     Args:
         check: of a contender, given P2's errors, or None for P2 itself and where it has none.
     """
-    p2 = f"{suite} parity P2"
     yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
     for contender in ("P1", "ours"):
-
-        def work(contender: str = contender) -> Record:
-            return check(contender, session.cells[p2]["errors"] if results.passed(session.result, p2) else None)
-
+        work = partial(lambda contender: check(contender, p2_errors(session, suite)), contender)
         yield Cell(suite=suite, name=f"parity {contender}", work=work)
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """A status: the kind of an exception and the first line of its message."""
     kind = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"failed: {type(error).__name__}"
     return f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -358,34 +365,21 @@ CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
 # ------------------------------------------------------------------------------------------ the command
 
 
-def previous_result(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result | None:
-    """What an earlier run of this commit on this device has measured; None where there is nothing to go on from."""
+def earlier_result(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result | None:
+    """What a run in this environment has measured already; None where there is no file.
+
+    Raises:
+        SystemExit: it was measured with something else, and is not to be lost.
+    """
     if not path.is_file():
         return None
     found: Result = json.loads(path.read_text("utf-8"))
-    return found if not differences(found, environment, smoke=smoke) else None
-
-
-def differences(found: Result, environment: dict[str, Any], *, smoke: bool) -> list[str]:
-    """What keeps a run in this environment from going on from a result."""
     known = found.get("environment", {})
     wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
     if found.get("smoke") != smoke or "cells" not in found:
         wrong.append("it is no result of this command")
-    return wrong
-
-
-def result_to_resume(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result:
-    """The result that `--resume-from` names.
-
-    Raises:
-        SystemExit: there is none, or it was measured with something else.
-    """
-    if not path.is_file():
-        sys.exit(f"--resume-from {path}: there is no such file.")
-    found: Result = json.loads(path.read_text("utf-8"))
-    if wrong := differences(found, environment, smoke=smoke):
-        sys.exit(f"--resume-from {path}: {', '.join(wrong)}. Leave the option out to measure everything here.")
+    if wrong:
+        sys.exit(f"{path}: {', '.join(wrong)}. Name another file, or measure everything again with --fresh.")
     return found
 
 
@@ -416,23 +410,25 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def supervise(command: str, argv: Sequence[str]) -> int:
-    """Run `python -m benchmarks <command>` in a process of its own, and in another one for as long as one ends early.
+def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
+    """Run `python -m <program>` in a process of its own, and in another one for as long as one ends early.
 
     Returns:
         The exit status of the whole.
     """
     options = ["--run-id", f"{time.time_ns():x}", "--started", repr(benchmarks.STARTED)]
-    ended: list[str] = []
+    words, ended = list(argv), list[str]()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for _ in range(MOST_RESTARTS):
-        process = subprocess.Popen([sys.executable, "-m", "benchmarks", command, *argv, *options, *ended])
+        process = subprocess.Popen([sys.executable, "-m", *program, *words, *options, *ended])
         try:
             status = process.wait()
         finally:
             process.kill()
         if status in (0, RED, REFUSED):
             return 1 if status == RED else status
+        # Only the first process begins anew.
+        words = [word for word in words if word != "--fresh"]
         ended = [] if status == RESTART else ["--ended", how_it_ended(status)]
         print(*(f"A cell {word}; going on with the next one" for word in ended[1:]), flush=True)
     return 1
@@ -462,7 +458,7 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, **more: Any) -
 
 
 def execute_here(
-    suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", bare: bool = False, on_cpu: bool = False
+    suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False
 ) -> int:
     """Run suites as the command line asks; returns 1 unless everything was measured and passed.
 
@@ -471,7 +467,7 @@ def execute_here(
         on_cpu: whether a full run makes sense without a GPU.
 
     Raises:
-        SystemExit: there is no GPU and no --smoke.
+        SystemExit: there is no GPU and no --smoke; a file to go on from is missing or of another environment.
     """
     if not (torch.cuda.is_available() or options.smoke or on_cpu):
         sys.exit("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
@@ -489,17 +485,18 @@ def execute_here(
         path=path,
         result={"environment": environment, "smoke": options.smoke, "cells": {}},
         options={"op": options.op, "attention": options.attention, "folder": options.folder},
-        bare=bare,
         started=options.started,
         supervised=options.run_id is not None,
         **({} if options.run_id is None else {"run_id": options.run_id}),
     )
-    known = None if path is None or options.fresh else previous_result(path, environment, smoke=options.smoke)
-    if known is None and options.resume_from is not None:
-        known = result_to_resume(options.resume_from, environment, smoke=options.smoke)
-    if known is not None:
-        print(f"going on from {path if options.resume_from is None else options.resume_from}")
-        session.result = known
+    for file in (None if options.fresh else path, options.resume_from):
+        known = None if file is None else earlier_result(file, environment, smoke=options.smoke)
+        if known is not None:
+            print(f"going on from {file}")
+            session.result = known
+            break
+        if file is not None and file == options.resume_from:
+            sys.exit(f"--resume-from {file}: there is no such file.")
     if options.ended:
         session.close(options.ended)
     for suite in [CEILINGS, *suites]:

@@ -146,14 +146,14 @@ class Iteration:
         return {"rows": [row | {"phases": phases, "planned_memory_gb": planned}]}
 
     def planned_gb(self) -> float | None:
-        """What the planner predicts that PyTorch allocates at the most; None for a smoke run, whose model is no
-        published one.
+        """What the planner predicts that PyTorch allocates at the most before an evaluation; None for a smoke run,
+        whose model is no published one.
         """
         if self.session.smoke:
             return None
         total = torch.cuda.get_device_properties(self.session.device).total_memory / 1e9
-        plan = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=total, runtime=0.0, sizes={})
-        return plan.memory.peak / 1e9
+        memory = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=total, runtime=0.0, sizes={}).memory
+        return max(memory.total(phase) for phase in memory.phases if phase != "evaluation") / 1e9
 
 
 def cells(session: Session) -> Iterator[Cell]:

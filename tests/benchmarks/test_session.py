@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import device, harness, rehearsal, results
+from benchmarks import device, harness, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
 from benchmarks.suites import block, kernels, transformer
+from tests.benchmarks import rehearsal
 
 MakeSession = Callable[..., Session]
 RAN = "62 forward and backward passes of 8 ops ran"
@@ -95,6 +96,31 @@ def test_a_failure_is_one_cells_failure(session: MakeSession) -> None:
     assert not results.succeeded(run.result)
     del run.cells["some wrong"]
     assert results.succeeded(run.result), "a size that does not fit is an answer"
+
+
+def test_a_missing_parity_is_red(session: MakeSession) -> None:
+    """Whether its check was stopped or never made, or the file lost it, what needs it has no figure and no success."""
+    check = {"suite": "some", "status": "done", "passed": True}
+    run = session({"some parity": check})
+    run.run(suite_of(cell("step", row, needs=("some parity",))))
+    assert results.rows(run.result) and results.succeeded(run.result)
+    for missing in (None, check | {"status": "stopped after 45 s"}, {"suite": "some", "status": "done"}):
+        cells = {name: dict(record) for name, record in run.cells.items()}
+        cells["some parity"] = missing
+        result = {"smoke": True, "cells": {name: record for name, record in cells.items() if record is not None}}
+        assert results.rows(result) == {} and not results.succeeded(result)
+        assert "some step: no figure, because some parity has not passed" in results.table(result)
+        later = session(dict(result["cells"]) | {"some parity": {"suite": "some", "status": "stopped after 45 s"}})
+        del later.cells["some step"]
+        later.run(suite_of(cell("step", row, needs=("some parity",))))
+        assert later.cells["some step"]["status"] == "skipped: some parity has not passed"
+
+
+def test_what_ends_python_is_one_cells_failure(session: MakeSession) -> None:
+    run = session()
+    run.run(suite_of(cell("ends", lambda: sys.exit("a library gives up")), cell("good", row)))
+    assert run.cells["some ends"]["status"] == "failed: SystemExit: a library gives up"
+    assert run.cells["some good"]["status"] == "done"
 
 
 def test_a_suite_that_cannot_start_leaves_the_others_running(session: MakeSession) -> None:
@@ -190,24 +216,33 @@ def test_another_process_goes_on(statuses: list[int], given: int, monkeypatch: p
 
     monkeypatch.setattr(subprocess, "Popen", process)
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
-    assert sessions.supervise("device", ["--budget", "9"]) == given
+    assert sessions.supervise(("benchmarks", "device"), ["--budget", "9", "--fresh"]) == given
     assert len(commands) == min(len(statuses), sessions.MOST_RESTARTS)
     runs = {command[command.index("--run-id") + 1] for command in commands}
     assert len(runs) == 1 and all(command[4:6] == ["--budget", "9"] for command in commands)
+    assert ["--fresh" in command for command in commands] == [True, *[False] * (len(commands) - 1)]
     ended = [command[-1] if "--ended" in command else None for command in commands]
     if len(statuses) == 4:
         assert ended[:2] == [None, None] and "SIGSEGV" in str(ended[2]) and "it hung" in str(ended[3])
 
 
-def test_what_another_run_measured_is_named(tmp_path: Path) -> None:
-    environment = {"commit": "0123456789", "gpu": {"name": "H100"}, "packages": {"torch": "2"}}
-    path = tmp_path / "other.json"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures ceilings on a GPU")
+def test_what_to_go_on_from_is_read_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"commit": "0123456789", "gpu": None, "packages": {"torch": "2"}}
+    monkeypatch.setattr(harness, "environment", lambda: environment)
+    given, own = tmp_path / "given.json", tmp_path / "own.json"
+    words = ["--smoke", "--resume-from", str(given), "--output", str(own)]
+    options = sessions.parser_of("device", "").parse_args(words)
     with pytest.raises(SystemExit, match="there is no such file"):
-        sessions.result_to_resume(path, environment, smoke=False)
-    harness.write_result(path, {"environment": environment, "smoke": False, "cells": {"a b": {"status": "done"}}})
-    assert list(sessions.result_to_resume(path, environment, smoke=False)["cells"]) == ["a b"]
-    with pytest.raises(SystemExit, match="its commit is another"):
-        sessions.result_to_resume(path, environment | {"commit": "1"}, smoke=False)
+        sessions.execute([], options)
+    done = {"suite": "a", "status": "done"}
+    harness.write_result(given, {"environment": environment, "smoke": True, "cells": {"a b": done}})
+    assert sessions.execute([suite_of(cell("c", row))], options) == 0
+    assert list(json.loads(own.read_text("utf-8"))["cells"]) == ["a b", "ceilings copy", "ceilings matmul", "some c"]
+    assert list(json.loads(given.read_text("utf-8"))["cells"]) == ["a b"]
+    monkeypatch.setattr(harness, "environment", lambda: environment | {"commit": "1"})
+    with pytest.raises(SystemExit, match="own.json: its commit is another. Name another file"):
+        sessions.execute([], options)
 
 
 def test_a_budget_counts_from_the_start_of_the_process() -> None:
@@ -218,13 +253,13 @@ def test_a_budget_counts_from_the_start_of_the_process() -> None:
 class FakeGPU:
     """Events that have passed at once while the head start is shorter than `needs`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, needs: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, needs: int, seconds: float) -> None:
         self.sleeps: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "_sleep", self.sleeps.append)
         event = types.SimpleNamespace(
-            record=lambda: None, query=lambda: self.sleeps[-1] < needs, elapsed_time=lambda end: 2e3
+            record=lambda: None, query=lambda: self.sleeps[-1] < needs, elapsed_time=lambda end: 1e3 * seconds
         )
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
         monkeypatch.setattr(harness, "device_clock", harness.DeviceClock())
@@ -233,13 +268,20 @@ class FakeGPU:
 @pytest.mark.parametrize(("doublings", "late"), [(0, False), (2, False), (99, True)])
 def test_a_late_start_is_given_more_time(doublings: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     first, most = harness.HEAD_START_CYCLES, harness.MOST_HEAD_START_CYCLES
-    gpu = FakeGPU(monkeypatch, needs=first * 2**doublings)
+    gpu = FakeGPU(monkeypatch, needs=first * 2**doublings, seconds=0.2)
     found = harness.measure(lambda: None, rounds=3, clock=harness.device_clock)
-    assert found.rounds == 3 and found.median == pytest.approx(2.0) and harness.device_clock.late == late
+    assert found.rounds == 3 and found.median == pytest.approx(0.2) and harness.device_clock.late == late
     assert gpu.sleeps[-1] == min(first * 2**doublings, most), (
         "what waits for the device itself is not repeated for ever"
     )
     assert gpu.sleeps[-3:] == [gpu.sleeps[-1]] * 3, "all rounds have the same head start"
+
+
+def test_a_long_stretch_is_not_repeated_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue does not hold the launches of a training step, so the device has always begun before the last of them."""
+    gpu = FakeGPU(monkeypatch, needs=harness.MOST_HEAD_START_CYCLES, seconds=8.0)
+    assert harness.measure(lambda: None, rounds=3, warmup=0, clock=harness.device_clock).median == 8.0
+    assert gpu.sleeps == [harness.HEAD_START_CYCLES] * 3
 
 
 def test_a_limit_leaves_the_timer_around_it_running() -> None:
@@ -291,14 +333,14 @@ def test_the_result_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> Non
     environment = {"commit": "0123456789", "gpu": {"name": "H100"}, "packages": {"torch": "2"}, "cpu": {"model": "x"}}
     path = harness.result_file(environment, tmp_path)
     assert path.parent.name == "h100" and sessions.newest_file(environment, tmp_path) == path
-    assert sessions.previous_result(path, environment, smoke=False) is None
+    assert sessions.earlier_result(path, environment, smoke=False) is None
     earlier = path.with_name(f"2020-01-01-{environment['commit'][:9]}.json")
     harness.write_result(earlier, {"environment": environment, "smoke": False, "cells": {}})
     (earlier.parent / "2020-01-02-999999999.json").write_text("{}", "utf-8")
     assert sessions.newest_file(environment, tmp_path) == earlier
-    assert sessions.previous_result(earlier, environment, smoke=False) is not None
-    assert sessions.previous_result(earlier, environment, smoke=True) is None
-    assert sessions.previous_result(earlier, environment | {"commit": "1" * 10}, smoke=False) is None
+    assert sessions.earlier_result(earlier, environment, smoke=False) is not None
+    with pytest.raises(SystemExit, match="it is no result of this command"):
+        sessions.earlier_result(earlier, environment, smoke=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -382,12 +424,12 @@ def test_suites_come_in_order_of_value() -> None:
         "kernels bandwidth",
         "block",
         "decode",
-        "toy",
         "checkpoint",
         "host",
         "kernels wide parity",
-        "kernels compiled",
         "transformer compiled",
+        "kernels compiled",
+        "block compiled",
         "sharded",
         "sanitizer",
     ]
@@ -473,7 +515,7 @@ print("loaded", sorted(set(absent) & {name.partition(".")[0] for name in sys.mod
 @pytest.mark.timeout(900)
 def test_rehearsal(capsys: pytest.CaptureFixture[str]) -> None:
     """The order of a GPU's run with everything going wrong in it, and what file and table say of it."""
-    assert rehearsal.main() == 0, capsys.readouterr().out
+    assert rehearsal.rehearse() == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -513,7 +555,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "mean nothing" in printed and "target met" not in printed and "MISSES FLOOR" not in printed
     result = json.loads(path.read_text("utf-8"))
     suites = {record["suite"] for record in result["cells"].values()}
-    assert suites == {suite.name.partition(" ")[0] for suite in device.SUITES} - {"toy"} | {"ceilings"}
+    assert suites == {suite.name.partition(" ")[0] for suite in device.SUITES} | {"ceilings"}
     assert result["cells"]["kernels parity gelu_tanh"]["errors"]["bfloat16"] > 0
     assert "forward and backward passes" in " ".join(result["cells"]["sanitizer dry run"]["tail"])
     assert device.main(command) == 0

@@ -13,7 +13,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import goals, peers, rehearsal, results, roofline, workload
+from benchmarks import goals, peers, results, roofline, workload
 from benchmarks import session as sessions
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.peers import Velocity
@@ -27,6 +27,7 @@ from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 from sage_kernels.ops import gelu_tanh
+from tests.benchmarks import rehearsal
 from tests.benchmarks.made_up import gpu_result
 
 MakeSession = Callable[..., Session]
@@ -185,7 +186,7 @@ def test_every_step_is_compared_with_the_peer(session: MakeSession) -> None:
 
 
 def test_the_order_names_every_cell_once() -> None:
-    every = (*transformer.ORDER, *transformer.COMPILED)
+    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
     assert len({timed.name for timed in every}) == len(every) == 21
     assert transformer.ORDER[0] == Timed(step="forward", shape="B", contender="P2")
 
@@ -350,7 +351,7 @@ def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mean nothing" in printed and "forward B vs P2c" in printed
     assert "target met" not in printed and "MISSES FLOOR" not in printed
     result = json.loads(file.read_text("utf-8"))
-    every = (*transformer.ORDER, *transformer.COMPILED)
+    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
     assert {result["cells"][f"transformer {timed.name}"]["status"] for timed in every} == {"done"}
     assert result["environment"]["packages"]["torch"] == torch.__version__
     assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()

@@ -327,7 +327,8 @@ def _hub_flash3() -> Any:
 
         # models-- before the hub had repositories of kernels, kernels-- since.
         cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
-        folder = max(cache.glob("*s--kernels-community--flash-attn3/snapshots/*"), key=lambda path: path.stat().st_mtime)
+        folders = cache.glob("*s--kernels-community--flash-attn3/snapshots/*")
+        folder = max(folders, key=lambda path: path.stat().st_mtime)
         # By name, because a checkout of this project has a folder that is called so too.
         load = importlib.import_module("kernels").get_local_kernel
         old = "package_name" in inspect.signature(load).parameters

@@ -6,7 +6,7 @@
     illegal access     a sticky error of CUDA: another process goes on with the next cell
     hang               where Python cannot stop it: the process is ended, another one goes on
     crash              a signal ends the process: another one goes on
-    kill               SIGKILL to all processes at a random second: the same command goes on, and repeats nothing
+    kill               SIGKILL to all processes at a random moment: the same command goes on, and repeats nothing
 
 The shapes are those of a smoke run, so no figure means anything, and on a CPU the transformer runs plain twins in any
 case. What the file and the table then say is asserted.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import goals, harness, results
+from benchmarks import device, goals, harness, results
 from benchmarks import session as sessions
 from benchmarks.results import Record, Result
 from benchmarks.session import Cell, Session, Suite
@@ -43,12 +43,21 @@ OPS = (WRONG_OP, "adaln")
 ILLEGAL, HANG, CRASH = "kernels adaln forward odd ours", "decode tiny ours", "host P1"
 NEXT = {ILLEGAL: "kernels adaln forward odd eager", HANG: "decode tiny stock"}
 OUT_OF_MEMORY, UNHARMED = "transformer train B P2", "transformer train B ours"
-KILL_SECONDS = (15.0, 45.0)
+KILLED_IN = (4, 60)
+"""Between which of its cells a run is killed."""
 LIMIT, GRACE = 2.0, 2.0
 """Seconds of the cell that hangs, and for Python to stop it."""
 
 
 # ------------------------------------------------------------------------------------------ faults
+
+
+def run_with_faults(argv: Sequence[str]) -> int:
+    """`python -m benchmarks device`, supervised, with all faults but the kill."""
+    options = sessions.parser_of("device", __doc__).parse_args(argv)
+    if options.run_id is None:
+        return sessions.supervise(("tests.benchmarks.rehearsal",), argv)
+    return sessions.execute(with_faults(device.SUITES), options)
 
 
 def with_faults(suites: Sequence[Suite]) -> list[Suite]:
@@ -196,34 +205,35 @@ def measured(printed: str) -> list[str]:
     return [line.partition("] ")[2] for line in printed.splitlines() if line.startswith("[") and " s] " in line]
 
 
-def run(path: Path, kill_after: float | None) -> tuple[int, str]:
-    """The exit status and the output of the device's command with faults, all of it killed after some seconds."""
-    words = [sys.executable, "-m", "benchmarks", "device", "--smoke", "--faults", "--output", str(path)]
+def run(path: Path, *, killed_in: int | None) -> tuple[int, str]:
+    """The exit status and the output of a run with faults, all of whose processes are killed in one of its cells."""
+    words = [sys.executable, "-m", "tests.benchmarks.rehearsal", "--smoke", "--output", str(path)]
     words += [word for op in OPS for word in ("--op", op)]
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        printed, _ = process.communicate(timeout=kill_after)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
-    finally:
+    printed, begun = "", 0
+    with subprocess.Popen(
+        words, cwd=device.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed += line
+            begun += len(measured(line))
+            if begun == killed_in:
+                time.sleep(random.random())
+                break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if begun == killed_in else process.wait()
     return process.returncode, printed
 
 
-def main(output: Path | None = None) -> int:
+def rehearse() -> int:
     """Rehearse; returns 1 where something is not as expected."""
     with tempfile.TemporaryDirectory() as folder:
-        path = output or Path(folder) / "rehearsal.json"
-        seconds = random.uniform(*KILL_SECONDS)
-        run(path, seconds)
-        before: dict[str, Record] = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
+        path = Path(folder) / "rehearsal.json"
+        run(path, killed_in=random.randint(*KILLED_IN))
+        before: dict[str, Record] = json.loads(path.read_text("utf-8"))["cells"]
         done = {name for name, record in before.items() if record["status"].startswith(sessions.SETTLED)}
-        print(f"killed after {seconds:.1f} s, with {len(done)} cells done; going on", flush=True)
-        code, second = run(path, None)
+        print(f"killed with {len(done)} cells done; going on", flush=True)
+        code, second = run(path, killed_in=None)
         result: Result = json.loads(path.read_text("utf-8"))
     print(second[second.find("SMOKE RUN") :] if "SMOKE RUN" in second else second)
     again = measured(second)
@@ -244,3 +254,7 @@ def _holds(expected: Expectation, result: Result, printed: str) -> bool:
     except KeyError as error:
         print(f"{expected.what}: there is no {error}")
         return False
+
+
+if __name__ == "__main__":
+    sys.exit(run_with_faults(sys.argv[1:]) if sys.argv[1:] else rehearse())

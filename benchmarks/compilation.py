@@ -3,15 +3,11 @@
 One takes a quarter of a second of one core, and the timed shapes need dozens of them. Each process asks Triton
 for its share of them as a launch would, for a device that it does not have: what it compiles lies in Triton's cache
 under the key that the launch looks for, and no CUDA context is made.
-
-    python -m benchmarks.compilation 9 0 0 4    the first of four shares, for compute capability 9.0
 """
 
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,35 +23,40 @@ from sage_kernels.registry import specs
 TORCH_TYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 
 
-@dataclass
 class Compilation:
     """The kernels of all ops being compiled for the current device."""
 
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._counts: Any = None
 
     def start(self, device: torch.device) -> Record:
-        """Start a process for all but two cores."""
+        """Start a process for all but two cores. They end with this one."""
         if device.type != "cuda" or common.INTERPRETED:
             return {"status": "absent: there is no GPU, and kernels are interpreted"}
-        major, minor = torch.cuda.get_device_capability(device)
-        count = max((os.cpu_count() or 1) - 2, 1)
-        for share in range(count):
-            words = [sys.executable, "-m", "benchmarks.compilation", *map(str, (major, minor, share, count))]
-            self.processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        capability, count = torch.cuda.get_device_capability(device), max((os.cpu_count() or 1) - 2, 1)
+        self._pool = multiprocessing.get_context("spawn").Pool(count)
+        self._counts = self._pool.starmap_async(compile_share, [(capability, n, count) for n in range(count)])
         return {"processes": count}
 
     def wait(self, device: torch.device) -> Record:
         """Until all of them are there; another process may have started before this one took over."""
-        found = {} if self.processes else self.start(device)
+        found = {} if self._pool is not None else self.start(device)
+        if self._pool is None:
+            return found
         try:
-            outputs = [process.communicate()[0] for process in self.processes]
-            failed = [output for process, output in zip(self.processes, outputs, strict=True) if process.returncode]
+            return found | {"kernels": sum(self._counts.get())}
         finally:
-            while self.processes:
-                self.processes.pop().kill()
-        if failed:
-            return {"status": f"failed: {failed[0].strip().splitlines()[-1:]}"}
-        return found | {"kernels": sum(int(output.split()[-1]) for output in outputs)}
+            self._pool.terminate()
+            self._pool = None
+
+
+def compile_share(capability: tuple[int, int], number: int, count: int) -> int:
+    """Compile one of `count` shares of the kernels for a device of this capability; returns how many those are."""
+    share = list(kernels_of(10 * capability[0] + capability[1]))[number::count]
+    for kernel in share:
+        compile_as_launched(kernel, capability)
+    return len(share)
 
 
 def kernels_of(arch: int) -> Iterator[Kernel]:
@@ -86,16 +87,3 @@ def _argument(kernel: Kernel, name: str) -> Any:
     if kind == "fp32":
         return 1.0
     return (2**40 if kind == "i64" else 0) + (ALIGNMENT if aligned else ALIGNMENT + 1)
-
-
-def main(major: int, minor: int, share: int, count: int) -> int:
-    """Compile one of `count` shares and say how many kernels that were."""
-    chosen = list(kernels_of(10 * major + minor))[share::count]
-    for kernel in chosen:
-        compile_as_launched(kernel, (major, minor))
-    print(len(chosen))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))

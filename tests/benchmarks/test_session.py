@@ -543,6 +543,27 @@ print(made.hash == launched.hash, made.hash == unaligned.hash, len(list(kernels_
 
 
 @pytest.mark.slow
+def test_a_process_compiles_its_share(tmp_path: Path) -> None:
+    """Into Triton's cache; the process is one of a pool and has no GPU."""
+    code = """
+import multiprocessing, torch
+from benchmarks.compilation import Compilation, compile_share, kernels_of
+if __name__ == "__main__":
+    run = Compilation()
+    run._pool = multiprocessing.get_context("spawn").Pool(1)
+    run._counts = run._pool.starmap_async(compile_share, [((9, 0), 0, 60)])
+    print(run.wait(torch.device("cuda"))["kernels"] == len(list(kernels_of(90))[::60]) > 1, run._pool)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code, "utf-8")
+    folders = os.pathsep.join([str(device.ROOT), str(device.ROOT / "kernels")])
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "None"], done.stderr[-2000:]
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every suite; what has a smoke run of its own is cut short: most of the kernels' and the transformer's timings."""
     monkeypatch.setattr(transformer, "ORDER", transformer.ORDER[:2])

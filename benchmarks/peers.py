@@ -12,16 +12,17 @@ Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import sage_kernels
 from benchmarks.workload import Shape
 from sage_fast.models.attention.attention import attention
 from sage_fast.models.hunyuan15.fused import accelerate
@@ -188,18 +189,14 @@ def _set_adapters(transformer: HunyuanVideo15Transformer3DModel, values: dict[st
         parameters[name].data = value
 
 
-class ReferenceOps(TorchDispatchMode):
-    """Within the context these ops of sage_kernels run their plain PyTorch twin, on any device."""
-
-    def __init__(self, ops: Collection[str]) -> None:
-        super().__init__()
-        self.ops = ops
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "sage_kernels" and name.removesuffix("_backward") in self.ops:
-            func = getattr(reference, name)
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def plain_ops(ops: Collection[str]) -> Iterator[None]:
+    """Within the context these ops of sage_kernels are their plain PyTorch twins, on any device."""
+    twins = [name for op in ops for name in (op, f"{op}_backward", f"linear_{op}") if hasattr(reference, name)]
+    with ExitStack() as stack:
+        for name in twins:
+            stack.enter_context(patch.object(sage_kernels, name, getattr(reference, name)))
+        yield
 
 
 @contextmanager
@@ -220,7 +217,7 @@ def fused(
         return policy_velocity(transformer, latents, sigma, [prompt])
 
     try:
-        with ReferenceOps(reference_ops) if reference_ops else nullcontext():
+        with plain_ops(reference_ops):
             yield velocity
     finally:
         acceleration.undo()

@@ -12,7 +12,6 @@ The toy run of `configs/toy_cpu.yaml` trains on the same device for a minute; it
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -125,7 +124,7 @@ class Iteration:
 
     def iterate(self) -> dict[str, float]:
         """The metrics of an iteration, without kernels that are wrong on this device."""
-        with peers.ReferenceOps(self.reference_ops) if self.reference_ops else nullcontext():
+        with peers.plain_ops(self.reference_ops):
             return self.trainer.iterate()
 
     def check(self) -> Record:

@@ -210,18 +210,23 @@ def run(path: Path, *, killed_in: int | None) -> tuple[int, str]:
     words = [sys.executable, "-m", "tests.benchmarks.rehearsal", "--smoke", "--output", str(path)]
     words += [word for op in OPS for word in ("--op", op)]
     printed, begun = "", 0
-    with subprocess.Popen(
+    process = subprocess.Popen(
         words, cwd=device.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
+    )
+    assert process.stdout is not None
+    try:
         for line in process.stdout:
             printed += line
             begun += len(measured(line))
             if begun == killed_in:
                 time.sleep(random.random())
                 break
+        else:
+            process.wait()
+    finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL) if begun == killed_in else process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return process.returncode, printed
 
 

@@ -141,6 +141,7 @@ class Iteration:
         peak, planned = harness.peak_memory_gb(self.session.device), self.planned_gb()
         note = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
         note += "" if planned is None else f"; planned {planned:.1f} GB"
+        note += f"; without the kernels of {', '.join(self.reference_ops)}" if self.reference_ops else ""
         row = timing("2 videos of 4 steps", "B", "ours", Quantiles.of([total]), peak_memory_gb=peak, note=note)
         return {"rows": [row | {"phases": phases, "planned_memory_gb": planned}]}
 

@@ -152,12 +152,15 @@ def parity_cells(session: Session) -> Iterator[Cell]:
 
 
 def red_ops(result: Result) -> tuple[str, ...]:
-    """Ops whose parity check in this result is red; one that has not been made says nothing about the kernel."""
+    """Ops whose kernel is wrong on this device: their parity check in this result is red (one that has not been made
+    says nothing about the kernel), or the transformer is only right without them.
+    """
+    bisected = result["cells"].get("transformer bisection", {}).get("reference_ops", ())
     checks = {name: result["cells"].get(f"{SUITE} parity {name}", {}) for name in specs()}
     return tuple(
         name
         for name, record in checks.items()
-        if record.get("passed") is False or record.get("status", "").startswith("failed")
+        if name in bisected or record.get("passed") is False or record.get("status", "").startswith("failed")
     )
 
 

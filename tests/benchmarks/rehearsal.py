@@ -176,6 +176,7 @@ EXPECTED = (
         holds=note("transformer forward B ours", f"without the kernels of {WRONG_OP}"),
     ),
     Expectation(what="and is right", holds=status("transformer parity ours", "done")),
+    Expectation(what="so does the iteration", holds=note("iteration B", f"without the kernels of {WRONG_OP}")),
     Expectation(what="a NaN is red", holds=red(f"attention parity {WRONG_BACKEND}", "attention", f" {WRONG_BACKEND}")),
     Expectation(what="memory ran out for one peer", holds=status(OUT_OF_MEMORY, "out of memory: CUDA out of memory")),
     Expectation(what="and for it alone", holds=note(UNHARMED, "not compared with P2 at full size")),

@@ -5,8 +5,12 @@ code and none of the meaning.
 """
 
 import os
+import time
 
-import torch
+STARTED = time.monotonic()
+"""When this process began, all but an instant: a budget counts the seconds that importing takes too."""
+
+import torch  # noqa: E402
 
 # Triton reads this when a kernel is defined, hence before any module of this package imports one.
 if not torch.cuda.is_available():

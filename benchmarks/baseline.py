@@ -116,7 +116,7 @@ def ratios(result: Result) -> dict[str, Ratio]:
     """
     found: dict[str, Ratio] = {}
     rows = results.rows(result)
-    ceilings = {work: (name, rows.get(("ceilings", name, ""))) for work, name in CEILINGS.items()}
+    ceilings = {work: (name, results.ceiling_row(rows, name)) for work, name in CEILINGS.items()}
     for (suite, step, shape), contenders in rows.items():
         ours = contenders.get("ours")
         if suite not in COMPARED or ours is None:
@@ -128,8 +128,7 @@ def ratios(result: Result) -> dict[str, Ratio]:
         found |= {f"{name} / {who}": over(ours["seconds"], row["seconds"]) for who, row in peers.items()}
         for work, (ceiling, top) in ceilings.items():
             if work in ours and top is not None:
-                scale = top["device"][work] / ours[work]
-                found[f"{name} / {ceiling}"] = over(ours["seconds"], top["device"]["seconds"], scale)
+                found[f"{name} / {ceiling}"] = over(ours["seconds"], top["seconds"], top[work] / ours[work])
         if "peak_memory_gb" in ours:
             found[f"{name} GB of memory"] = Ratio(value=ours["peak_memory_gb"], error=0.0, floor=MEMORY_BAND)
     return found

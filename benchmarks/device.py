@@ -1,15 +1,16 @@
 """Everything that needs a GPU in one run of under 9 minutes, most valuable first, into one JSON file.
 
-    python -m benchmarks device             ceilings, kernels, the full-size transformer against diffusers, attention
-                                            backends, FSDP2 on one rank, a block, decoding, checkpoint and host,
-                                            sanitizer; a table last
-    python -m benchmarks device --smoke     the same code anywhere; the sanitizer's program runs without the sanitizer
+    python -m benchmarks device               on a GPU; a table last
+    python -m benchmarks device --smoke       the same code anywhere, on tiny shapes
+    python -m benchmarks device --rehearse    the true order on a CPU with faults, and what file and table say of them
 
-The file is written again after every cell, so a run that is cut short leaves what it had, and the next run of the same
-commit on the same device goes on from there: what is done is not repeated, unless by --fresh. A suite has a share of
-the time at most; a cell that does not fit into what is left is skipped and says so.
+The file is written before and after every cell. Where a cell takes its process with it (a sticky CUDA error, a crash,
+a hang inside CUDA), another process goes on with the next one; where the whole run is cut short, the same command goes
+on from there on the same commit and device. A suite has a share of the time at most; a cell that does not fit into what
+is left is skipped and says so.
 
-It needs torch, triton, numpy, diffusers, transformers and peft. NVML (nvidia-ml-py) adds clocks, power and energy.
+It needs torch, triton, numpy, diffusers, transformers and peft; benchmarks/README.md has the command for a machine
+without this package, diffusers and git. NVML (nvidia-ml-py) adds clocks, power and energy.
 """
 
 import itertools
@@ -25,25 +26,29 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, execute, parser_of
-from benchmarks.suites import block, decode, kernels, sharded, trainer, transformer
+from benchmarks.session import Cell, Session, Suite, execute, parser_of, supervise
+from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, trainer, transformer
 from sage_kernels import parity
 from sage_kernels.registry import specs
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = ("memcheck", "racecheck")
+SMOKE_SECONDS = 300.0
+"""For the program of the sanitizer without it."""
 
 
-def every_kernel() -> int:
+def every_kernel(smoke: bool = False) -> int:
     """Run every kernel once per test shape and type, forward and, where it has one, backward: the sanitizer's program.
 
+    A smoke run takes one shape of each.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that an access past its end is seen.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = 0
     for spec in specs().values():
-        for case, dtype in itertools.product(spec.test_cases, spec.dtypes):
-            inputs = spec.make_inputs(case, dtype, device, torch.Generator().manual_seed(0))
+        cases = kernels.cases_of(spec, smoke=True) if smoke else spec.test_cases
+        for case, dtype in itertools.product(cases, spec.dtypes):
+            inputs = spec.make_inputs(case, dtype, device, torch.Generator(device).manual_seed(0))
             outputs, leaves = parity.run_forward(spec, spec.op, inputs)
             if leaves:
                 outputs = spec.with_gradient(outputs)
@@ -63,7 +68,8 @@ def find_sanitizer() -> str | None:
 
 def run_sanitizer(prefix: Sequence[str], timeout: float) -> Record:
     """Run `every_kernel` under a tool."""
-    command = [*prefix, sys.executable, "-c", "from benchmarks.device import every_kernel; every_kernel()"]
+    smoke = not prefix
+    command = [*prefix, sys.executable, "-c", f"from benchmarks.device import every_kernel; every_kernel({smoke})"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
@@ -91,7 +97,7 @@ def sanitizer_cells(session: Session) -> Iterator[Cell]:
 
     def work(name: str, remaining: int) -> Record:
         if session.smoke:
-            return run_sanitizer([], session.left)
+            return run_sanitizer([], SMOKE_SECONDS)
         if tool is None:
             return {"status": "failed: compute-sanitizer is neither on PATH nor under CUDA_HOME/bin"}
         # A moment is kept to write the result down.
@@ -102,18 +108,35 @@ def sanitizer_cells(session: Session) -> Iterator[Cell]:
         yield Cell(suite="sanitizer", name=name, work=partial(work, name, len(SANITIZERS) - done))
 
 
+COMPILED = (transformer.COMPILED, kernels.COMPILED, block.COMPILED)
+"""What Inductor takes minutes for."""
 SUITES = (
-    *kernels.SUITES,
-    *transformer.SUITES,
-    *sharded.SUITES,
-    *block.SUITES,
+    kernels.COMPILATION,
+    *attention.SUITES,
+    kernels.PARITY,
+    transformer.FULL,
+    *iteration.SUITES,
+    kernels.BANDWIDTH,
+    block.FULL,
     *decode.SUITES,
-    *trainer.SUITES,
+    *trainer.BARE,
+    kernels.WIDE,
+    *COMPILED,
+    *sharded.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),
 )
-"""In the order of their value."""
+"""In the order of their value, after the ceilings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 unless everything was measured and passed."""
-    return execute(SUITES, parser_of("device", __doc__).parse_args(argv), bare=True)
+    words = list(sys.argv[2:] if argv is None else argv)
+    parser = parser_of("device", __doc__)
+    parser.add_argument("--no-inductor", action="store_true", help="leave out what Inductor takes minutes to compile")
+    parser.add_argument("--rehearse", action="store_true", help="a smoke run with faults, and what is said of them")
+    options = parser.parse_args(words)
+    if options.rehearse:
+        return subprocess.call([sys.executable, "-m", "tests.benchmarks.rehearsal"], cwd=ROOT)
+    if options.run_id is None and not options.smoke:
+        return supervise(("benchmarks", "device"), words)
+    return execute([suite for suite in SUITES if not (options.no_inductor and suite in COMPILED)], options)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks import results
 from benchmarks.results import Record, Result, Rows
+from benchmarks.roofline import bound
 from benchmarks.workload import NUM_STEPS
 
 SUITE = "transformer"
@@ -69,6 +70,30 @@ def entry(step: str, shape: str, key: str, scale: float = 1.0) -> Value:
     return value
 
 
+def with_backend(value: Value, step: str, shape: str, backend: str) -> Value:
+    """A figure, where that step of ours was measured with an attention backend."""
+
+    def found(rows: Rows) -> float | None:
+        row = rows.get((SUITE, step, shape), {}).get("ours", {})
+        return value(rows) if row.get("attention") == backend else None
+
+    return found
+
+
+def share_of_bound(step: str, shape: str) -> Value:
+    """Percent of the roofline bound, with the attention backend of that row, that a step of ours reaches."""
+
+    def value(rows: Rows) -> float | None:
+        row: Record = rows.get((SUITE, step, shape), {}).get("ours", {})
+        # The bound is that of the true size, which only a GPU runs.
+        if "peak_memory_gb" not in row or "attention" not in row:
+            return None
+        seconds = bound(rows, step, shape, row["attention"])
+        return None if seconds is None else 100.0 * seconds / float(row["seconds"]["median"])
+
+    return value
+
+
 def _goals() -> Iterator[Goal]:
     share, memory, seconds = "{:.1f} %", "{:.1f} GB", "{:.0f} s"
     bounds = {"A P2": (1.45, 1.30), "B P2": (1.30, 1.20), "B P1": (2.00, 1.60), "B P2c": (1.10, 1.00)}
@@ -84,12 +109,16 @@ def _goals() -> Iterator[Goal]:
         yield Goal(name=f"rollout step {shape} vs P2", value=ratio("rollout", shape, "P2"))
         both = ratio("single_pass", shape, "P2", "rollout", "train")
         yield Goal(name=f"single pass {shape} vs P2's rollout + train step", value=both)
-    for shape in "AB":
-        mfu = entry("forward", shape, "share", 100.0)
-        yield Goal(name=f"MFU forward {shape}", target=72.0, floor=65.0, value=mfu, form=share)
-    yield Goal(name="MFU train step A", value=entry("train", "A", "share", 100.0), form=share)
-    mfu = entry("train", "B", "share", 100.0)
-    yield Goal(name="MFU train step B", target=62.0, floor=55.0, value=mfu, form=share)
+    for step, what, target, floor in (("forward", "forward", 90.0, 80.0), ("train", "train step", 85.0, 75.0)):
+        name = f"share of its roofline bound, {what} B"
+        yield Goal(name=name, target=target, floor=floor, value=share_of_bound(step, "B"), form=share)
+    for backend, forward, train in (("cudnn", 70.0, 52.0), ("flash3", 72.0, 56.0)):
+        for step, what, target, floor in (("forward", "forward", forward, 62.0), ("train", "train step", train, 46.0)):
+            mfu = with_backend(entry(step, "B", "share", 100.0), step, "B", backend)
+            yield Goal(name=f"MFU {what} B with {backend}", target=target, floor=floor, value=mfu, form=share)
+    for step, what in (("forward", "forward"), ("train", "train step")):
+        for shape in "AB":
+            yield Goal(name=f"MFU {what} {shape}", value=entry(step, shape, "share", 100.0), form=share)
     for name, step, target in (("pair", "train", 60.0), ("split", "train_split", 42.0)):
         peak = entry(step, "B", "peak_memory_gb")
         name = f"peak memory B, {name}"

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from sage_fast.config.files import replacing
 from sage_fast.run.provenance import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-HEAD_START_CYCLES = 20_000_000
-"""Cycles that the GPU waits before a timed stretch (about 10 ms), in which the CPU queues what is to be timed."""
+HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 640_000_000
+"""Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: in them the CPU queues what is
+to be timed."""
+LONG_STRETCH = 0.25
+"""Seconds of a timed stretch in which it does not matter that the device begins before all is queued: the launches that
+a queue holds, about a thousand, keep it busy."""
 L2_BYTES = 256 * 2**20
 """Bytes over which repeated calls are spread, several times the largest L2 cache: each call finds it cold."""
 STRETCH_SECONDS = 4e-3
@@ -30,32 +36,52 @@ STRETCH_SECONDS = 4e-3
 FEWEST_ROUNDS = 3
 """Rounds of a measurement whose time is short."""
 
-_started: list[torch.cuda.Event] = []
 
-
-def device_clock() -> float:
-    """A clock of device time, which pytest-benchmark can use too: calls alternate between start and stop.
+class DeviceClock:
+    """A clock of device time: calls alternate between start and stop.
 
     On a GPU the start call makes the device wait, so that the calls in between are queued when it goes on and the time
     holds no launch overhead of Python; the stop call returns the seconds between. On a CPU it is a plain clock.
     """
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    if not _started:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START_CYCLES)
+
+    def __init__(self) -> None:
+        self.cycles = HEAD_START_CYCLES
+        """How long the device waits."""
+        self.late = False
+        """Whether the device began with the last stretch before all of it was queued, and it was a short one."""
+        self._started: torch.cuda.Event | None = None
+
+    def __call__(self) -> float:
+        """Start, or stop."""
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        if self._started is None:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(self.cycles)
+            event.record()
+            self._started = event
+            return 0.0
+        early = self._started.query()
         event.record()
-        _started.append(event)
-        return 0.0
-    event.record()
-    torch.cuda.synchronize()
-    return _started.pop().elapsed_time(event) / 1e3
+        torch.cuda.synchronize()
+        seconds = self._started.elapsed_time(event) / 1e3
+        self._started, self.late = None, early and seconds < LONG_STRETCH
+        return seconds
+
+    def give_more_time(self) -> bool:
+        """Double the head start if it was too short; False where it was not, or what is timed waits for the device."""
+        longer = self.late and self.cycles < MOST_HEAD_START_CYCLES
+        self.cycles *= 2 if longer else 1
+        return longer
+
+    def reset(self) -> None:
+        """Forget a start whose stop never came, because what was timed failed."""
+        self.__init__()  # type: ignore[misc]
 
 
-def reset_clock() -> None:
-    """Forget a start call of `device_clock` whose stop never came, because what was timed failed."""
-    _started.clear()
+device_clock = DeviceClock()
+"""The one that every measurement uses; pytest-benchmark can too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +140,8 @@ def measure(
     """Seconds of one call over rounds of `calls` calls.
 
     There are fewer rounds when they would take more than `limit` seconds in all, but `FEWEST_ROUNDS` as long as these
-    end within `left` seconds, and one in any case. `before` precedes every round and is not timed.
+    end within `left` seconds, and one in any case. `before` precedes every round and is not timed. Where the device
+    clock finds that the device did not wait for Python, all rounds are repeated with a longer head start.
     """
     for _ in range(warmup):
         call()
@@ -129,14 +156,26 @@ def measure(
         for _ in range(calls):
             call()
         seconds.append((clock() - start) / calls)
+        if clock is device_clock and device_clock.give_more_time():
+            seconds.clear()
     return Quantiles.of(seconds)
 
 
-def copy_call(device: torch.device, *, smoke: bool) -> tuple[Callable[[], object], int]:
-    """A device copy and the bytes it reads and writes: the ceiling of every memory-bound kernel."""
-    numel = 2**20 if smoke else 2**30
-    source, target = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
-    return lambda: target.copy_(source), 2 * numel
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + o, tl.load(source_ptr + o))
+
+
+def copy_calls(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """Two ways to copy 1 GiB on a GPU (1 MiB on a CPU), and the bytes they read and write."""
+    numel, block = 2**28 if device.type == "cuda" else 2**18, 4096
+    source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: target.copy_(source),
+        "Triton": lambda: _copy_kernel[numel // block,](source, target, BLOCK=block, num_warps=8),
+    }
+    return {name: (call, 8 * numel) for name, call in calls.items()}
 
 
 def matmul_call(device: torch.device, *, smoke: bool) -> tuple[Callable[[], object], int]:

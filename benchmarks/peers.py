@@ -11,9 +11,10 @@ the fused forward has float32 masters: it is the faster way to run peft.
 Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -21,6 +22,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import sage_kernels
 from benchmarks.workload import Shape
 from sage_fast.models.attention.attention import attention
 from sage_fast.models.hunyuan15.fused import accelerate
@@ -28,6 +30,7 @@ from sage_fast.models.hunyuan15.velocity import velocity as policy_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
+from sage_kernels import reference
 
 Velocity = Callable[[Tensor, Tensor, PromptEmbeds], Tensor]
 """velocity(latents (1, C, F, H, W) float32, sigma (1,) float32 on the CPU, prompt) -> (1, C, F, H, W) float32."""
@@ -187,17 +190,35 @@ def _set_adapters(transformer: HunyuanVideo15Transformer3DModel, values: dict[st
 
 
 @contextmanager
+def plain_ops(ops: Collection[str]) -> Iterator[None]:
+    """Within the context these ops of sage_kernels are their plain PyTorch twins, on any device."""
+    twins = [name for op in ops for name in (op, f"{op}_backward", f"linear_{op}") if hasattr(reference, name)]
+    with ExitStack() as stack:
+        for name in twins:
+            stack.enter_context(patch.object(sage_kernels, name, getattr(reference, name)))
+        yield
+
+
+@contextmanager
 def fused(
-    transformer: HunyuanVideo15Transformer3DModel, *, backend: str, checkpointing: Checkpointing = "none"
+    transformer: HunyuanVideo15Transformer3DModel,
+    *,
+    backend: str,
+    checkpointing: Checkpointing = "none",
+    reference_ops: Collection[str] = (),
 ) -> Iterator[Velocity]:
-    """What the peers are measured against: the fused forward, through the call that users make."""
+    """What the peers are measured against: the fused forward, through the call that users make.
+
+    reference_ops: ops that do not run their kernel, because it is wrong on this device.
+    """
     acceleration = accelerate(transformer, attention=backend, checkpointing=checkpointing)
 
     def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
         return policy_velocity(transformer, latents, sigma, [prompt])
 
     try:
-        yield velocity
+        with plain_ops(reference_ops):
+            yield velocity
     finally:
         acceleration.undo()
 
@@ -211,15 +232,17 @@ def contender(
     checkpointing: Checkpointing = "none",
     compiler: str | None = None,
     cast_adapters: bool = True,
+    reference_ops: Collection[str] = (),
 ) -> AbstractContextManager[Velocity]:
     """ours, P1, P2 or P2c, to be switched on by `with`.
 
     Args:
+        reference_ops: of ours, see `fused`.
         checkpointing: of ours; the peers keep block inputs alone where it is "full", and everything otherwise.
         compiler: backend of torch.compile, for P2c.
     """
     if name == "ours":
-        return fused(transformer, backend=backend, checkpointing=checkpointing)
+        return fused(transformer, backend=backend, checkpointing=checkpointing, reference_ops=reference_ops)
     if name == "P1":
         return padded(transformer, shape)
     return packed(

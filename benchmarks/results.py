@@ -4,7 +4,7 @@ The format is that of `benchmarks.session`. A timing counts when it is done and 
 the same result and has passed, so a check that is missing is as red as one that failed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Record = dict[str, Any]
@@ -27,9 +27,14 @@ def passed(result: Result, name: str) -> bool:
     return record.get("status") == "done" and record.get("passed") is True
 
 
+def red(result: Result, needs: Iterable[str]) -> list[str]:
+    """Those of some parity checks that have failed or were not made."""
+    return [name for name in needs if not passed(result, name)]
+
+
 def counts(result: Result, record: Record) -> bool:
     """Whether the figures of a record may be shown."""
-    return record["status"].startswith("done") and all(passed(result, name) for name in record.get("needs", ()))
+    return record["status"].startswith("done") and not red(result, record.get("needs", ()))
 
 
 def rows(result: Result) -> Rows:
@@ -47,9 +52,15 @@ def median(timings: Rows, key: tuple[str, str, str], contender: str) -> float | 
     return None if row is None else float(row["seconds"]["median"])
 
 
+def ceiling_row(timings: Rows, name: str) -> Record | None:
+    """The fastest way to do what a ceiling is measured by; None where it was not measured."""
+    contenders = timings.get(("ceilings", name, ""), {}).values()
+    return max(contenders, key=lambda row: float(row["rate"]), default=None)
+
+
 def ceiling(result: Result, name: str) -> float | None:
     """Rate of the device that the shares of a result are shares of: TFLOP/s of `matmul`, GB/s of `copy`."""
-    row = rows(result).get(("ceilings", name, ""), {}).get("device")
+    row = ceiling_row(rows(result), name)
     return None if row is None else float(row["rate"])
 
 
@@ -105,11 +116,15 @@ def problems(result: Result) -> Iterator[str]:
             yield f"{name}: PARITY FAILED, no ratio of what needs it: {reason}"
         elif record["status"] != "done":
             yield f"{name}: {record['status']}"
+        elif missing := red(result, record.get("needs", ())):
+            yield f"{name}: no figure, because {missing[0]} has not passed"
 
 
 def succeeded(result: Result) -> bool:
-    """Whether everything was measured, nothing failed, and every parity check passed."""
+    """Whether everything was measured, nothing failed, and every parity check was made and passed."""
     return all(
-        record["status"].startswith(COMPLETE) and record.get("passed") is not False
+        record["status"].startswith(COMPLETE)
+        and record.get("passed") is not False
+        and (record["status"] != "done" or counts(result, record))
         for record in result["cells"].values()
     )

@@ -3,34 +3,43 @@
 A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a record:
 
     status     "done"; "done in part: ...", which is measured again when the run goes on; or why there is nothing:
-               "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...", "absent: ..." (no library)
+               "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...", "absent: ..." (no library), and
+               "running" where the whole run was killed in the middle of it
+    run        which run it is of: in its own run a cell is tried once
     needs      cells of parity checks that must have passed; what stands behind a missing or red one does not count
     errors, bounds, passed   of a parity check
     rows       of a timing: step, shape, contender, seconds (quantiles); where known flop or bytes of a call with
                rate, unit and share of the ceiling, peak_memory_gb, a note
     telemetry  seconds, state of the GPU before and after
 
-The file is written after every cell, and a later run with the same file goes on with what is missing.
+The file is written before and after every cell, and a later run with the same file goes on with what is missing.
+
+A supervised run (`supervise`) measures in a process of its own. Where that process can measure no more (a sticky CUDA
+error), is ended by a signal, or hangs where Python cannot stop it, another one goes on with the next cell.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import json
 import logging
 import math
 import signal
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import benchmarks  # noqa: F401  first, because it decides where kernels run
+import benchmarks  # first, because it decides where kernels run
 from benchmarks import harness, results
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record, Result
@@ -41,6 +50,16 @@ CELL_SHARE = 1 / 24
 """Of a run's time, for the rounds of one cell beyond the fewest."""
 SETTLED = ("done", "absent")
 """How the status of a cell begins that a later run does not repeat; other libraries make it another run."""
+RUNNING = "running"
+"""Status of a cell from its beginning to its end."""
+GRACE = 10.0
+"""Seconds after a cell's time in which Python may stop it; then its process is ended."""
+RED, RESTART, REFUSED, HUNG = 10, 11, 2, 1
+"""Exit statuses of a supervised process: it has come to its end and something is missing; CUDA is of no use to it any
+more; it cannot run at all; `faulthandler` has ended it."""
+MOST_RESTARTS = 20
+SETUP_SECONDS = 60.0
+"""That a suite may take between two of its cells before its process is ended."""
 ASSUMED_MFU = 0.35
 """For the guess whether a cell still fits into the time."""
 
@@ -50,7 +69,7 @@ class Cell:
     """One measurement or parity check.
 
     work: returns what the record holds besides `status`, which it may set itself. needs: parity cells, by full name.
-    seconds: a guess; a cell that does not fit into the time is skipped.
+    seconds: a guess; a cell that does not fit into the time is skipped. limit: seconds after which it is stopped.
 
     Example: `Cell(suite="block", name="forward B ours", work=..., needs=("block parity ours",))`
     """
@@ -60,6 +79,7 @@ class Cell:
     work: Callable[[], Record]
     needs: tuple[str, ...] = ()
     seconds: float = 0.0
+    limit: float = math.inf
 
     @property
     def key(self) -> str:
@@ -108,8 +128,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
-    options: of the command line, for the suites that have some (`op`, `attention`, `folder`). bare: whether only the
-    libraries of a bare machine may be needed.
+    options: of the command line, for the suites that have some (`op`, `attention`, `folder`). run_id: see `run` of a
+    record. supervised: whether another process goes on when this one ends.
     """
 
     device: torch.device
@@ -118,8 +138,9 @@ class Session:
     path: Path | None = None
     result: Result = field(default_factory=lambda: {"cells": {}})
     options: dict[str, Any] = field(default_factory=dict)
-    bare: bool = False
     started: float = field(default_factory=time.monotonic)
+    run_id: str = field(default_factory=lambda: f"{time.time_ns():x}")
+    supervised: bool = False
     _suite_ends: float = math.inf
 
     @property
@@ -136,26 +157,42 @@ class Session:
 
     def run(self, suite: Suite) -> None:
         """Measure the cells of a suite that are not there yet."""
-        # A smoke run measures nothing, so on a busy machine it may take its time.
         self._suite_ends = math.inf if self.smoke else time.monotonic() + suite.limit
         setup = f"{suite.name} setup"
-        self.cells.pop(setup, None)
+        if self._tried(setup):
+            return
+        self.cells[setup] = self._begun(suite.name)
         try:
-            for cell in suite.cells(self):
+            cells = suite.cells(self)
+            while (cell := self._next(cells)) is not None:
                 self.measure(cell)
+            harness.release()
         except Exception as error:  # noqa: BLE001  what a suite does between its cells may fail like a cell
-            self.cells[setup] = {"status": failure(error)}
+            self.cells[setup] |= {"status": failure(error)}
+        else:
+            del self.cells[setup]
         self._suite_ends = math.inf
-        harness.release()
         self.save()
+        self._require_device()
+
+    def _next(self, cells: Iterator[Cell]) -> Cell | None:
+        with self._last_resort(SETUP_SECONDS):
+            return next(cells, None)
+
+    def _begun(self, suite: str) -> Record:
+        return {"suite": suite, "needs": [], "status": RUNNING, "run": self.run_id}
+
+    def _tried(self, key: str) -> bool:
+        """Whether this run need not try a cell: it is done, its library is absent, or it has failed in this run."""
+        record = self.cells.get(key, {})
+        return record.get("status", "").partition(":")[0] in SETTLED or record.get("run") == self.run_id
 
     def measure(self, cell: Cell) -> None:
-        """Measure a cell, unless it is done or its library is known to be absent, and save the result."""
-        if self.cells.get(cell.key, {}).get("status", "").partition(":")[0] in SETTLED:
+        """Measure a cell, unless there is nothing to do about it, and save the result."""
+        if self._tried(cell.key):
             return
-        red = [name for name in cell.needs if not results.passed(self.result, name)]
         record: Record
-        if red:
+        if red := results.red(self.result, cell.needs):
             record = {"status": f"skipped: {red[0]} has not passed"}
         elif self.left <= 0:
             record = {"status": "skipped: the time is used up"}
@@ -163,22 +200,64 @@ class Session:
             record = {"status": f"skipped: it takes about {cell.seconds:.0f} s and {self.left:.0f} s are left"}
         else:
             print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
-            record = self._work(cell.work)
-        self.cells[cell.key] = {"suite": cell.suite, "needs": list(cell.needs)} | record
+            self.cells[cell.key] = self._begun(cell.suite)
+            self.save()
+            record = self._work(cell.work, min(self.left, cell.limit))
+        self.cells[cell.key] = self._begun(cell.suite) | {"needs": list(cell.needs)} | record
+        self.save()
+        if record["status"].startswith("failed"):
+            self._require_device()
+
+    def _require_device(self) -> None:
+        """Let another process go on where every further call of CUDA would fail too.
+
+        Raises:
+            SystemExit: with `RESTART`, in a supervised run.
+        """
+        try:
+            harness.wait(self.device)
+        except RuntimeError as error:
+            if self.supervised:
+                print(f"CUDA is of no use to this process any more ({failure(error)}); another one goes on", flush=True)
+                # The suite is not at fault.
+                self.close(None)
+                sys.exit(RESTART)
+
+    def close(self, status: str | None) -> None:
+        """What was running when a process ended has this status: a cell, or else a suite's setup; None: nothing was."""
+        running = [key for key, record in self.cells.items() if record.get("status") == RUNNING]
+        for key in running:
+            if status is None or (key.endswith(" setup") and len(running) > 1):
+                del self.cells[key]
+            else:
+                self.cells[key] |= {"status": status}
         self.save()
 
-    def _work(self, work: Callable[[], Record]) -> Record:
-        seconds = self.left
-        with harness.telemetry() as telemetry:
-            try:
-                with time_limit(seconds):
-                    record: Record = {"status": "done"} | work()
-                    harness.wait(self.device)
-            except CellTimeout:
-                record = {"status": f"stopped after {seconds:.0f} s"}
-            except Exception as error:  # noqa: BLE001  whatever a library raises is recorded as this cell's failure
-                record = {"status": failure(error)}
-            harness.reset_clock()
+    @contextlib.contextmanager
+    def _last_resort(self, seconds: float) -> Iterator[None]:
+        """End a supervised process that hangs where Python cannot stop it, as inside CUDA."""
+        if not self.supervised or math.isinf(seconds):
+            yield
+            return
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _work(self, work: Callable[[], Record], seconds: float) -> Record:
+        record: Record
+        telemetry: Record = {}
+        done: Record = {"status": "done"}
+        try:
+            with self._last_resort(seconds), harness.telemetry() as telemetry, time_limit(seconds):
+                record = done | work()
+                harness.wait(self.device)
+        except CellTimeout:
+            record = {"status": f"stopped after {seconds:.0f} s"}
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a library raises is this cell's failure
+            record = {"status": failure(error)}
+        harness.device_clock.reset()
         for row in record.get("rows", []):
             self._rate(row)
         return record | {"telemetry": telemetry}
@@ -212,25 +291,29 @@ class Session:
             harness.write_result(self.path, self.result)
 
 
+def p2_errors(session: Session, suite: str) -> dict[str, float] | None:
+    """What P2's parity check of a suite found; None where P2 has none that passed."""
+    name = f"{suite} parity P2"
+    return session.cells[name]["errors"] if results.passed(session.result, name) else None
+
+
 def peer_parity(
     session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
 ) -> Iterator[Cell]:
     """Parity of P2 against float64, and of P1 and ours beside P2, whose errors are their yardstick.
 
+    Where P2 has failed, it has failed alone: the others are then judged by the bound that P2 is judged by.
+
     Args:
-        check: of a contender, given P2's errors, or None for P2 itself.
+        check: of a contender, given P2's errors, or None for P2 itself and where it has none.
     """
-    p2 = f"{suite} parity P2"
     yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
     for contender in ("P1", "ours"):
-
-        def work(contender: str = contender) -> Record:
-            return check(contender, session.cells[p2]["errors"])
-
-        yield Cell(suite=suite, name=f"parity {contender}", work=work, needs=(p2,))
+        work = partial(lambda contender: check(contender, p2_errors(session, suite)), contender)
+        yield Cell(suite=suite, name=f"parity {contender}", work=work)
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """A status: the kind of an exception and the first line of its message."""
     kind = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"failed: {type(error).__name__}"
     return f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -255,15 +338,25 @@ def timing(
 
 
 def ceiling_cells(session: Session) -> Iterator[Cell]:
-    """Copy bandwidth and the rate of a large product, the denominators of every share."""
-    for name, make, work in (("copy", harness.copy_call, "nbytes"), ("matmul", harness.matmul_call, "flop")):
+    """Copy bandwidth and the rate of a large product, the denominators of every share.
 
-        def measured(name: str = name, make: Any = make, work: str = work) -> Record:
-            call, amount = make(session.device, smoke=session.smoke)
-            seconds = session.time(call, rounds=20, calls=1 if session.smoke else 5, warmup=3)
-            return {"rows": [timing(name, "", "device", seconds, **{work: amount})]}
+    What a kernel can reach is at least what one copy does: the ceiling is the faster of memcpy and a Triton copy.
+    """
 
-        yield Cell(suite="ceilings", name=name, work=measured)
+    def copy() -> Record:
+        return {"rows": [row("copy", who, *found) for who, found in harness.copy_calls(session.device).items()]}
+
+    def matmul() -> Record:
+        call, flop = harness.matmul_call(session.device, smoke=session.smoke)
+        return {"rows": [row("matmul", "device", call, flop)]}
+
+    def row(name: str, contender: str, call: Callable[[], object], amount: int) -> Record:
+        seconds = session.time(call, rounds=20, calls=1 if session.smoke else 5, warmup=3)
+        flop, nbytes = (amount, None) if name == "matmul" else (None, amount)
+        return timing(name, "", contender, seconds, flop=flop, nbytes=nbytes)
+
+    yield Cell(suite="ceilings", name="copy", work=copy)
+    yield Cell(suite="ceilings", name="matmul", work=matmul)
 
 
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
@@ -272,14 +365,22 @@ CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
 # ------------------------------------------------------------------------------------------ the command
 
 
-def previous_result(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result | None:
-    """What an earlier run of this commit on this device has measured; None where there is nothing to go on from."""
+def earlier_result(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result | None:
+    """What a run in this environment has measured already; None where there is no file.
+
+    Raises:
+        SystemExit: it was measured with something else, and is not to be lost.
+    """
     if not path.is_file():
         return None
     found: Result = json.loads(path.read_text("utf-8"))
     known = found.get("environment", {})
-    same = all(known.get(key) == environment[key] for key in ("commit", "gpu", "packages"))
-    return found if same and found.get("smoke") == smoke and "cells" in found else None
+    wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
+    if found.get("smoke") != smoke or "cells" not in found:
+        wrong.append("it is no result of this command")
+    if wrong:
+        sys.exit(f"{path}: {', '.join(wrong)}. Name another file, or measure everything again with --fresh.")
+    return found
 
 
 def newest_file(environment: dict[str, Any], folder: Path = harness.RESULTS, *, suffix: str = "") -> Path:
@@ -298,14 +399,66 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
     parser.add_argument("--fresh", action="store_true", help="measure everything again, in a file of today")
     parser.add_argument("--output", type=Path, help="JSON file; default benchmarks/results/<device>/<date>-<commit>...")
+    parser.add_argument("--resume-from", type=Path, help="JSON file of an earlier run, whose cells are not repeated")
     parser.add_argument("--op", action="append", help="of the kernels, this op only; may be repeated")
     parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; it decides which disk is measured")
+    # What `supervise` passes on to its processes.
+    parser.add_argument("--run-id", help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, default=benchmarks.STARTED, help=argparse.SUPPRESS)
+    parser.add_argument("--ended", help=argparse.SUPPRESS)
     return parser
 
 
-def execute(
-    suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", bare: bool = False, on_cpu: bool = False
+def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
+    """Run `python -m <program>` in a process of its own, and in another one for as long as one ends early.
+
+    Returns:
+        The exit status of the whole.
+    """
+    options = ["--run-id", f"{time.time_ns():x}", "--started", repr(benchmarks.STARTED)]
+    words, ended = list(argv), list[str]()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for _ in range(MOST_RESTARTS):
+        process = subprocess.Popen([sys.executable, "-m", *program, *words, *options, *ended])
+        try:
+            status = process.wait()
+        finally:
+            process.kill()
+        if status in (0, RED, REFUSED):
+            return 1 if status == RED else status
+        # Only the first process begins anew.
+        words = [word for word in words if word != "--fresh"]
+        ended = [] if status == RESTART else ["--ended", how_it_ended(status)]
+        print(*(f"A cell {word}; going on with the next one" for word in ended[1:]), flush=True)
+    return 1
+
+
+def how_it_ended(status: int) -> str:
+    """The status of a cell whose process ended in it."""
+    if status == HUNG:
+        return "stopped: it hung, and its process was ended"
+    by = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"failed: its process ended by {by}"
+
+
+def execute(suites: Sequence[Suite], options: argparse.Namespace, **more: Any) -> int:
+    """`execute_here`; a supervised process says by its exit status that another one would fare no better."""
+    if options.run_id is None:
+        return execute_here(suites, options, **more)
+    try:
+        return execute_here(suites, options, **more)
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            raise
+        print(stop.code, file=sys.stderr)
+    except Exception:  # noqa: BLE001  cells have guards of their own: this is a full disk, or a mistake of this module
+        traceback.print_exc()
+    return REFUSED
+
+
+def execute_here(
+    suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False
 ) -> int:
     """Run suites as the command line asks; returns 1 unless everything was measured and passed.
 
@@ -314,7 +467,7 @@ def execute(
         on_cpu: whether a full run makes sense without a GPU.
 
     Raises:
-        SystemExit: there is no GPU and no --smoke.
+        SystemExit: there is no GPU and no --smoke; a file to go on from is missing or of another environment.
     """
     if not (torch.cuda.is_available() or options.smoke or on_cpu):
         sys.exit("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
@@ -327,22 +480,33 @@ def execute(
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
-        budget=options.budget,
+        # A smoke run measures nothing, so on a busy machine it may take its time.
+        budget=math.inf if options.smoke else options.budget,
         path=path,
         result={"environment": environment, "smoke": options.smoke, "cells": {}},
         options={"op": options.op, "attention": options.attention, "folder": options.folder},
-        bare=bare,
+        started=options.started,
+        supervised=options.run_id is not None,
+        **({} if options.run_id is None else {"run_id": options.run_id}),
     )
-    known = None if path is None or options.fresh else previous_result(path, environment, smoke=options.smoke)
-    if known is not None:
-        print(f"going on from {path}")
-        session.result = known
+    for file in (None if options.fresh else path, options.resume_from):
+        known = None if file is None else earlier_result(file, environment, smoke=options.smoke)
+        if known is not None:
+            print(f"going on from {file}")
+            session.result = known
+            break
+        if file is not None and file == options.resume_from:
+            sys.exit(f"--resume-from {file}: there is no such file.")
+    if options.ended:
+        session.close(options.ended)
     for suite in [CEILINGS, *suites]:
         session.run(suite)
     print(results.table(session.result))
     if path is not None:
         print(f"written to {path}")
-    return 0 if results.succeeded(session.result) else 1
+    if results.succeeded(session.result):
+        return 0
+    return RED if session.supervised else 1
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:

@@ -74,6 +74,14 @@ def test_environment_follows_the_machine(tmp_path, monkeypatch):
     assert describe_environment()["commit"] is None
 
 
+def test_the_commit_of_what_is_no_checkout_is_the_environments(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGE_FAST_COMMIT", "0123456789")
+    assert git_commit(tmp_path) == "0123456789"
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit(tmp_path) == "0123456789", "nor where git is missing"
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_git_commit_of_a_clean_a_changed_and_no_checkout(tmp_path):
     def git(*arguments: str) -> str:

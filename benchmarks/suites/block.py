@@ -9,7 +9,7 @@ inputs, with frozen weights, keeping what the transformer's training steps keep:
 input. Parity comes first: at a small odd size our errors against float64 may be `ALLOWED` times those of P2.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
@@ -24,10 +24,11 @@ from benchmarks.errors import against_p2, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, peer_parity, timing
+from benchmarks.suites import attention
 from benchmarks.workload import Inputs, Shape, Work
 
 SUITE = "block"
-CONTENDERS = ("ours", "P1", "P2", "P2c")
+CONTENDERS = ("ours", "P1", "P2")
 WORK = {"forward": (1, 1), "both": (2, 3)}
 """Direction -> linear and attention operations, over those of a forward pass."""
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -114,16 +115,16 @@ def forward(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         run(*arguments)
 
 
-def cells(session: Session) -> Iterator[Cell]:
+def cells(session: Session, contenders: Sequence[str] | None = None) -> Iterator[Cell]:
     """Parity of every contender, then both directions at the larger shape and the smaller one."""
     config = workload.TINY if session.smoke else workload.HUNYUAN_VIDEO_15
-    backend = workload.attention_backend("auto", config, session.device, torch.bfloat16)
+    backend = attention.choose(session, config)
     parity = cache(lambda: Parity(config, session.device, backend, smoke=session.smoke))
     yield from peer_parity(session, SUITE, lambda contender, p2: parity().check(contender, p2))
     parity.cache_clear()
     model = cache(lambda: workload.random_transformer({**config, "num_layers": 2}, session.device, torch.bfloat16))
     for shape in workload.SMOKE[:1] if session.smoke else reversed(workload.SHAPES):
-        for contender in CONTENDERS:
+        for contender in contenders or CONTENDERS:
             for direction in WORK:
 
                 def work(shape: Shape = shape, contender: str = contender, direction: str = direction) -> Record:
@@ -160,4 +161,6 @@ def time_block(
     return {"rows": [timing(direction, shape.name, contender, seconds, flop=flop, peak_memory_gb=peak)]}
 
 
-SUITES = (Suite(name=SUITE, cells=cells, limit=60.0),)
+FULL = Suite(name=SUITE, cells=cells, limit=60.0)
+COMPILED = Suite(name=f"{SUITE} compiled", cells=partial(cells, contenders=("P2c",)), limit=60.0)
+SUITES = (FULL, COMPILED)

@@ -109,7 +109,7 @@ class Contest:
         harness.forget_peak(session.device)
         call()
         peak = harness.peak_memory_gb(session.device)
-        seconds = session.time(call, rounds=20 if session.device.type == "cpu" else 3)
+        seconds = session.time(call, rounds=20 if session.device.type == "cpu" else 3, warmup=0)
         size = " x ".join(str(n) for n in self.latents.shape[1:])
         note = f"{size}, {str(self.vae.dtype).removeprefix('torch.')}, {'in tiles' if self.tiled else 'whole'}"
         return {"rows": [timing("", shape, contender, seconds, peak_memory_gb=peak, note=note)]}

@@ -14,14 +14,15 @@ The same calls under pytest-benchmark, for its comparisons and histograms:
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import harness
-from benchmarks.results import Record
+from benchmarks.compilation import Compilation
+from benchmarks.results import Record, Result
 from benchmarks.session import Cell, Session, Suite, timing
 from sage_kernels import parity
 from sage_kernels.registry import Case, Inputs, OpSpec, specs
@@ -39,11 +40,26 @@ def cases_of(spec: OpSpec, *, smoke: bool) -> tuple[Case, ...]:
     return (next((case for case in spec.test_cases if case.id.startswith("odd")), spec.test_cases[0]),)
 
 
-def check(spec: OpSpec, device: torch.device, *, smoke: bool) -> Record:
-    """Every test shape in every type against the oracle, and on a GPU the timed shapes too."""
+Checked = Iterable[tuple[Case, torch.dtype]]
+
+
+def trained_cases(spec: OpSpec, *, smoke: bool) -> Checked:
+    """What training runs: the timed shapes in their type."""
+    return ((case, spec.bench_dtype) for case in cases_of(spec, smoke=smoke))
+
+
+def wide_cases(spec: OpSpec, *, smoke: bool) -> Checked:
+    """Every test shape in every type, and on a GPU the timed shapes in the types that training does not run."""
+    every = itertools.product(spec.test_cases + (() if smoke else spec.bench_cases), spec.dtypes)
+    trained = [(case.id, dtype) for case, dtype in trained_cases(spec, smoke=smoke)]
+    return ((case, dtype) for case, dtype in every if (case.id, dtype) not in trained)
+
+
+def check(spec: OpSpec, device: torch.device, checked: Checked) -> Record:
+    """An op against the oracle."""
     comparisons: list[parity.Comparison] = []
     failed: list[str] = []
-    for case, dtype in itertools.product(spec.test_cases + (() if smoke else spec.bench_cases), spec.dtypes):
+    for case, dtype in checked:
         try:
             found = parity.compare(spec, case, dtype, device)
         except ValueError as error:
@@ -51,16 +67,16 @@ def check(spec: OpSpec, device: torch.device, *, smoke: bool) -> Record:
             continue
         comparisons += found
         failed += [f"{case.id}: {text}" for text in parity.failures(found)]
-    errors = {
-        str(dtype).removeprefix("torch."): max((c.max_error for c in comparisons if c.dtype == dtype), default=0.0)
-        for dtype in spec.dtypes
-    }
+    errors: dict[str, float] = {}
+    for comparison in comparisons:
+        name = str(comparison.dtype).removeprefix("torch.")
+        errors[name] = max(errors.get(name, 0.0), comparison.max_error)
     finite = {name: value if value < float("inf") else None for name, value in errors.items()}
     return {"passed": not failed, "errors": finite} | ({"reason": "; ".join(failed[:4])} if failed else {})
 
 
 class InputSets:
-    """Inputs of the shape that was asked for last, kept because drawing them takes seconds."""
+    """Inputs of the shape that was asked for last, drawn on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,7 +87,7 @@ class InputSets:
         if self._key != (spec.name, case.id):
             self._key, self._sets = (spec.name, case.id), []
         while len(self._sets) < count:
-            generator = torch.Generator().manual_seed(len(self._sets))
+            generator = torch.Generator(self.device).manual_seed(len(self._sets))
             self._sets.append(spec.make_inputs(case, spec.bench_dtype, self.device, generator))
         return self._sets[:count]
 
@@ -106,21 +122,62 @@ def calls_of(
     return lambda: next(turn)(), nbytes
 
 
-def cells(session: Session) -> Iterator[Cell]:
-    """Parity of every op, then its timings."""
+def chosen_ops(session: Session) -> list[OpSpec]:
+    """Those that --op names, or all.
+
+    Raises:
+        ValueError: --op names none.
+    """
     every = specs()
     unknown = set(session.options.get("op") or []) - every.keys()
     if unknown:
         raise ValueError(f"--op {', '.join(sorted(unknown))} is no op; there are {', '.join(every)}")
-    chosen = [every[name] for name in session.options.get("op") or every]
-    for spec in chosen:
-        work = partial(check, spec, session.device, smoke=session.smoke)
+    return [every[name] for name in session.options.get("op") or every]
+
+
+_compilation = Compilation()
+
+
+def compilation_cells(session: Session) -> Iterator[Cell]:
+    """Start to compile all kernels at once."""
+    yield Cell(suite=SUITE, name="start of compilation", work=partial(_compilation.start, session.device))
+
+
+def parity_cells(session: Session) -> Iterator[Cell]:
+    """Every op as training calls it, which its timings rest on."""
+    yield Cell(suite=SUITE, name="compilation", work=partial(_compilation.wait, session.device), limit=40.0)
+    for spec in chosen_ops(session):
+        work = partial(check, spec, session.device, trained_cases(spec, smoke=session.smoke))
         yield Cell(suite=SUITE, name=f"parity {spec.name}", work=work)
+
+
+def red_ops(result: Result) -> tuple[str, ...]:
+    """Ops whose kernel is wrong on this device: their parity check in this result is red (one that has not been made
+    says nothing about the kernel), or the transformer is only right without them.
+    """
+    bisected = result["cells"].get("transformer bisection", {}).get("reference_ops", ())
+    checks = {name: result["cells"].get(f"{SUITE} parity {name}", {}) for name in specs()}
+    return tuple(
+        name
+        for name, record in checks.items()
+        if name in bisected or record.get("passed") is False or record.get("status", "").startswith("failed")
+    )
+
+
+def wide_cells(session: Session) -> Iterator[Cell]:
+    """Every op at odd shapes and in the other types."""
+    for spec in chosen_ops(session):
+        work = partial(check, spec, session.device, wide_cases(spec, smoke=session.smoke))
+        yield Cell(suite=SUITE, name=f"wide parity {spec.name}", work=work)
+
+
+def timing_cells(session: Session, contenders: tuple[str, ...]) -> Iterator[Cell]:
+    """Timings of some contenders."""
     inputs = InputSets(session.device)
-    for spec in chosen:
+    for spec in chosen_ops(session):
         for case in cases_of(spec, smoke=session.smoke):
             for direction in DIRECTIONS if spec.differentiable else DIRECTIONS[:1]:
-                for contender in CONTENDERS:
+                for contender in contenders:
                     yield Cell(
                         suite=SUITE,
                         name=f"{spec.name} {direction} {case.id} {contender}",
@@ -138,7 +195,12 @@ def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contende
     return {"rows": [timing(step, case.id, contender, seconds, nbytes=nbytes, op=spec.name, dtype=dtype)]}
 
 
-SUITES = (Suite(name=SUITE, cells=cells, limit=195.0),)
+COMPILATION = Suite(name="kernels compilation", cells=compilation_cells)
+PARITY = Suite(name="kernels parity", cells=parity_cells, limit=70.0)
+BANDWIDTH = Suite(name="kernels bandwidth", cells=partial(timing_cells, contenders=CONTENDERS[:2]), limit=90.0)
+WIDE = Suite(name="kernels wide parity", cells=wide_cells, limit=60.0)
+COMPILED = Suite(name="kernels compiled", cells=partial(timing_cells, contenders=CONTENDERS[2:]), limit=120.0)
+SUITES = (COMPILATION, PARITY, BANDWIDTH, WIDE, COMPILED)
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

@@ -7,9 +7,13 @@
 Parity comes first: on two layers of full width the fused forward may be no further from float64 than `ALLOWED` times
 diffusers in the same type (P2 of `peers.py`), in velocities and in LoRA gradients. At full size, where float64 does not
 fit, velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
+
+Where a kernel is wrong on this device, the fused forward is timed with the plain twin of that op, and its rows say so:
+of the ops whose own parity is red, or, where none is and the forward is wrong all the same, of those that a bisection
+finds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -22,14 +26,15 @@ from benchmarks import harness, peers, workload
 from benchmarks.errors import against_p2, pooled_error, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, peer_parity, timing
+from benchmarks.session import Cell, Session, Suite, failure, p2_errors, peer_parity, timing
 from benchmarks.steps import STEPS
-from benchmarks.suites import attention
+from benchmarks.suites import attention, kernels
 from benchmarks.workload import Inputs
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
+from sage_kernels.registry import specs
 
 SUITE = "transformer"
 FULL_DEPTH = 0.5
@@ -66,9 +71,11 @@ class Timed:
         return self.step not in ("forward", "rollout")
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The parity check of what runs; P2c computes what P2 does, by a compiler."""
-        return (f"{SUITE} parity {self.contender.removesuffix('c')}",)
+    def compared(self) -> tuple[str, str]:
+        """(shape, step) of P2 that it is compared with. Rollouts have adapters and forwards have none, so their
+        velocities are two different things.
+        """
+        return self.shape, "train" if self.trains else self.step
 
 
 def _order() -> Iterator[Timed]:
@@ -78,21 +85,29 @@ def _order() -> Iterator[Timed]:
     for shape in "BA":
         yield Timed(step="train", shape=shape, contender="P2", checkpointing="full")
         yield Timed(step="train", shape=shape, contender="ours", checkpointing="selective")
-    for contender in ("P1", "P2c"):
-        yield Timed(step="forward", shape="B", contender=contender)
+    for shape in "BA":
+        yield Timed(step="forward", shape=shape, contender="P1")
+    for step in ("single_pass", "train_split"):
+        for shape in "BA":
+            yield Timed(step=step, shape=shape, contender="ours", checkpointing="selective")
     for shape in "BA":
         for contender in ("P2", "ours"):
             yield Timed(step="rollout", shape=shape, contender=contender)
-    for step in ("train_split", "single_pass"):
-        for shape in "BA":
-            yield Timed(step=step, shape=shape, contender="ours", checkpointing="selective")
-    yield Timed(step="train", shape="B", contender="P2c", checkpointing="full")
-    for contender in ("P1", "P2c"):
-        yield Timed(step="forward", shape="A", contender=contender)
 
 
 ORDER = tuple(_order())
 """By value."""
+COMPILED_ORDER = (
+    Timed(step="forward", shape="B", contender="P2c"),
+    Timed(step="train", shape="B", contender="P2c", checkpointing="full"),
+    Timed(step="forward", shape="A", contender="P2c"),
+)
+"""What Inductor takes minutes for."""
+
+
+def on_cpu(found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """A copy in float32 of the tensors that are there."""
+    return {name: value.float().cpu() for name, value in found.items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -101,16 +116,20 @@ class Model:
 
     session: Session
     transformer: HunyuanVideo15Transformer3DModel | None = None
-    expected: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
-    """(shape, step) -> P2's velocity, or gradients, on the CPU."""
+    expected: dict[tuple[str, str], dict[str, Tensor] | str] = field(default_factory=dict)
+    """(shape, step) -> P2's velocity, or gradients, on the CPU; or why P2 has none."""
+    reference_ops: tuple[str, ...] = ()
+    """Ops whose kernel is wrong on this device."""
 
     def __post_init__(self) -> None:
-        smoke, device = self.session.smoke, self.session.device
+        smoke = self.session.smoke
         self.config = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15
         self.shapes = {shape.name: shape for shape in (workload.SMOKE if smoke else workload.SHAPES)}
-        self.backend = workload.attention_backend(
-            self.session.options.get("attention", "auto"), self.config, device, DTYPE
-        )
+        self.backend = attention.choose(self.session, self.config)
+        self.reference_ops = kernels.red_ops(self.session.result)
+        checks = {who: f"{SUITE} parity {who}" for who in ("P1", "P2", "ours")}
+        self.parity = checks | {"P2c": checks["P2"]}
+        """Contender -> the check of what it runs; P2c computes what P2 does, by a compiler."""
 
     def get(self, *, adapters: bool) -> HunyuanVideo15Transformer3DModel:
         """The transformer with LoRA adapters or without."""
@@ -137,6 +156,7 @@ class Model:
             self.backend,
             checkpointing=timed.checkpointing,
             compiler="aot_eager" if self.session.smoke else "inductor",
+            reference_ops=self.reference_ops,
         )
 
     def outcome(self, timed: Timed, velocity: Velocity, inputs: Inputs) -> dict[str, Tensor | None]:
@@ -150,48 +170,68 @@ class Model:
         transformer.zero_grad(set_to_none=True)
         return gradients
 
-    def expect(self, timed: Timed, inputs: Inputs) -> dict[str, Tensor]:
-        """What P2 computes for a cell, on the CPU; computed once per shape."""
-        # Rollouts have adapters and forwards have none, so their velocities are two different things.
-        key = timed.shape, "train" if timed.trains else timed.step
-        if key not in self.expected:
-            kept: Checkpointing = "full" if timed.trains else "none"
-            p2 = replace(timed, step=key[1], contender="P2", checkpointing=kept)
+    def expect(self, timed: Timed, inputs: Inputs) -> None:
+        """Have P2 compute what a cell is compared with, once per shape."""
+        if timed.compared in self.expected:
+            return
+        kept: Checkpointing = "full" if timed.trains else "none"
+        p2 = replace(timed, step=timed.compared[1], contender="P2", checkpointing=kept)
+        try:
             with self.switch(p2) as velocity:
-                found = self.outcome(p2, velocity, inputs)
-            self.expected[key] = {name: value.float().cpu() for name, value in found.items() if value is not None}
-        return self.expected[key]
+                self.expected[timed.compared] = on_cpu(self.outcome(p2, velocity, inputs))
+        except Exception as error:  # noqa: BLE001  a peer fails alone; two layers have been compared with float64
+            self.expected[timed.compared] = failure(error)
+            harness.release(self.transformer)
 
     def measure(self, timed: Timed) -> Record:
         """The row of a cell."""
         shape, session = self.shapes[timed.shape], self.session
         inputs = workload.random_inputs(shape, self.config, session.device, DTYPE)
         try:
-            expected = self.expect(timed, inputs)
+            if timed.contender != "P2":
+                self.expect(timed, inputs)
             with self.switch(timed) as velocity:
                 harness.forget_peak(session.device)
-                difference = pooled_error(self.outcome(timed, velocity, inputs), expected)
-                if not difference <= FULL_DEPTH:
+                found = self.outcome(timed, velocity, inputs)
+                if timed.contender == "P2":
+                    self.expected[timed.compared] = on_cpu(found)
+                expected = self.expected[timed.compared]
+                difference = None if isinstance(expected, str) else pooled_error(found, expected)
+                if difference is not None and not difference <= FULL_DEPTH:
                     # Whatever else this contender was timed with is worth nothing either.
                     reason = f"{timed.name} differs from P2 by {difference:.2g}"
-                    session.cells[timed.needs[0]] |= {"passed": False, "reason": reason}
+                    session.cells[self.parity[timed.contender]] |= {"passed": False, "reason": reason}
                     return {"status": f"failed: {reason}"}
                 step = partial(STEPS[timed.step], velocity, inputs, select_kernels("auto", session.device))
-                seconds = session.time(step, rounds=ROUNDS)
+                # The comparison has warmed up and compiled.
+                seconds = session.time(step, rounds=ROUNDS, warmup=0)
                 peak = harness.peak_memory_gb(session.device)
         finally:
             harness.release(self.transformer)
         work = workload.forward_work(self.config, shape).times(*workload.STEP_WORK[timed.step])
-        keeps = f"keeps {timed.checkpointing}" if timed.trains else None
-        row = timing(timed.step, shape.name, timed.contender, seconds, flop=work.total, peak_memory_gb=peak, note=keeps)
-        return {"rows": [row | {"difference_from_p2": difference, "attention": self.backend}]}
+        notes = [f"keeps {timed.checkpointing}"] if timed.trains else []
+        if timed.contender == "ours" and self.reference_ops:
+            notes.append(f"without the kernels of {', '.join(self.reference_ops)}")
+        if isinstance(expected, str):
+            notes.append("not compared with P2 at full size")
+        row = timing(
+            timed.step,
+            shape.name,
+            timed.contender,
+            seconds,
+            flop=work.total,
+            peak_memory_gb=peak,
+            note="; ".join(notes) or None,
+        )
+        more = {"attention": self.backend, "linear_flop": work.linear, "attention_flop": work.attention}
+        return {"rows": [row | more | {"difference_from_p2": difference}]}
 
 
 class TwoLayers:
     """Two layers of full width with adapters, and their velocity and gradients in float64."""
 
     def __init__(self, model: Model) -> None:
-        session = model.session
+        self.model, session = model, model.session
         self.backend, self.shape = model.backend, workload.SMOKE[1] if session.smoke else workload.PARITY
         self.transformer = workload.random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
         workload.adapt(self.transformer)
@@ -207,7 +247,13 @@ class TwoLayers:
         """Relative errors of a contender's velocity and gradient; P1 is timed without gradients."""
         trains = contender != "P1"
         switch = peers.contender(
-            contender, self.transformer, self.shape, self.backend, checkpointing=checkpointing, cast_adapters=False
+            contender,
+            self.transformer,
+            self.shape,
+            self.backend,
+            checkpointing=checkpointing,
+            cast_adapters=False,
+            reference_ops=self.model.reference_ops,
         )
         with switch as velocity, torch.set_grad_enabled(trains):
             out = velocity(self.inputs.latents, self.inputs.sigma, self.inputs.conditional)
@@ -228,22 +274,45 @@ class TwoLayers:
             errors = {kind: max(error, kept[kind]) for kind, error in errors.items()}
         return against_p2(errors, p2)
 
+    def bisect(self, p2: dict[str, float] | None) -> Record:
+        """Leave out one kernel after another; the ones without which the fused forward is right are named and stay out.
+        Where no single one is to blame, all are tried.
+        """
+        tried = [(op,) for op in specs()]
+        found: list[str] = []
+        for ops in [*tried, tuple(specs())]:
+            self.model.reference_ops = ops
+            if (len(ops) == 1 or not found) and self.check("ours", p2)["passed"]:
+                found += ops
+        self.model.reference_ops = tuple(found)
+        return {"reference_ops": found, "note": f"right without the kernels of {', '.join(found) or 'no op'}"}
 
-def cells(session: Session) -> Iterator[Cell]:
+
+def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Cell]:
     """Parity of every contender, then the measurements at full size."""
     model = Model(session=session)
     layers = cache(lambda: TwoLayers(model))
     yield from peer_parity(session, SUITE, lambda contender, p2: layers().check(contender, p2))
+    if session.cells[model.parity["ours"]].get("passed") is False:
+        p2 = p2_errors(session, SUITE)
+        bisection = f"{SUITE} bisection"
+        yield Cell(suite=SUITE, name="bisection", work=lambda: layers().bisect(p2))
+        model.reference_ops = tuple(session.cells[bisection].get("reference_ops", ()))
+        if model.reference_ops:
+            model.parity["ours"] = f"{SUITE} parity ours without wrong kernels"
+            yield Cell(suite=SUITE, name="parity ours without wrong kernels", work=lambda: layers().check("ours", p2))
     layers.cache_clear()
     harness.release()
-    for timed in ORDER:
+    for timed in ORDER if order is None else order:
         yield Cell(
             suite=SUITE,
             name=timed.name,
             work=partial(model.measure, timed),
-            needs=timed.needs,
+            needs=(model.parity[timed.contender],),
             seconds=model.seconds(timed),
         )
 
 
-SUITES: tuple[Suite, ...] = (Suite(name=SUITE, cells=cells, limit=230.0), *attention.SUITES)
+FULL = Suite(name=SUITE, cells=cells, limit=220.0)
+COMPILED = Suite(name=f"{SUITE} compiled", cells=partial(cells, order=COMPILED_ORDER), limit=240.0)
+SUITES: tuple[Suite, ...] = (*attention.SUITES, FULL, COMPILED)

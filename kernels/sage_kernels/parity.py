@@ -97,13 +97,16 @@ def compare(
     Raises:
         ValueError: the op returns other shapes or dtypes than the reference.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     inputs = spec.make_inputs(case, dtype, device, generator)
     relay = {"gaps": with_gaps, "permuted": permuted}.get(layout)
     if relay:
         inputs = {name: relay(value) if _is_float(value) else value for name, value in inputs.items()}
     outputs = run_forward(spec, spec.reference, inputs)[0]
-    cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in spec.with_gradient(outputs)]
+    cotangents = [
+        torch.randn(output.shape, generator=generator, device=device).to(output)
+        for output in spec.with_gradient(outputs)
+    ]
     if relay:
         cotangents = [relay(cotangent) for cotangent in cotangents]
     elif case.strided:

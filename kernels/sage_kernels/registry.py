@@ -47,7 +47,7 @@ class MakeInputs(Protocol):
     """Builds the keyword arguments of an op, the same for its reference."""
 
     def __call__(self, case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-        """`generator` is a CPU generator; None, or device "meta", asks for tensors without meaningful values."""
+        """`generator` draws on its own device; None, or device "meta", asks for tensors without meaningful values."""
         ...
 
 
@@ -131,14 +131,16 @@ def random_tensor(
     generator: Generator | None,
     strided: bool = False,
 ) -> Tensor:
-    """A standard normal tensor; `strided` makes it a view of a wider one, as a chunk of a fused projection is.
+    """A standard normal tensor, drawn on the generator's device; `strided` makes it a view of a wider one, as a chunk
+    of a fused projection is.
 
     How much wider is drawn too: two strided tensors of one shape have different strides.
     """
     if generator is None or torch.device(device).type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
-    gap = int(torch.randint(1, 64, (), generator=generator)) if strided else 0
-    stored = torch.randn((*shape[:-1], shape[-1] + gap), generator=generator)
+    draw: dict[str, Any] = {"generator": generator, "device": generator.device}
+    gap = int(torch.randint(1, 64, (), **draw)) if strided else 0
+    stored = torch.randn((*shape[:-1], shape[-1] + gap), **draw)
     return stored.to(dtype).to(device)[..., : shape[-1]]
 
 

@@ -53,16 +53,18 @@ def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
 def git_commit(root: Path) -> str | None:
     """The commit checked out at ``root``, with ``-dirty`` after it when tracked files differ from it.
 
-    None when ``root`` is no checkout (an installed package, an archive), has no commit, or git is missing.
+    What the environment's ``SAGE_FAST_COMMIT`` says when ``root`` is no checkout (an installed package, an archive),
+    has no commit, or git is missing; None where it says nothing.
     """
+    given = os.environ.get("SAGE_FAST_COMMIT")
     # Without this, a package installed inside somebody's repository would report their commit.
     if not (root / ".git").exists():
-        return None
+        return given
     try:
         commit = _git(root, "rev-parse", "--verify", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return given
     return f"{commit}-dirty" if changed else commit
 
 

@@ -40,7 +40,7 @@ def test_stock_asks_its_own_mask_and_ours_never(
     assert len(masks) == blocks
     (row,) = contest.measure(session(), "tiny", "stock")["rows"]
     # Once to be compared; then for the peak of memory, to warm up, and twice timed.
-    assert len(masks) == (1 + 4) * blocks and row["seconds"]["rounds"] == 2
+    assert len(masks) == (1 + 3) * blocks and row["seconds"]["rounds"] == 2
 
 
 def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def with_op(monkeypatch: pytest.MonkeyPatch, name: str, op: Callable[..., Any]) 
 def test_an_op_that_is_wrong_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     with_op(monkeypatch, "gelu_tanh", lambda x: 1.01 * specs()["gelu_tanh"].reference(x))
     found = session(options={"op": ["gelu_tanh"]})
-    found.run(kernels.SUITES[0])
+    found.run(kernels.PARITY)
+    found.run(kernels.BANDWIDTH)
     assert not found.cells["kernels parity gelu_tanh"]["passed"] and results.rows(found.result) == {}
     (line,) = [line for line in results.problems(found.result) if "PARITY FAILED" in line]
     assert line.startswith("kernels parity gelu_tanh: ") and "rms error" in line
@@ -43,15 +44,15 @@ def test_an_op_that_is_wrong_is_not_timed(session: MakeSession, monkeypatch: pyt
 
 def test_an_op_of_other_shape_or_type_fails_its_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(specs()["gelu_tanh"], op=lambda x: x.double())
-    found = kernels.check(wrong, torch.device("cpu"), smoke=True)
+    found = kernels.check(wrong, torch.device("cpu"), kernels.wide_cases(wrong, smoke=True))
     assert not found["passed"] and "torch.float64" in found["reason"]
     json.dumps(found, allow_nan=False)
 
 
 def test_an_unknown_op_is_refused(session: MakeSession) -> None:
     run = session(options={"op": ["gelu"]})
-    run.run(kernels.SUITES[0])
-    assert "--op gelu is no op; there are adaln, " in run.cells["kernels setup"]["status"]
+    run.run(kernels.PARITY)
+    assert "--op gelu is no op; there are adaln, " in run.cells["kernels parity setup"]["status"]
 
 
 def test_results_go_where_the_readme_looks(tmp_path: Path) -> None:

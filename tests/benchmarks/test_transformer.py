@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,21 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import goals, peers, results, workload
+from benchmarks import goals, peers, results, roofline, workload
 from benchmarks import session as sessions
-from benchmarks.errors import WORST, pooled_error
+from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.peers import Velocity
 from benchmarks.session import Session, Suite
-from benchmarks.suites import attention, transformer
+from benchmarks.suites import attention, iteration, kernels, transformer
 from benchmarks.suites.transformer import Timed
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, adapt, forward_work, random_inputs, random_transformer
+from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
+from sage_kernels.ops import gelu_tanh
+from tests.benchmarks import rehearsal
 from tests.benchmarks.made_up import gpu_result
 
 MakeSession = Callable[..., Session]
@@ -182,7 +186,8 @@ def test_every_step_is_compared_with_the_peer(session: MakeSession) -> None:
 
 
 def test_the_order_names_every_cell_once() -> None:
-    assert len({timed.name for timed in transformer.ORDER}) == len(transformer.ORDER) == 21
+    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
+    assert len({timed.name for timed in every}) == len(every) == 21
     assert transformer.ORDER[0] == Timed(step="forward", shape="B", contender="P2")
 
 
@@ -200,13 +205,26 @@ def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
     assert pooled_error({}, pair) == WORST
 
 
+def test_the_bound_is_what_no_code_can_beat() -> None:
+    """An H100 at 100 % of every ceiling reaches the MFU that the targets are made from."""
+    rows = results.rows(gpu_result())
+    for name, rate in (("matmul", 798.0), ("copy", 3000.0)):
+        rows["ceilings", name, ""]["device"]["rate"] = rate
+    seconds = roofline.bound(rows, "train", "B", "cudnn")
+    work = forward_work(HUNYUAN_VIDEO_15, workload.B).times(*workload.STEP_WORK["train"])
+    assert seconds is not None and work.total / seconds / 798e12 == pytest.approx(0.584, abs=0.02)
+    assert roofline.bound(rows, "train", "B", "flash3") is None
+
+
 def test_goals() -> None:
     result = gpu_result()
     found = {outcome.name: outcome for outcome in goals.outcomes(result)}
     assert (found["forward B vs P2"].measured, found["forward B vs P2"].verdict) == ("1.33x", "target met")
     assert found["single pass B vs P2's rollout + train step"].text == "1.90x"
-    assert found["MFU forward B"].text == "64.0 %, MISSES FLOOR"
-    assert found["MFU train step B"].text == "64.0 %, target met"
+    assert found["MFU forward B with cudnn"].text == "64.0 %, within floor"
+    assert found["MFU train step B with cudnn"].text == "64.0 %, target met"
+    assert found["MFU forward B with flash3"].text == "not measured" and found["MFU forward B"].text == "64.0 %"
+    assert found["share of its roofline bound, forward B"].measured.endswith(" %")
     assert found["peak memory B, pair"].text == "55.0 GB, target met"
     assert found["video B: rollout, anchor, train"].text == "172 s, target met"
     assert found["forward A vs P2"].text == "not measured"
@@ -225,8 +243,104 @@ def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatc
     found.run(attention.SUITES[0])
     assert {who for contenders in results.rows(found.result).values() for who in contenders} == {"reference"}
     assert any("sdpa: PARITY FAILED" in line for line in results.problems(found.result))
+    assert attention.fastest(found.result) is None, "it is not chosen either"
     assert not results.succeeded(found.result)
     assert "NVIDIA" in found.cells["attention parity flash3"]["status"], "what is absent is no failure"
+
+
+def test_the_fastest_backend_that_passed_is_ours(session: MakeSession) -> None:
+    result = gpu_result()
+    assert attention.fastest(result) == "cudnn", "a wrong one that is faster does not count"
+    assert attention.choose(session(result["cells"]), TINY) == "cudnn"
+    assert attention.choose(session(result["cells"], options={"attention": "sdpa"}), TINY) == "sdpa"
+    assert attention.choose(session(), TINY) == "sdpa", "before any was measured: what a run would take"
+
+
+def test_float64_attention_is_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ROWS", 5)
+    tensors = attention.draw((1, 13, 2, 8), CPU, torch.float64)
+    q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in tensors[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), tensors[3].transpose(1, 2))]
+    for given, right in zip(attention.exact(tensors), expected, strict=True):
+        torch.testing.assert_close(given, right.transpose(1, 2))
+
+
+@pytest.mark.parametrize("fault", ["last tokens", "padded keys"])
+def test_the_ends_of_attention_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that forgets the rows of its last tile, and one whose padded keys have weight exp(-lse)."""
+    right = attention.gradients
+
+    def wrong(tensors: list[Tensor], backend: str) -> list[Tensor]:
+        results = right(tensors, backend)
+        rest = tensors[0].shape[1] % 128
+        if backend == "sdpa" and fault == "last tokens" and rest == 127:
+            results[1][:, -rest:] *= 0.5
+        if backend == "sdpa" and fault == "padded keys" and rest:
+            lse = attention.attention(*tensors[:3], backend="reference")[1]
+            results[1] = results[1] + 0.0 * (-lse).exp().transpose(1, 2)[..., None]
+        return results
+
+    monkeypatch.setattr(attention, "gradients", wrong)
+    sizes = [(attention.SMALL + remainder, 1) for remainder in attention.REMAINDERS]
+    found = attention.check("sdpa", CPU, sizes, 64)
+    assert not found["passed"] and "dq of " in found["reason"]
+    # Without an offset exp(-lse) is small, and what is padded adds nothing.
+    assert found["reason"].count("dq") == (2 if fault == "last tokens" else found["reason"].count("very negative lse"))
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_costs_its_op(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parity check names it; the forward is right with its plain twin, and the row says so."""
+    monkeypatch.setattr(gelu_tanh, "launch", gelu_tanh.launch)
+    rehearsal.break_kernel()
+    monkeypatch.setattr(peers, "accelerate", partial(accelerate, kernels="triton"))
+    cells = run(session({"kernels parity gelu_tanh": {"status": "done", "passed": False}}), "forward B ours")
+    (row,) = cells["transformer forward B ours"]["rows"]
+    assert row["note"] == "without the kernels of gelu_tanh" and cells["transformer parity ours"]["passed"]
+
+
+def test_a_bisection_names_the_wrong_op(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the forward is wrong and no op's own check is red."""
+
+    def check(layers: transformer.TwoLayers, contender: str, p2: object) -> dict[str, Any]:
+        return {
+            "passed": contender != "ours" or "gelu_tanh" in layers.model.reference_ops,
+            "errors": {"velocity": 0.01},
+        }
+
+    monkeypatch.setattr(transformer.TwoLayers, "check", check)
+    cells = run(session(), "forward B ours")
+    assert not cells["transformer parity ours"]["passed"]
+    assert cells["transformer bisection"]["reference_ops"] == ["gelu_tanh"]
+    assert kernels.red_ops({"cells": cells}) == ("gelu_tanh",), "other suites leave it out too"
+    assert cells["transformer parity ours without wrong kernels"]["passed"]
+    assert cells["transformer forward B ours"]["rows"][0]["note"] == "without the kernels of gelu_tanh"
+
+
+def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is compared with float64 on two layers and timed, where P2 cannot be."""
+    monkeypatch.setattr(peers, "packed", lambda *arguments, **options: 1 // 0)
+    found = session()
+    cells = run(found, "forward B P2", "forward B ours")
+    assert cells["transformer parity P2"]["status"].startswith("failed: ZeroDivisionError")
+    assert cells["transformer parity ours"]["bounds"]["velocity"] == SANE
+    assert cells["transformer forward B P2"]["status"] == "skipped: transformer parity P2 has not passed"
+    assert cells["transformer forward B ours"]["rows"][0]["note"] == "not compared with P2 at full size"
+
+
+@pytest.mark.slow
+def test_a_whole_iteration(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trainer of a run; a ratio other than 1 leaves no figure."""
+    found = session()
+    found.run(iteration.SUITES[0])
+    (row,) = found.cells["iteration B"]["rows"]
+    assert set(row["phases"]) == {"rollout", "decode", "reward", "anchor", "update"}
+    assert found.cells["iteration parity"]["errors"] == {"ratio": 0.0}
+    monkeypatch.setattr(iteration.Trainer, "iterate", lambda self: {"ratio/first_max_deviation": 1e-3})
+    found = session()
+    found.run(iteration.SUITES[0])
+    assert not found.cells["iteration parity"]["passed"] and results.rows(found.result) == {}
 
 
 @pytest.mark.slow
@@ -238,6 +352,7 @@ def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mean nothing" in printed and "forward B vs P2c" in printed
     assert "target met" not in printed and "MISSES FLOOR" not in printed
     result = json.loads(file.read_text("utf-8"))
-    assert {result["cells"][f"transformer {timed.name}"]["status"] for timed in transformer.ORDER} == {"done"}
+    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
+    assert {result["cells"][f"transformer {timed.name}"]["status"] for timed in every} == {"done"}
     assert result["environment"]["packages"]["torch"] == torch.__version__
     assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()

@@ -9,15 +9,22 @@ Every `forward` gives (out, lse) of  out = softmax(q k^T / sqrt(D)) v,  every `b
 Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim; q (B, Nq, H, D), k and v (B, Nk, H, D).
 """
 
+import functools
 import importlib
+import inspect
+import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
 
 Backend = Literal["cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"]
 
@@ -310,38 +317,66 @@ class Flash2(Library):
         return dq, dk, dv
 
 
+@functools.cache
+def _hub_flash3() -> Any:
+    """The interface of the newest build that the `kernels` package has in its cache on this machine; None where there
+    is none that loads. Nothing is downloaded: it is code.
+    """
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        # models-- before the hub had repositories of kernels, kernels-- since.
+        cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
+        folders = cache.glob("*s--kernels-community--flash-attn3/snapshots/*")
+        folder = max(folders, key=lambda path: path.stat().st_mtime)
+        # By name, because a checkout of this project has a folder that is called so too.
+        load = importlib.import_module("kernels").get_local_kernel
+        old = "package_name" in inspect.signature(load).parameters
+        return (load(folder, "flash_attn3") if old else load(folder)).flash_attn_interface
+    except Exception as error:  # noqa: BLE001  releases of that package raise AssertionError and more
+        logger.debug("No FlashAttention-3 from the hub: %s", error)
+        return None
+
+
 class Flash3(Library):
-    """FlashAttention-3, the `hopper` folder of flash-attention: `flash_attn_interface`.
+    """FlashAttention-3: `flash_attn_interface` of the `hopper` folder of flash-attention, or the hub's build of it.
 
     Arguments go by position: between releases the optional ones gained defaults and `causal` became `is_causal`, but
     their order stayed.
     """
 
     name = "flash3"
-    install = "install FlashAttention-3 from the hopper folder of github.com/Dao-AILab/flash-attention"
+    install = (
+        "install FlashAttention-3 from the hopper folder of github.com/Dao-AILab/flash-attention, "
+        "or fetch kernels-community/flash-attn3 by the kernels package"
+    )
     module = "flash_attn_interface"
     capabilities = (9, 9)
     deterministic = True
 
+    def _missing(self) -> str | None:
+        missing = super()._missing()
+        return None if missing is None or _hub_flash3() is not None else missing
+
+    def _interface(self) -> Any:
+        """The source build's module, or the hub's."""
+        return importlib.import_module("flash_attn_interface") if super()._missing() is None else _hub_flash3()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in `Library`."""
-        from flash_attn_interface import _flash_attn_forward
-
         # From k_new to v_descale: caches, pages, ragged lengths, rotary tables, float8 scales.
         absent = (None,) * 20
-        out, lse, *_ = _flash_attn_forward(q, k, v, *absent, _scale(q), False)
+        out, lse, *_ = self._interface()._flash_attn_forward(q, k, v, *absent, _scale(q), False)
         return out, lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
     ) -> Gradients:
         """As in `Library`."""
-        from flash_attn_interface import _flash_attn_backward
-
         dq, dk, dv = _empty_gradients(q, k, v)
         # From cu_seqlens_q to max_seqlen_k: ragged lengths.
         absent = (None,) * 6
-        _flash_attn_backward(
+        self._interface()._flash_attn_backward(
             grad_out, q, k, v, out, lse, *absent, dq, dk, dv, _scale(q), False, deterministic=deterministic
         )
         return dq, dk, dv

@@ -8,6 +8,7 @@ swapped argument is a wrong number.
 import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.models.attention import libraries
 from sage_fast.models.attention.attention import BACKENDS
 from sage_fast.models.attention.libraries import LIBRARIES
 from tests.models.attention.attention_cases import TOLERANCE, Inputs, assert_matches_oracle, make_inputs
@@ -249,3 +251,41 @@ def test_every_library_has_both_calls() -> None:
                 inspect.signature(getattr(library, call)).parameters.keys()
                 == inspect.signature(getattr(LIBRARIES["reference"], call)).parameters.keys()
             )
+
+
+@pytest.mark.parametrize("kind", ["model", "kernel"])
+def test_flash3_is_taken_from_the_hubs_cache_where_there_is_no_source_build(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the call of either age of the package; where the cache holds nothing, flash3 is as absent as before."""
+    called: list[tuple[object, ...]] = []
+
+    def forward(*arguments: object) -> tuple[str, str, None]:
+        called.append(arguments)
+        return "out", "lse", None
+
+    build = types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(_flash_attn_forward=forward))
+    loaded: list[Path] = []
+
+    def load(repo_path: Path, *, backend: str | None = None) -> object:
+        loaded.append(repo_path)
+        return build
+
+    def load_by_name(repo_path: Path, package_name: str) -> object:
+        assert package_name == "flash_attn3"
+        return load(repo_path)
+
+    package = types.ModuleType("kernels")
+    package.get_local_kernel = load if kind == "kernel" else load_by_name  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    flash3, snapshot = LIBRARIES["flash3"], tmp_path / f"{kind}s--kernels-community--flash-attn3/snapshots/0123"
+    libraries._hub_flash3.cache_clear()
+    assert "kernels-community/flash-attn3" in str(flash3._missing())
+    snapshot.mkdir(parents=True)
+    libraries._hub_flash3.cache_clear()
+    assert flash3._missing() is None
+    q = torch.zeros(1, 3, 2, 64)
+    assert flash3.forward(q, q, q) == ("out", "lse")
+    assert loaded == [snapshot] and called[0][3:] == (*(None,) * 20, 64**-0.5, False)
+    libraries._hub_flash3.cache_clear()

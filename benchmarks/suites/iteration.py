@@ -1,0 +1,194 @@
+"""One whole GRPO iteration of the true model: rollout, decoding, reward, anchor and update, by the trainer of a run.
+
+    python -m benchmarks iteration            8.3 B random weights on one GPU, 480x832, 81 frames
+    python -m benchmarks iteration --smoke    the same code anywhere on a tiny model; the numbers mean nothing
+
+The settings are those of `configs/hv15_480p_lora_1gpu.yaml`, with two videos of four steps. The reward is a picture's
+brightness, so that nothing but the model takes time. Parity comes first: at the first update the policy is the one that
+made the rollout, so every ratio is 1. Peak memory stands beside the planner's.
+
+The toy run of `configs/toy_cpu.yaml` trains on the same device for a minute; its ratios have to be 1 too.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, peers, workload
+from benchmarks.errors import verdict
+from benchmarks.harness import Quantiles
+from benchmarks.results import Record
+from benchmarks.session import Cell, Session, Suite, timing
+from benchmarks.suites import attention, decode, kernels
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.text_files import read_text, read_yaml
+from sage_fast.models.family import Components, load_components
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.planning.estimate import make_memory_plan, settle_decoding
+from sage_fast.records import Prompt, PromptEmbeds
+from sage_fast.rewards.worker import load_scorer
+from sage_fast.run.prompt_files import read_prompts
+from sage_fast.trainer import RATIO_TOLERANCE, Trainer
+
+SUITE, DEMO = "iteration", "demo"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PROMPTS = [Prompt(text=text, index=index) for index, text in enumerate(("a red ball", "a blue cube"))]
+REWARD = f"{__name__}:Brightness"
+CHANGES: dict[str, Any] = {
+    "rollout": {"num_steps": 4, "num_generations": 2, "batch_size": 2, "micro_batch_size": 1},
+    "reward": {"rewards": [REWARD], "options": {}, "weights": {"brightness": 1.0}},
+}
+"""Two videos of four steps."""
+SECONDS = 110.0
+"""Guess of the first iteration: eight steps of a rollout and eight of an update at B, and two videos decoded."""
+DEMO_SECONDS = 60.0
+
+
+class Brightness:
+    """A reward that costs nothing: the mean of all pixels."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """As `sage_fast.rewards.base.Reward`."""
+        return {"brightness": videos.float().flatten(1).mean(1).cpu() / 255}
+
+
+class RandomPrompts:
+    """Embeddings of random values, as long as a prompt's."""
+
+    def __init__(self, config: Mapping[str, Any], text_tokens: int) -> None:
+        self.config, self.text_tokens = config, text_tokens
+
+    def prepare(self, texts: Sequence[str], *collective: Any) -> list[tuple[int, int]]:
+        """As `sage_fast.models.family.PromptEncoder`."""
+        return [(self.text_tokens, 0)] * len(texts)
+
+    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+        """As `sage_fast.models.family.PromptEncoder`."""
+        generator = torch.Generator().manual_seed(0)
+        size = self.text_tokens, self.config["text_embed_dim"]
+        glyph = torch.empty(0, self.config["text_embed_2_dim"])
+        return [PromptEmbeds(text=torch.randn(size, generator=generator), glyph=glyph) for _ in texts]
+
+
+def settings(kind: type, tree: Mapping[str, Any]) -> Any:
+    """A section of the configuration from its YAML, without the library that reads a run's: it need not be here."""
+    sections = {field.name: field.type for field in fields(kind) if is_dataclass(field.type)}  # type: ignore[arg-type]
+    return kind(
+        **{name: settings(sections[name], value) if name in sections else value for name, value in tree.items()}  # type: ignore[arg-type]
+    )
+
+
+def read_settings(name: str, changes: Mapping[str, Any]) -> RunConfig:
+    """One of the recipes in `configs/`, with keys of its sections replaced."""
+    tree = read_yaml(read_text(CONFIGS / name), name)
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    found: RunConfig = settings(RunConfig, tree)
+    return found
+
+
+class Iteration:
+    """A trainer of the recipe over random weights, after its first iteration."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, device = session, session.device
+        smoke = session.smoke
+        model = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15
+        changes = CHANGES | {"model": {"device": device.type, "attention": attention.choose(session, model)}}
+        self.config = read_settings("hv15_480p_lora_1gpu.yaml", changes)
+        vae: dict[str, Any] = {}
+        if smoke:
+            vae = decode.TINY | {"latent_channels": 32, "block_out_channels": [8, 8, 16, 16, 32]}
+            self.config = replace(self.config, video=replace(self.config.video, num_frames=9, height=48, width=64))
+        self.config = settle_decoding(self.config)
+        decoder = VAEDecoder(
+            decode.random_vae(vae, device, torch.float32 if device.type == "cpu" else torch.float16),
+            memory_gib=self.config.model.decode_limit_gib,
+        )
+        components = Components(
+            transformer=workload.random_transformer(model, device, torch.bfloat16),
+            prompt_encoder=RandomPrompts(model, workload.SMOKE[1].text_tokens if smoke else workload.B.text_tokens),
+            video_decoder=decoder,
+        )
+        reward = load_scorer(self.config.reward, [prompt.text for prompt in PROMPTS])
+        self.trainer = Trainer(self.config, components, reward, PROMPTS, PROMPTS)
+        self.reference_ops = kernels.red_ops(session.result)
+        harness.forget_peak(device)
+        self.first = self.iterate()
+
+    def iterate(self) -> dict[str, float]:
+        """The metrics of an iteration, without kernels that are wrong on this device."""
+        with peers.plain_ops(self.reference_ops):
+            return self.trainer.iterate()
+
+    def check(self) -> Record:
+        """How far from 1 the ratio of the first update was."""
+        return verdict({"ratio": self.first["ratio/first_max_deviation"]}, RATIO_TOLERANCE)
+
+    def measure(self) -> Record:
+        """The row of an iteration: a second one, where there is time."""
+        metrics = self.first
+        if self.session.left > self.first["time/iteration"]:
+            metrics = self.iterate()
+        phases = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+        total = phases.pop("iteration")
+        peak, planned = harness.peak_memory_gb(self.session.device), self.planned_gb()
+        note = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
+        note += "" if planned is None else f"; planned {planned:.1f} GB"
+        note += f"; without the kernels of {', '.join(self.reference_ops)}" if self.reference_ops else ""
+        row = timing("2 videos of 4 steps", "B", "ours", Quantiles.of([total]), peak_memory_gb=peak, note=note)
+        return {"rows": [row | {"phases": phases, "planned_memory_gb": planned}]}
+
+    def planned_gb(self) -> float | None:
+        """What the planner predicts that PyTorch allocates at the most before an evaluation; None for a smoke run,
+        whose model is no published one.
+        """
+        if self.session.smoke:
+            return None
+        total = torch.cuda.get_device_properties(self.session.device).total_memory / 1e9
+        memory = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=total, runtime=0.0, sizes={}).memory
+        return max(memory.total(phase) for phase in memory.phases if phase != "evaluation") / 1e9
+
+
+def cells(session: Session) -> Iterator[Cell]:
+    """The first iteration, whose ratio is the parity check, and its seconds."""
+    iteration = cache(lambda: Iteration(session))
+    needed = 0.0 if session.smoke else SECONDS
+    yield Cell(suite=SUITE, name="parity", work=lambda: iteration().check(), seconds=needed)
+    yield Cell(suite=SUITE, name="B", work=lambda: iteration().measure(), needs=(f"{SUITE} parity",))
+
+
+def demo(session: Session) -> Record:
+    """Train the toy run for a minute. The verdict is on the ratio at the first update of every rollout."""
+    changes: dict[str, Any] = {"model": {"family": "toy", "device": session.device.type}}
+    if session.smoke:
+        changes["rollout"] = {"num_generations": 2, "batch_size": 4, "micro_batch_size": 4}
+    config = read_settings("toy_cpu.yaml", changes)
+    prompts = read_prompts(CONFIGS / "prompts" / "toy_train.csv")
+    reward = load_scorer(config.reward, [prompt.text for prompt in prompts], fps=config.video.fps)
+    trainer = Trainer(config, load_components(config.model), reward, prompts, prompts[:1])
+    began, seen = time.monotonic(), list[dict[str, float]]()
+    while not seen or (not session.smoke and time.monotonic() - began < min(DEMO_SECONDS, session.left - 5.0)):
+        seen.append(trainer.iterate())
+    seconds = Quantiles.of([metrics["time/iteration"] for metrics in seen])
+    note = f"reward {seen[0]['reward/mean']:.3f} at first, {seen[-1]['reward/mean']:.3f} after {len(seen)} updates"
+    deviation = max(metrics["ratio/first_max_deviation"] for metrics in seen)
+    row = timing("toy iteration", "", "ours", seconds, note=note)
+    return verdict({"ratio": deviation}, RATIO_TOLERANCE) | {"rows": [row]}
+
+
+def demo_cells(session: Session) -> Iterator[Cell]:
+    """The toy run."""
+    yield Cell(suite=DEMO, name="toy", work=partial(demo, session))
+
+
+SUITES = (
+    Suite(name=SUITE, cells=cells, limit=200.0),
+    Suite(name=DEMO, cells=demo_cells, limit=75.0),
+)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_fast.config.files import replacing
+from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
 from sage_fast.models import video_files
@@ -95,7 +96,7 @@ class PairedEvaluation:
             seed=seed,
             settings={
                 "trained": str(self.trained),
-                "prompts": self.config.evaluation.prompts or self.config.data.prompts,
+                "prompts": portable(self.config.evaluation.prompts or self.config.data.prompts),
                 **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
             },
             videos=[

@@ -119,11 +119,11 @@ def _check_own(arguments: list[str]) -> None:
     files = [file for file in options.config if "/" in file or not file.endswith((".yaml", ".csv", ".txt"))]
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
-    if options.command == "prompts" or (options.command == "train" and options.keys):
+    if options.command in ("prompts", "configs") or (options.command == "train" and options.keys):
         return
-    if files and files[0].startswith("configs/"):
+    if files and not files[0].startswith("runs/"):
         load_config(files, overrides)
     else:
         assert files or options.command == "doctor"
         assert all(name.startswith("runs/") for name in files)
-        load_config("configs/toy_cpu.yaml", overrides)
+        load_config("toy_cpu", overrides)

@@ -65,7 +65,7 @@ def load_run_config(
         return load_config(None, overrides)
     for word in options.config:
         _check_file_word(word)
-    first, *more = Path(options.config[0]), *options.config[1:]
+    first, more = Path(options.config[0]), options.config[1:]
     if not (first / "config.yaml").is_file():
         if first.is_dir() and not config_file(first).is_file():
             raise ConfigError(

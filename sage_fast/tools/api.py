@@ -258,7 +258,7 @@ def generate(
 
 
 def _prompt_records(prompts: str | Sequence[str] | Sequence[Prompt]) -> list[Prompt]:
-    texts = [prompts] if isinstance(prompts, str) else prompts
+    texts: Sequence[str | Prompt] = [prompts] if isinstance(prompts, str) else prompts
     records = [p if isinstance(p, Prompt) else Prompt(text=p.strip(), index=i) for i, p in enumerate(texts)]
     if not records or not all(record.text for record in records):
         raise ConfigError("prompts is empty, or one of its prompts is; give at least one text.")

@@ -152,8 +152,9 @@ class PairedEvaluation:
             def write(number: int, video: Tensor) -> None:
                 video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
                 bar.update()
-                if bar.disable:
-                    logger.info("%s model: video %d of %d", model, number + 1, len(self.prompts))
+                done = number + 1
+                if bar.disable and (done % evaluation.batch_size == 0 or done == len(self.prompts)):
+                    logger.info("%s model: %d of %d videos", model.capitalize(), done, len(self.prompts))
 
             sampling = EvaluationSampling(
                 policy=generator.policy,

@@ -1,7 +1,7 @@
 """SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads nothing heavy.
 
-run = train(load_config("toy_cpu"))          docs/api.md
-accelerate(pipe.transformer)                 docs/performance.md
+run = train(load_config("toy_cpu"))          docs/how_to/python.md
+accelerate(pipe.transformer)                 docs/how_to/generate.md
 """
 
 import importlib

@@ -8,7 +8,7 @@
     run.generate(["a red circle moving left"])
 
 Everything is an exception: `sage_fast.config.errors.SageError` is the base class of those whose message says what to
-change. docs/api.md has examples.
+change. docs/how_to/python.md has examples.
 """
 
 import json
@@ -76,7 +76,7 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl as they are now, oldest first; `docs/real_model.md` says what the names mean."""
+        """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
         return read_metrics(self.output_dir / METRICS)
 
     def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:

@@ -19,8 +19,8 @@ from sage_fast.tools.api import TrainedRun, train
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how_to/python.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-CELLS = ["".join(cell["source"]) for cell in json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text("utf-8"))["cells"]
-         if cell["cell_type"] == "code"]  # fmt: skip
+NOTEBOOK = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text("utf-8"))
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def test_every_cell_is_python_that_imports() -> None:

@@ -14,6 +14,8 @@ PACKAGE_DIR: dict[str, str] = {
     "sage_kernels": "kernels/sage_kernels",
     "sage_kernels.ops": "kernels/sage_kernels/ops",
     "sage_kernels.reference": "kernels/sage_kernels/reference",
+    # Presets and prompts, no code; in the repository `sage_fast/config/presets.py` finds them where they are.
+    "sage_fast.configs": "configs",
 }
 
 INSTALL_REQUIRES = [
@@ -83,7 +85,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["sage_fast", "sage_fast.*"]) + list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
-    package_data={"sage_fast": ["py.typed", "models/toy/assets/*", "tools/scenes.yaml"]},
+    package_data={
+        "sage_fast": ["py.typed", "models/toy/assets/*", "tools/scenes.yaml"],
+        "sage_fast.configs": ["*.yaml", "*/*"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["sage-fast = sage_fast.commands.cli:main"]},

@@ -1,19 +1,58 @@
-"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads nothing heavy."""
+"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads nothing heavy.
 
+run = train(load_config("toy_cpu"))          docs/how_to/python.md
+accelerate(pipe.transformer)                 docs/how_to/generate.md
+"""
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sage_fast.config.errors import SageError
+    from sage_fast.config.load import load_config
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
+    from sage_fast.records import RolloutRecord
+    from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
+    from sage_fast.tools.api import TrainedRun, open_run, train
 
-__all__ = ["Acceleration", "accelerate"]
+__all__ = [
+    "Acceleration",
+    "Callback",
+    "EvaluationRecord",
+    "RolloutRecord",
+    "SageError",
+    "SaveRecord",
+    "StopRun",
+    "TrainedRun",
+    "UpdateRecord",
+    "accelerate",
+    "load_config",
+    "open_run",
+    "train",
+]
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "sage_fast.config.errors": ("SageError",),
+    "sage_fast.config.load": ("load_config",),
+    "sage_fast.records": ("RolloutRecord",),
+    "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
+    "sage_fast.tools.api": ("TrainedRun", "open_run", "train"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    # diffusers takes seconds to import.
-    if name in __all__:
+    # torch and diffusers take seconds to import.
+    if name in ("Acceleration", "accelerate"):
         from sage_fast.models.hunyuan15 import fused
 
         return getattr(fused, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run on several nodes by torchrun. Start the same command on every node of the hostfile, for example
 #
-#   pdsh -w node[01-08] 'cd /shared/sage-fast && configs/launch/torchrun.sh hosts.txt configs/hv15_480p_full_64gpu.yaml'
+#   pdsh -w node[01-08] 'cd /shared/sage-fast && configs/launch/torchrun.sh hosts.txt hv15_480p_full_64gpu'
 #
 # What follows the hostfile is for `sage-fast train`. The hostfile has a line "node01 slots=8" per node; the nodes meet
 # on the first one. docs/distributed.md says what happens when a process or a node fails.

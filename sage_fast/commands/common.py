@@ -1,30 +1,33 @@
-"""What the commands share: words of the command line, the configuration, the chosen weights."""
+"""What the commands share: words of the command line and the configuration."""
 
 import argparse
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sage_fast.config.schema import RunConfig
 
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 
-TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
-"""Keys that say which model a checkpoint's weights belong to."""
+
+SAMPLERS = "{sage_grpo,sage_exact,dance_grpo,flow_grpo,cps,ode}"
+"""What --sampler takes, for its help, which loads nothing; the table of samplers is `SDE_TYPES`."""
+
+BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
+"""An override as Hydra writes it, such as rollout.eta=0.3."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and `--key=value` overrides among the words that argparse left over.
 
-    The value of `--key value` is no file. Example: `["more.yaml", "--resume", "auto", "--seed=1"]` gives
-    `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
+    The value of `--key value` is no file, and `key=value` is an override unless there is such a file. Example:
+    `["more.yaml", "--resume", "auto", "seed=1"]` gives `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
     """
     files: list[str] = []
     overrides: list[str] = []
@@ -33,6 +36,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--"):
             overrides.append(word)
             takes_value = "=" not in word
+        elif not takes_value and BARE_OVERRIDE.fullmatch(word) and not os.path.lexists(word):
+            overrides.append(f"--{word}")
         else:
             (overrides if takes_value else files).append(word)
             takes_value = False
@@ -54,16 +59,19 @@ def load_run_config(
     """
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import check_trust, load_config, named_code
+    from sage_fast.config.presets import config_file
 
     if not options.config:
         return load_config(None, overrides)
     for word in options.config:
         _check_file_word(word)
-    first, *more = (Path(name) for name in options.config)
-    if not first.is_dir():
-        return load_config([first, *more], overrides)
+    first, more = Path(options.config[0]), options.config[1:]
     if not (first / "config.yaml").is_file():
-        raise ConfigError(f"{first} is a directory without config.yaml, so it is no run. Give a run or a YAML file.")
+        if first.is_dir() and not config_file(first).is_file():
+            raise ConfigError(
+                f"{first} is a directory without config.yaml, so it is no run. Give a run, a YAML file or a preset."
+            )
+        return load_config(options.config, overrides)
     # The directory may have been moved since: its checkpoints are where it is now.
     config = load_config([first / "config.yaml", *more], [f"--output_dir={first}", *overrides])
     if not options.trust_config:
@@ -72,10 +80,20 @@ def load_run_config(
 
 
 def _check_file_word(word: str) -> None:
-    """ConfigError for an override that lacks its dashes and so was taken for a file."""
+    """ConfigError for what is meant as an override but is written as other programs have it."""
     from sage_fast.config.errors import ConfigError
 
-    if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
+    if os.path.lexists(word):
+        return
+    if word.startswith("~"):
+        raise ConfigError(f"There is no file {word!r}. A key cannot be removed; give it the value that you want.")
+    if word.startswith("+"):
+        key, _, value = word.lstrip("+").partition("=")
+        raise ConfigError(
+            f"There is no file {word!r}. Every key exists already: write --{key}={value} to set one, and "
+            f"--{key}+={value} to append to a list."
+        )
+    if "=" in word or word.startswith(tuple(DASHES)):
         # Word processors and chat windows make other dashes of two hyphens.
         raise ConfigError(
             f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
@@ -88,7 +106,8 @@ def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> No
         "config",
         nargs=nargs,
         metavar="CONFIG",
-        help="YAML file or run directory; further YAML files are laid over it, left to right, then --section.key=value",
+        help="preset (`sage-fast configs` lists them), YAML file or run directory; further presets or files are laid "
+        "over it, left to right, then --section.key=value",
     )
     add_trust_argument(parser)
 
@@ -99,6 +118,13 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
         "--trust-config",
         action="store_true",
         help="import and call code of other packages (package.module:name) that a run directory's configuration names",
+    )
+
+
+def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
+    """The option --allow-cpu."""
+    parser.add_argument(
+        "--allow-cpu", action="store_true", help="run a model of more than 1e9 parameters on a CPU, at hours a video"
     )
 
 
@@ -120,49 +146,6 @@ def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "Ru
     if options.noise_seed is not None:
         evaluation = replace(evaluation, seed=options.noise_seed)
     return replace(config, evaluation=evaluation)
-
-
-def trained_weights(checkpoint: str, config: "RunConfig") -> "tuple[Path, Mapping[str, Tensor]] | None":
-    """Folder and weights of the chosen checkpoint: the averaged weights where the run kept an average.
-
-    The weights are read from disk one at a time, as they are looked up.
-
-    Args:
-        checkpoint: `auto` (newest of the run), `none` (the base model), or a folder.
-
-    Returns:
-        None where the base model is meant.
-
-    Raises:
-        ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
-    """
-    from sage_fast.checkpoint import find_checkpoint
-    from sage_fast.config.errors import ConfigError
-    from sage_fast.config.schema import to_dict
-    from sage_fast.run.resume import check_same_run
-
-    root = Path(config.output_dir) / "checkpoints"
-    found = find_checkpoint(checkpoint, root)
-    if found is None:
-        if checkpoint == "auto":
-            raise ConfigError(
-                f"{root} holds no complete checkpoint. Give --checkpoint FOLDER, or --checkpoint none for the base "
-                "model."
-            )
-        return None
-    check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
-    return found.folder, found.tensors.get("ema", found.tensors["weights"])
-
-
-def adapter(path: Path) -> Path:
-    """The file of the adapter that --lora names. ConfigError when there is none."""
-    from sage_fast.config.errors import ConfigError
-    from sage_fast.policy.trained import adapter_file
-
-    try:
-        return adapter_file(path)
-    except ValueError as error:
-        raise ConfigError(f"--lora: {error}") from error
 
 
 def program() -> str:

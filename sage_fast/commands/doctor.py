@@ -10,9 +10,9 @@ from sage_fast.commands.common import add_config_argument, load_run_config
 EPILOG = """\
 examples:
   sage-fast doctor                                            the machine alone
-  sage-fast doctor configs/hv15_352x624_lora_1gpu.yaml        files, memory and disk for this configuration
+  sage-fast doctor hv15_352x624_lora_1gpu        files, memory and disk for this configuration
 
-  sage-fast doctor configs/hv15_352x624_lora_1gpu.yaml --deep --scores scores.json
+  sage-fast doctor hv15_352x624_lora_1gpu --deep --scores scores.json
                                                               once on the real weights: load and compare all
 
 Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Exit status: 0 if the configuration could

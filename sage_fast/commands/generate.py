@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.commands.common import (
-    adapter,
+    SAMPLERS,
     add_config_argument,
+    add_cpu_argument,
     add_prompt_arguments,
     load_run_config,
-    trained_weights,
     with_prompt_options,
 )
 
 EPILOG = """\
 examples:
-  sage-fast generate configs/hv15_352x624_lora_1gpu.yaml --checkpoint none --prompts my.txt --output videos
+  sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output videos
   sage-fast generate runs/mine --prompts my.txt --output videos               newest checkpoint of a run
-  sage-fast generate configs/hv15_480p_lora_1gpu.yaml --lora exported --prompts my.txt --output videos
+  sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output videos
   sage-fast generate runs/mine --output noisy --sampler sage_grpo --num_videos 4
                                                             what the exploration of the training looks like
 
@@ -46,11 +46,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="auto (newest of the run), none (the base model), or a checkpoint folder; default auto",
     )
     weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
+    add_cpu_argument(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
     parser.add_argument(
         "--sampler",
         default="ode",
+        metavar=SAMPLERS,
         help="ode, or an SDE type to look at its exploration (with evaluation.eta, or rollout.eta); default ode",
     )
     parser.add_argument("--overwrite", action="store_true", help="make videos again that exist already")
@@ -58,30 +60,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
-    from sage_fast.policy.trained import weights_digest
-    from sage_fast.run.run import load_eval_prompts
-    from sage_fast.tools.generation import check_request, generate, load_generator
+    from sage_fast.tools.api import generate
 
-    config = with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False))
-    # Before the model is loaded, so that a mistake is reported within a second.
-    check_request(options.sampler, options.num_videos)
-    prompts = load_eval_prompts(config)
-    lora = adapter(options.lora) if options.lora else None
-    trained = None if lora else trained_weights(options.checkpoint, config)
-    source = lora or (trained[0] if trained else None)
-    generator = load_generator(config, prompts)
-    if lora:
-        generator.use_adapter(lora)
-    elif trained:
-        generator.use_weights(trained[1])
     paths, kept = generate(
-        generator,
+        with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
+        None,
         options.output,
-        # With a digest: other weights may lie at the same path.
-        weights=f"{source} ({weights_digest(source)[:12]})" if source else "base",
+        checkpoint=options.checkpoint,
+        lora=options.lora,
         sampler=options.sampler,
         num_videos=options.num_videos,
         overwrite=options.overwrite,
+        allow_cpu=options.allow_cpu,
     )
     print(
         f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they and contact_sheet.png are in "

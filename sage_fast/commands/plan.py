@@ -10,11 +10,11 @@ DEVICES = ("h100", "h200", "a100", "b200", "cpu")
 
 EPILOG = """\
 examples:
-  sage-fast plan configs/hv15_480p_lora_1gpu.yaml
-  sage-fast plan configs/hv15_480p_lora_1gpu.yaml --memory 48
-  sage-fast plan configs/hv15_480p_lora_1gpu.yaml --device b200 --gpus 8 --json
-  sage-fast plan configs/hv15_480p_full_64gpu.yaml
-  sage-fast plan configs/toy_cpu.yaml
+  sage-fast plan hv15_480p_lora_1gpu
+  sage-fast plan hv15_480p_lora_1gpu --memory 48
+  sage-fast plan hv15_480p_lora_1gpu --device b200 --gpus 8 --json
+  sage-fast plan hv15_480p_full_64gpu
+  sage-fast plan toy_cpu
 
 Nothing is loaded or downloaded: shapes run on torch's meta device. Exit status: 0 if the configuration fits, 1 if not.
 How to read the output: docs/planning.md.

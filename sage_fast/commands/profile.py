@@ -8,8 +8,8 @@ from sage_fast.commands.common import add_config_argument, load_run_config
 
 EPILOG = """\
 examples:
-  sage-fast profile configs/toy_cpu.yaml --output profile
-  sage-fast profile configs/hv15_352x624_lora_1gpu.yaml --output profile --rollout.num_steps=2 --rollout.batch_size=4
+  sage-fast profile toy_cpu --output profile
+  sage-fast profile hv15_352x624_lora_1gpu --output profile --rollout.num_steps=2 --rollout.batch_size=4
 
 --output gets trace.json.gz (open it in https://ui.perfetto.dev), top.txt and top.json. Nothing of a run is written or
 changed. The first iteration of a run compiles kernels and needs no forward for the KL's anchor: --warmup 1 shows the

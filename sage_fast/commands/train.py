@@ -3,16 +3,16 @@
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import add_config_argument, command_line, load_run_config
+from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
 from sage_fast.distributed.launch import rank, world_size
 
 EPILOG = """\
 examples:
-  sage-fast train configs/toy_cpu.yaml
-  sage-fast train configs/toy_cpu.yaml --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
+  sage-fast train toy_cpu
+  sage-fast train toy_cpu --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
   sage-fast train runs/dance --resume auto --optimizer.learning_rate=5e-6 --allow-changes optimizer.learning_rate
-  sage-fast train configs/hv15_352x624_lora_1gpu.yaml configs/ablations/setting_b.yaml --output_dir runs/setting_b
-  sage-fast train configs/toy_cpu.yaml --print_config        the resolved configuration, as YAML
+  sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output_dir runs/setting_b
+  sage-fast train toy_cpu --print_config        the resolved configuration, as YAML
   sage-fast train --keys                                     every key with its meaning and default
 """
 
@@ -28,6 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser, nargs="*")
+    add_cpu_argument(parser)
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument(
         "--allow-changes",
@@ -50,18 +51,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(build_parser(prog="sage-fast train CONFIG", usage="%(prog)s [--section.key=value ...]").format_help())
         return 0
     if not options.config and not overrides:
-        raise ConfigError("which run? Give a YAML file: sage-fast train configs/toy_cpu.yaml")
+        raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")
     config = load_run_config(options, overrides)
     if options.print_config:
         if rank() == 0:
             print(dump_config(config), end="")
         return 0
 
-    from sage_fast.planning.estimate import settle_decoding
     from sage_fast.run.resume import split_keys
-    from sage_fast.run.run import train
+    from sage_fast.tools.api import train
 
-    result = train(settle_decoding(config), allow_changes=split_keys(options.allow_changes))
+    result = train(config, allow_changes=split_keys(options.allow_changes), allow_cpu=options.allow_cpu)
     if rank() != 0:
         return 0
     if not result.finished and world_size() > 1:

@@ -38,7 +38,8 @@ class DistributedConfig:
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     deepspeed_config: str | None = None
-    """JSON file of DeepSpeed; what this project decides itself in it must agree with the run's other settings."""
+    """JSON file of DeepSpeed, found like `data.prompts`; what this project decides itself in it must agree with the
+    run's other settings."""
     startup_timeout_seconds: float = 1800.0
     """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
     progress and a collective may wait. Encoding prompts is progress."""
@@ -57,13 +58,13 @@ class DistributedConfig:
             if self.deepspeed_config is None:
                 raise ValueError(
                     "deepspeed_config is null, but distributed.engine deepspeed needs a JSON file; "
-                    "configs/deepspeed/zero2.json and zero3.json are two."
+                    "deepspeed/zero2.json and deepspeed/zero3.json ship."
                 )
             for key, default in (("keep_gathered", "auto"), ("param_dtype", "float32"), ("cpu_offload", False)):
                 if getattr(self, key) != default:
                     raise ValueError(
                         f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. Set it to "
-                        f"{default!r}; configs/deepspeed/zero3.yaml, laid over a configuration, sets all such keys."
+                        f"{default!r}; the preset deepspeed/zero3, laid over a configuration, sets all such keys."
                     )
             for key in ("dp_replicate", "dp_shard"):
                 if getattr(self, key) is not None:

@@ -15,12 +15,14 @@ from argparse import SUPPRESS, ArgumentError
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
+from sage_fast.config.presets import config_file, locate, missing_file, portable
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.config.text_files import dump_yaml, read_json, read_text, read_yaml
@@ -29,6 +31,10 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 MAX_SHOWN = 200
 """Characters of a wrong value that a message repeats."""
+
+
+PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"), ("distributed", "deepspeed_config"))
+"""Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
 
 
 def _load_value(text: str) -> Any:
@@ -116,8 +122,27 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any], prefix: str = "") -
     return result
 
 
+HABITS = {
+    "config-name": "Name a preset or a file by a plain word, as in `sage-fast train toy_cpu`.",
+    "config-path": "Name a preset or a file by a plain word, as in `sage-fast train mine/run.yaml`.",
+    "multirun": "A call is one run; start one for each value.",
+    "cfg": "--print_config prints the resolved configuration.",
+    "lr": "It is optimizer.learning_rate.",
+    "max_steps": "It is training.num_updates.",
+    "num_train_epochs": "Length is counted in updates: training.num_updates.",
+    "per_device_train_batch_size": "It is rollout.batch_size, the videos of a rollout on each rank.",
+    "gradient_accumulation_steps": "rollout.micro_batch_size says how many videos go through the model at once.",
+    "report_to": "Set logging.tensorboard or logging.wandb_project.",
+}
+"""What other programs call things, and what to write here."""
+
+
 def _explain_unknown(key: str, where: str) -> str:
     known = list(_types())
+    if key in HABITS:
+        return f"{where}: unknown key {key!r}. {HABITS[key]}"
+    if (positive := re.sub("^no[-_]", "", key)) in known and positive != key:
+        return f"{where}: unknown key {key!r}. Write --{positive}=false."
     # The last word alone is compared too, so that `num_step` in the wrong section is still found.
     close = difflib.get_close_matches(key, known, n=2, cutoff=0.6) or [
         k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], key.split(".")[-1]).ratio() > 0.8
@@ -126,22 +151,26 @@ def _explain_unknown(key: str, where: str) -> str:
     return f"{where}: unknown key {key!r}.{hint}"
 
 
-def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML files and apply command-line overrides.
+def load_config(
+    paths: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> RunConfig:
+    """Read a run's YAML files and apply overrides.
 
     Files are merged from left to right: what a later file names replaces what an earlier one says, key by key inside
     sections; a list or a mapping of the user's own names (`reward.weights`, `reward.options`) is replaced as a whole.
+    Prompt files are looked for as `locate` says, and are absolute in the result.
 
     Args:
-        paths: a YAML file, or several; null when everything comes from `overrides`.
-        overrides: `--section.key=value` words. `--reward.options.NAME.KEY=value` sets one option of one reward, and
-            `--list.key+=value` appends to a list.
+        paths: a preset (`"toy_cpu"`) or a YAML file, or several; None when everything comes from `overrides`.
+        overrides: values by dotted key, such as `{"rollout.eta": 0.3}`, or the words of a command line,
+            `--section.key=value`. `reward.options.NAME.KEY` sets one option of one reward, and `list.key+` appends to a
+            list.
 
     Raises:
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
     """
-    files = [] if paths is None else [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
-    words = _Words.read(overrides)
+    files = [] if paths is None else [paths] if isinstance(paths, str | Path) else paths
+    words = _Words.read([_word(*pair) for pair in overrides.items()] if isinstance(overrides, Mapping) else overrides)
     tree: dict[str, Any] = {}
     for path in (*files, *words.files):
         tree = _merged(tree, read_config_file(path))
@@ -161,7 +190,20 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     except (ArgumentError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(_tidy(str(error))) from error
     values.pop("config", None)
-    return RunConfig(**values)
+    config = RunConfig(**values)
+    for section, key in PATH_KEYS:
+        part = getattr(config, section)
+        setattr(part, key, _located(getattr(part, key)))
+    return config
+
+
+def _word(key: str, value: Any) -> str:
+    """An override of Python values as a word of a command line."""
+    return f"--{key}={value if isinstance(value, str | Path) else json.dumps(value, default=str)}"
+
+
+def _located(path: Any, folder: Path | None = None) -> Any:
+    return locate(path, folder) if isinstance(path, str) else path
 
 
 @dataclass(frozen=True)
@@ -190,7 +232,9 @@ class _Words:
             if not separator:
                 value = next(rest, "--")
                 if value.startswith("--"):
-                    raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
+                    raise ConfigError(
+                        f"command line: {name} has no value. {_how_to_write(key) or f'Write {name}=VALUE.'}"
+                    )
             words._add(key, value)
         return words
 
@@ -220,24 +264,26 @@ class _Words:
             self.values.append((key, value))
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The sections of a configuration file. ConfigError where it cannot be read or has a key that does not exist."""
+def read_config_file(name: str | Path) -> dict[str, Any]:
+    """The sections of a preset or a YAML file. ConfigError where it cannot be read or has a key that does not exist."""
+    path = config_file(name)
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"Config file {str(path)!r} does not exist. Give the path of a YAML file such as configs/toy_cpu.yaml."
-        ) from error
+        raise missing_file(path) from error
     except OSError as error:
         raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from error
     tree = read_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}.")
     _check_tree(tree, str(path))
+    for section, key in PATH_KEYS:
+        if key in tree.get(section, ()):
+            tree[section][key] = _located(tree[section][key], path.parent)
     return tree
 
 
-def named_code(files: Sequence[Path], overrides: Sequence[str]) -> set[str]:
+def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str]:
     """What files and overrides name under model.family and reward.rewards, and other strings beside them."""
     words = _Words.read(overrides)
     found = set()
@@ -272,6 +318,24 @@ def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards
             )
 
 
+def _how_to_write(key: str) -> str:
+    """How a value that is more than a word is written on the command line; nothing for a number or a string."""
+    kind = _types().get(key)
+    for part in get_args(kind) if get_origin(kind) is UnionType else (kind,):
+        if part is bool:
+            return f"Write --{key}=true or --{key}=false."
+        if get_origin(part) is Literal:
+            return f"Write --{key}= and one of {', '.join(map(str, get_args(part)))}."
+        if get_origin(part) is list:
+            a, b = (1, 2) if get_args(part) == (int,) else ("first", "second")
+            return f"Write --{key}='[{a}, {b}]', or --{key}+={a} to append to it."
+        if get_origin(part) is tuple:
+            return f"Write --{key}='[{', '.join(['0.9'] * len(get_args(part)))}]'."
+        if get_origin(part) is dict:
+            return f"Write --{key}='{{NAME: VALUE}}', or --{key}.NAME=VALUE for one of them."
+    return ""
+
+
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
@@ -290,11 +354,11 @@ def _tidy(message: str) -> str:
         kind = re.sub(r"<class '(.+?)'>", r"\1", kind).replace("typing.", "")
         if kind == "bool":
             return f"{key} is {value!r}, but it must be true or false."
-        return f"{key} is {value!r}, but it must be of type {kind}."
+        return f"{key} is {value!r}, but it must be of type {kind}. {_how_to_write(key)}".rstrip()
     if match := re.match(r"([\w.]+): Does not validate .* Subtypes: \[(.*?)\] Errors: .* Given value: (.*)", message):
         key, kinds, value = match.groups()
         kinds = re.sub(r"<class '(.+?)'>", r"\1", kinds).replace("NoneType", "null").replace(", ", " or ")
-        return f"{key} is {value[:MAX_SHOWN]}, but it must be of type {kinds}."
+        return f"{key} is {value[:MAX_SHOWN]}, but it must be of type {kinds}. {_how_to_write(key)}".rstrip()
     # Settings of other modules name their own field; say in which section of the file it stands.
     if match := re.match(r"(\w+) is ", message):
         keys = [k for k in _types() if k.endswith(f".{match[1]}")]
@@ -307,6 +371,9 @@ def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal object."""
     tree = to_dict(config)
     tree["optimizer"]["betas"] = list(tree["optimizer"]["betas"])
+    for section, key in PATH_KEYS:
+        if tree[section][key] is not None:
+            tree[section][key] = portable(tree[section][key])
     return dump_yaml(tree)
 
 

@@ -33,12 +33,35 @@ REWARDS = {
 }
 
 
+_REGISTERED: dict[str, Any] = {}
+
+
+def register(found: Any) -> str:
+    """Enter an object of this process, and return the name under which `resolve` finds it: `module:qualified name`.
+
+    Of an object that is neither a function nor a class it is the name of its class. ConfigError for a lambda.
+    """
+    named = found if hasattr(found, "__qualname__") else type(found)
+    if named.__name__ == "<lambda>":
+        raise ConfigError("A lambda has no name that its score could have. Define a function with def.")
+    name = f"{named.__module__}:{named.__qualname__}"
+    _REGISTERED[name] = found
+    return name
+
+
+def registered() -> set[str]:
+    """Names that this process has entered."""
+    return set(_REGISTERED)
+
+
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
-    """The object behind a short name or a `package.module:attribute`.
+    """The object behind a short name, a name that this process has entered, or a `package.module:attribute`.
 
     Raises:
         ConfigError: the name is unknown, is no name, or importing its module failed; the message names `key`.
     """
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     target = table.get(name, name)
     module_name, separator, attribute = target.partition(":")
     if not separator:

@@ -182,8 +182,9 @@ class VideoConfig:
 class DataConfig:
     """Training prompts."""
 
-    prompts: str
-    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts."""
+    prompts: str = field(metadata={FREE: PLACE})
+    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts. A relative path is looked for in
+    the folder of the YAML that names it, then in the working directory, then among the files that ship."""
     shuffle: bool = True
     """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
 
@@ -487,8 +488,8 @@ class TrainingConfig:
 class EvaluationConfig:
     """The paired evaluation: the same prompts and the same noise before and after."""
 
-    prompts: str | None = fixed(None, PAIRS)
-    """Prompt file; null evaluates on the training prompts."""
+    prompts: str | None = free(None, PLACE)
+    """Prompt file, found like `data.prompts`; null evaluates on the training prompts."""
     num_prompts: int | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
     every: int = free(20, PACE)

@@ -1,6 +1,6 @@
 """The plan of a configuration: memory by phase, work, exchange and predicted time on each GPU. Nothing is loaded.
 
-plan = make_plan(load_config("configs/hv15_480p_lora_1gpu.yaml"), DEVICES["h100"])
+plan = make_plan(load_config("hv15_480p_lora_1gpu"), DEVICES["h100"])
 plan.memory.peak, plan.seconds_per_video
 """
 

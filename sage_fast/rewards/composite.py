@@ -264,9 +264,14 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
     try:
         if _is_score_function(found, options):
             inspect.signature(found).bind(None, None, **options)
-            return FunctionReward(found, name.rpartition(":")[2], options)
+            return FunctionReward(found, name.rpartition(":")[2].rpartition(".")[2], options)
         reward = found(**options)
     except TypeError as error:
+        if missing := _missing(found, options):
+            raise ConfigError(
+                f"reward.options.{name}.{missing[0]} is not set, and {name} cannot do without it. Write "
+                f"--reward.options.{name}.{missing[0]}=VALUE, or the same in the YAML."
+            ) from error
         raise ConfigError(f"reward.options.{name} = {options} does not fit {name}: {error}.") from error
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
@@ -283,6 +288,15 @@ def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(found).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _missing(found: Any, options: Mapping[str, Any]) -> list[str]:
+    """Parameters without a default that the options do not give; none where an option is unknown besides."""
+    parameters = _parameters(found)
+    if options.keys() - parameters.keys():
+        return []
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [n for n, p in parameters.items() if p.kind in plain and p.default is p.empty and n not in options]
 
 
 def _is_score_function(found: Any, options: Mapping[str, Any]) -> bool:

@@ -51,7 +51,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         content = read_text(path, MAX_BYTES)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path}: no such prompt file; check the path and the directory it is relative to"
+            f"{path}: no such prompt file; check the path, which is relative to the YAML that names it, or to the "
+            "working directory"
         ) from error
     except OSError as error:
         raise type(error)(f"{path}: cannot be read as a prompt file: {error.strerror}; check the path") from error

@@ -132,7 +132,7 @@ def _settings(config: RunConfig) -> Iterator[Check]:
                 name="speed",
                 status="warning",
                 detail="a model of this size on a CPU: one video takes hours",
-                fix="use a GPU of 80 GB, or configs/toy_cpu.yaml to try things out",
+                fix="use a GPU of 80 GB, or the preset toy_cpu to try things out",
             )
     except ConfigError as error:
         yield Check(
@@ -399,7 +399,7 @@ def _assumptions(plan: MemoryPlan) -> str:
 def _save_memory(config: RunConfig) -> str:
     """The setting that saves most of what is not used yet."""
     if config.training.mode == "full":
-        return "more GPUs that share the weights (configs/hv15_480p_full_8gpu.yaml), or --training.mode=lora"
+        return "more GPUs that share the weights (the preset hv15_480p_full_8gpu), or --training.mode=lora"
     if config.rollout.micro_batch_size > 1:
         return "--rollout.micro_batch_size=1"
     if config.model.dtype == "float32":

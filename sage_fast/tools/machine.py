@@ -150,7 +150,7 @@ def hardware() -> Iterator[Check]:
             fix="install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally",
         )
     else:
-        yield Check(section=section, name="cuda", status="info", detail="none; configs/toy_cpu.yaml trains on the CPU")
+        yield Check(section=section, name="cuda", status="info", detail="none; the preset toy_cpu trains on the CPU")
 
 
 def _open_files() -> Check:

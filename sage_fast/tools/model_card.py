@@ -98,7 +98,7 @@ def _introduction(result: Export, config: RunConfig) -> list[str]:
         f"# {what} in the layout of {result.layout}",
         f"Written by SAGE-Fast {__version__} after {result.update} optimizer updates{average}.{merged}",
         f"* base model: {base}\n"
-        f"* prompts: {config.data.prompts}\n"
+        f"* prompts: {Path(config.data.prompts).name}\n"
         f"* reward: {weights}, by {', '.join(config.reward.rewards)}\n"
         f"* videos: {video.num_frames} frames of {video.height}x{video.width}, shift {rollout.shift:g}, guidance "
         f"{rollout.guidance_scale:g}, {rollout.num_steps} steps; evaluated at {own.height}x{own.width} with "

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_fast.config.files import replacing
+from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
 from sage_fast.models import video_files
@@ -95,7 +96,7 @@ class PairedEvaluation:
             seed=seed,
             settings={
                 "trained": str(self.trained),
-                "prompts": self.config.evaluation.prompts or self.config.data.prompts,
+                "prompts": portable(self.config.evaluation.prompts or self.config.data.prompts),
                 **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
             },
             videos=[
@@ -151,8 +152,9 @@ class PairedEvaluation:
             def write(number: int, video: Tensor) -> None:
                 video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
                 bar.update()
-                if bar.disable:
-                    logger.info("%s model: video %d of %d", model, number + 1, len(self.prompts))
+                done = number + 1
+                if bar.disable and (done % evaluation.batch_size == 0 or done == len(self.prompts)):
+                    logger.info("%s model: %d of %d videos", model.capitalize(), done, len(self.prompts))
 
             sampling = EvaluationSampling(
                 policy=generator.policy,

@@ -57,6 +57,9 @@ class Report:
     videos: Sequence[ShownVideo]
     scales: Mapping[str, Scale] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{to_text(self)}\n{headline(self)}"
+
 
 def spread_over_ranks(differences: Sequence[float], count: int) -> list[int]:
     """Positions of `count` values, evenly from the largest to the smallest, so that losses show as well as gains.

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
+from sage_fast.config.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = (ROOT / "setup.py").read_text("utf-8")
@@ -70,7 +71,7 @@ def check_extras(text: str) -> None:
 
 
 def _check_files(names: Iterable[str]) -> None:
-    missing = [name for name in names if not (ROOT / name).exists()]
+    missing = [name for name in names if not (ROOT / name).exists() and name not in preset_names()]
     assert not missing, missing
 
 
@@ -119,11 +120,11 @@ def _check_own(arguments: list[str]) -> None:
     files = [file for file in options.config if "/" in file or not file.endswith((".yaml", ".csv", ".txt"))]
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
-    if options.command == "prompts" or (options.command == "train" and options.keys):
+    if options.command in ("prompts", "configs") or (options.command == "train" and options.keys):
         return
-    if files and files[0].startswith("configs/"):
+    if files and not files[0].startswith("runs/"):
         load_config(files, overrides)
     else:
         assert files or options.command == "doctor"
         assert all(name.startswith("runs/") for name in files)
-        load_config("configs/toy_cpu.yaml", overrides)
+        load_config("toy_cpu", overrides)

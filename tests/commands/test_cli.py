@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from sage_fast.commands.cli import COMMANDS, main, parse
-from sage_fast.commands.common import split_words
+from sage_fast.commands.common import SAMPLERS, split_words
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models import video_files
-from sage_fast.sde import sigma_schedule, transition_table
+from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
 from sage_fast.tools.generation import Generator, _settings
 
 MakeRun = Callable[..., RunConfig]
@@ -46,11 +46,13 @@ def prompts(tmp_path: Path) -> Path:
     ("words", "files", "overrides"),
     [
         ([], [], []),
+        (["a.yaml", "seed=1", "reward.rewards+=mine"], ["a.yaml"], ["--seed=1", "--reward.rewards+=mine"]),
+        (["--resume", "seed=1"], [], ["--resume", "seed=1"]),
         (["b.yaml", "--seed=1"], ["b.yaml"], ["--seed=1"]),
         (["--resume", "auto", "b.yaml"], ["b.yaml"], ["--resume", "auto"]),
         (["--a=1", "b.yaml", "--c", "2", "d.yaml"], ["b.yaml", "d.yaml"], ["--a=1", "--c", "2"]),
     ],
-    ids=["none", "file-first", "value-of-an-option", "mixed"],
+    ids=["none", "bare", "value-with-an-equals-sign", "file-first", "value-of-an-option", "mixed"],
 )
 def test_files_and_overrides_are_told_apart(words: list[str], files: list[str], overrides: list[str]) -> None:
     assert split_words(words) == (files, overrides)
@@ -84,6 +86,37 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
     assert f"usage: sage-fast {command}" in result.stdout and "examples:" in result.stdout
 
 
+def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seed=1").write_text("seed: 2\n")
+    assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"])
+
+
+def test_the_help_names_every_sampler() -> None:
+    assert "{" + ",".join(SDE_TYPES) + "}" == SAMPLERS
+
+
+def test_the_presets_are_listed_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["toy_cpu"].startswith("The main job") and "ablations/kl_none" in lines and len(lines) > 25
+    for name in ("toy_cpu", "deepspeed/zero3"):
+        assert main(["configs", "show", name]) == 0
+        text = capsys.readouterr().out
+        assert text == (ROOT / f"configs/{name}.yaml").read_text()
+    # A copy works wherever it lies: its prompts are those that ship.
+    Path("mine.yaml").write_text((ROOT / "configs/toy_cpu.yaml").read_text())
+    assert load_config("mine.yaml") == load_config("toy_cpu")
+    assert main(["configs", "show", "prompts/toy_train.csv"]) == 0
+    assert capsys.readouterr().out.startswith("prompt,")
+    assert main(["configs", "show", "kl_none"]) == 2
+    assert "Did you mean ablations/kl_none?" in capsys.readouterr().err
+    assert main(["configs", "show", "../setup.py"]) == 2 and main(["configs", "--seed=1"]) == 2
+
+
 def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path), "--output", str(tmp_path / "o")]) == 2
     assert "without config.yaml" in capsys.readouterr().err
@@ -92,7 +125,18 @@ def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
+        (["+rollout.eta=0.3"], "Every key exists already: write --rollout.eta=0.3"),
+        (["~rollout.eta"], "A key cannot be removed"),
+        (["rollout.et=0.3"], "unknown key 'rollout.et'. Did you mean rollout.eta"),
+        (["--config-name=toy_cpu"], "by a plain word, as in `sage-fast train toy_cpu`"),
+        (["--lr=1e-4"], "It is optimizer.learning_rate."),
+        (["--no-logging.tensorboard"], "Write --logging.tensorboard=false."),
+        (["--logging.tensorboard"], "Write --logging.tensorboard=true or --logging.tensorboard=false."),
+        (["--rollout.sde_type"], "Write --rollout.sde_type= and one of sage_grpo, sage_exact, "),
+        (["--reward.rewards=toy,mine"], "Write --reward.rewards='[first, second]', or --reward.rewards+=first"),
+        (["--optimizer.betas=0.9"], "Write --optimizer.betas='[0.9, 0.9]'."),
+        (["--reward.weights=VQ:1"], "Write --reward.weights='{NAME: VALUE}', or --reward.weights.NAME=VALUE"),
+        (["--rollout.sde_window.steps=1,2"], "Write --rollout.sde_window.steps='[1, 2]', or "),
         (["-rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
         (["\u2014rollout.eta=0.3"], "write two hyphens before it: --rollout.eta=0.3"),
         (["--see=3"], "unknown key 'see'. Did you mean seed"),

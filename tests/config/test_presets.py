@@ -9,7 +9,8 @@ import torch
 from benchmarks.scaling import preset_gpus
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.load import dump_config, load_config, save_config
+from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import check_batch
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
@@ -73,9 +74,67 @@ RECIPES = {"table2"}
 
 
 @pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presets name prompt files relative to the root of the repository."""
-    monkeypatch.chdir(ROOT)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets work from any working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("path", [*PRESETS, *ABLATIONS, *ZERO, ROOT / "configs/toy_cpu.yaml"], ids=lambda p: p.stem)
+def test_a_preset_goes_by_its_name_and_says_in_a_line_what_it_is(path: Path) -> None:
+    name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+    assert name in preset_names() and config_file(name) == path
+    summary = preset_summary(name)
+    assert len(summary) <= 115 and summary.endswith((".", ".)")) and not summary.startswith("#")
+
+
+def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    """Then to the working directory, then to what ships; on the command line only to these two."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    file = folder / "run.yaml"
+
+    def prompts(given: str, *words: str) -> str:
+        file.write_text(f"output_dir: x\ndata: {{prompts: {given}}}\n")
+        return load_config(file, words).data.prompts
+
+    shipped = ROOT / "configs/prompts/toy_train.csv"
+    assert prompts("prompts/toy_train.csv") == str(shipped)
+    assert prompts("configs/prompts/toy_train.csv") == str(shipped), "as runs of earlier versions have saved it"
+    assert prompts("nowhere.csv") == "nowhere.csv"
+    (tmp_path / "both.csv").touch()
+    assert prompts("both.csv") == str(tmp_path / "both.csv")
+    (folder / "both.csv").touch()
+    assert prompts("both.csv") == str(folder / "both.csv")
+    assert prompts("x.csv", "--data.prompts=both.csv") == str(tmp_path / "both.csv")
+    # A file of the same name in the working directory does not take the place of a preset's own.
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/toy_train.csv").touch()
+    assert load_config("toy_cpu").data.prompts == str(shipped)
+
+
+def test_a_saved_configuration_means_the_same_files_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.csv").write_text("prompt\na red circle moving left\n")
+    config = load_config("toy_cpu", {"data.prompts": "mine.csv"})
+    saved = tmp_path / "deep/run/config.yaml"
+    save_config(config, saved)
+    monkeypatch.chdir("/")
+    assert load_config(saved) == config and config.data.prompts == str(tmp_path / "mine.csv")
+    assert "prompts: prompts/toy_eval.csv" in saved.read_text(), "no path of this machine for what ships"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kl_none", "Did you mean ablations/kl_none?"),
+        ("configs/toy_cpu.yaml", "Did you mean toy_cpu?"),
+        ("toycpu", "Did you mean toy_cpu?"),
+        ("mine.yaml", "`sage-fast configs` lists the presets"),
+    ],
+)
+def test_what_is_neither_a_file_nor_a_preset(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(name)
+    assert repr(name) in str(error.value) and expected in str(error.value)
 
 
 @pytest.mark.parametrize("overlay", ZERO, ids=lambda p: p.stem)
@@ -235,7 +294,7 @@ def test_an_ablation_alone_is_no_run() -> None:
 
 
 def test_the_command_line_takes_several_files_wherever_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
-    preset, ablation = "configs/hv15_480p_lora_1gpu.yaml", "configs/ablations/kl_none.yaml"
+    preset, ablation = "hv15_480p_lora_1gpu", "ablations/kl_none"
     printed = []
     for words in (
         [preset, ablation, "--print_config", "--rollout.eta=0.4"],

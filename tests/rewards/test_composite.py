@@ -52,6 +52,13 @@ def test_a_function_may_name_its_scores_and_take_options() -> None:
     torch.testing.assert_close(reward.overall(scores), scores["first"] + 10 * scores["length"])
 
 
+def test_an_option_that_is_missing_is_named_by_its_key() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward\.options\.videoalign\.path is not set.*--reward\.options\.videoalign"
+    ):
+        CompositeReward.from_config(RewardConfig(rewards=["videoalign"]), defaults={"fps": 24.0})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "scale"),
     [("Bright", {"scale": 2.0}, 2.0), ("make", {"scale": 2.0}, 2.0), ("make", {}, 1.0), ("OBJECT", {}, 3.0)],

@@ -44,7 +44,7 @@ def damage(checkpoint: Path) -> None:
 # ------------------------------------------------------------------------------------------ what may change
 
 FREE_KEYS = re.compile(
-    r"output_dir|resume|num_threads|distributed\..*|rollout\.(micro_)?batch_size"
+    r"output_dir|resume|num_threads|(data|evaluation)\.prompts|distributed\..*|rollout\.(micro_)?batch_size"
     r"|training\.(num_updates|guidance|update|skip_nonfinite_updates|kl_share_every)"
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|offload_activations|adaln|compile)"
@@ -97,7 +97,7 @@ def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pyt
     file.write_text(dump_config(config))
     asked: list[list[str]] = []
 
-    def train(config: RunConfig, allow_changes: list[str]) -> RunResult:
+    def train(config: RunConfig, allow_changes: list[str], callbacks: tuple[()]) -> RunResult:
         asked.append(allow_changes)
         return RunResult(output_dir=Path(config.output_dir), update=1, finished=True, test=None)
 

@@ -1,0 +1,345 @@
+"""The Python API: train, and what one does with a run afterwards. The command line is built on it.
+
+    from sage_fast import load_config, train
+
+    run = train(load_config("toy_cpu", {"rollout.eta": 0.3}), reward=my_reward, callbacks=[Mine()])
+    run.metrics[-1]["reward/mean"]
+    print(run.evaluate())
+    run.generate(["a red circle moving left"])
+
+Everything is an exception: `sage_fast.config.errors.SageError` is the base class of those whose message says what to
+change. docs/how_to/python.md has examples.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sage_fast.checkpoint import find_checkpoint, list_checkpoints
+from sage_fast.checkpoint.folder import update_of
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import check_trust, load_config
+from sage_fast.config.registry import register, registered
+from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.distributed.launch import rank_device, world_size
+from sage_fast.evaluation import PairedTest
+from sage_fast.models.family import describe_model
+from sage_fast.planning.estimate import settle_decoding
+from sage_fast.planning.weights import count_weights
+from sage_fast.policy.trained import adapter_file, weights_digest
+from sage_fast.records import Prompt
+from sage_fast.rewards.base import Reward
+from sage_fast.run import run as training
+from sage_fast.run.callbacks import Callback
+from sage_fast.run.metrics import FILE_NAME as METRICS
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.resume import check_same_run
+from sage_fast.tools import generation
+from sage_fast.tools.generation import Generator, check_request, load_generator
+from sage_fast.tools.paired import PairedEvaluation
+from sage_fast.tools.report import Report, write_report
+
+TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
+"""Keys that say which model a checkpoint's weights belong to."""
+
+MOST_ON_CPU = 1_000_000_000
+"""Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""
+
+RewardLike = Reward | type[Reward] | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A run in its directory: what it has measured, and what can be done with its newest checkpoint.
+
+    config: of the run. update: optimizer updates done. finished: False where it was stopped before its last one.
+    test: the last evaluation against the first one; None where there are no two. stop_reason: what the callback that
+    stopped it has said.
+
+    Example: `train(load_config("toy_cpu"))`, or `open_run("runs/toy_cpu")`
+    """
+
+    config: RunConfig
+    update: int
+    finished: bool
+    test: PairedTest | None = None
+    stop_reason: str | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        """The run's directory."""
+        return Path(self.config.output_dir)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
+        return read_metrics(self.output_dir / METRICS)
+
+    def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
+        """Compare the trained model with its base model; see `evaluate`.
+
+        `output` is `scores` in the run's directory.
+        """
+        return evaluate(self.config, Path(output or self.output_dir / "scores"), **options)
+
+    def generate(
+        self, prompts: str | Sequence[str] | Sequence[Prompt], output: str | Path | None = None, **options: Any
+    ) -> list[Path]:
+        """Write videos of prompts with the trained model, and return their files; see `generate`.
+
+        `output` is `generated` in the run's directory.
+        """
+        return generate(self.config, prompts, Path(output or self.output_dir / "generated"), **options)[0]
+
+
+def train(
+    config: RunConfig,
+    *,
+    reward: RewardLike | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+    callbacks: Sequence[Callback] = (),
+    allow_changes: Collection[str] = (),
+    allow_cpu: bool = False,
+) -> TrainedRun:
+    """Train in this process, or in the processes that a launcher has started.
+
+    Args:
+        reward: takes the place of `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
+            uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
+            `score`. Higher is better.
+        reward_weights: score name -> weight. None: the score of a function is named after it and has weight 1; those of
+            an object have the weights of `reward.weights`.
+        callbacks: called on rank 0 at every rollout, update, evaluation and save; each may stop the run.
+        allow_changes: dotted keys that may differ from those of the checkpoint which `config.resume` goes on from.
+        allow_cpu: train a model of more than 1e9 parameters on a CPU.
+
+    Raises:
+        ConfigError: the configuration cannot run; nothing was changed.
+        CallbackError: a callback raised; the run was saved.
+        TrainingError, RewardError, CheckpointError, RunDirectoryError, OSError: the message says what to do, and what
+            was saved before is intact. RankFailure: another rank has died, failed or hung.
+    """
+    if reward is not None:
+        config = _with_reward(config, reward, reward_weights)
+    elif reward_weights is not None:
+        raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
+    _refuse_cpu(config, allow_cpu)
+    result = training.train(settle_decoding(config), allow_changes=allow_changes, callbacks=callbacks)
+    return TrainedRun(
+        config=config,
+        update=result.update,
+        finished=result.finished,
+        test=result.test,
+        stop_reason=result.stop_reason,
+    )
+
+
+def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun:
+    """A run that was trained before, wherever its directory lies now.
+
+    Args:
+        trust_config: import and call code of other packages that its configuration names, besides rewards that this
+            process has given to `train`.
+
+    Raises:
+        ConfigError: the directory holds no run, or one that names code which is not trusted.
+    """
+    directory = Path(directory)
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(f"{directory} holds no config.yaml, so it is no run.")
+    config = load_config(directory / "config.yaml", {"output_dir": str(directory)})
+    if not trust_config:
+        check_trust(config, directory, registered())
+    update = max(map(update_of, list_checkpoints(directory / "checkpoints")), default=0)
+    result = directory / "evaluation/result.json"
+    test = PairedTest(**json.loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
+    return TrainedRun(config=config, update=update, finished=update >= config.training.num_updates, test=test)
+
+
+def evaluate(
+    config: RunConfig,
+    output: Path,
+    *,
+    checkpoint: str = "auto",
+    lora: str | Path | None = None,
+    num_videos: int = 8,
+    resamples: int = 10_000,
+    seed: int = 0,
+    overwrite: bool = False,
+    allow_cpu: bool = False,
+) -> Report:
+    """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report into `output`.
+
+    Args:
+        checkpoint: `auto` (newest of the run) or a checkpoint folder. lora: an adapter instead.
+        num_videos: prompts whose videos the report shows. resamples, seed: of the bootstrap.
+        overwrite: evaluate again what has been evaluated in `output`.
+
+    Raises:
+        ConfigError, CheckpointError, RewardError, OSError: each says what to do; a model that was finished stays so.
+    """
+    if num_videos < 0:
+        raise ConfigError(f"--num_videos is {num_videos}; it must be at least 0.")
+    if resamples < 100:
+        raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
+    _one_process()
+    _refuse_cpu(config, allow_cpu)
+    config = settle_decoding(config)
+    prompts = training.load_eval_prompts(config)
+    if len(prompts) < 2:
+        file = config.evaluation.prompts or config.data.prompts
+        raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {file} holds one.")
+    if checkpoint == "none" and lora is None:
+        raise ConfigError(
+            "evaluate compares a trained model with the base model: give --checkpoint auto or a folder, or --lora."
+        )
+    weights = _choose_weights(config, checkpoint, lora)
+    assert weights is not None
+    evaluation = PairedEvaluation(config, prompts, output, weights.path, weights.use, overwrite=overwrite)
+    report = evaluation.report(num_videos=num_videos, resamples=resamples, seed=seed)
+    write_report(output, report)
+    return report
+
+
+def generate(
+    config: RunConfig,
+    prompts: str | Sequence[str] | Sequence[Prompt] | None,
+    output: Path,
+    *,
+    checkpoint: str = "auto",
+    lora: str | Path | None = None,
+    sampler: str = "ode",
+    num_videos: int = 1,
+    seed: int | None = None,
+    overwrite: bool = False,
+    allow_cpu: bool = False,
+) -> tuple[list[Path], int]:
+    """Write videos and a contact sheet into `output`; a video that is there already, made alike, is kept.
+
+    Returns their files, and how many of them were kept.
+
+    Args:
+        prompts: one text, several, or records; None takes the run's evaluation prompts.
+        checkpoint: `auto` (newest of the run), `none` (the base model) or a checkpoint folder. lora: an adapter
+            instead.
+        sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
+        overwrite: make videos again that exist already.
+
+    Raises:
+        ConfigError, CheckpointError, OSError: each says what to do.
+    """
+    # Before the model is loaded, so that a mistake is reported within a second.
+    check_request(sampler, num_videos)
+    _one_process()
+    _refuse_cpu(config, allow_cpu)
+    if seed is not None:
+        config = replace(config, evaluation=replace(config.evaluation, seed=seed))
+    records = training.load_eval_prompts(config) if prompts is None else _prompt_records(prompts)
+    weights = _choose_weights(config, checkpoint, lora)
+    generator = load_generator(config, records)
+    if weights is not None:
+        weights.use(generator)
+    return generation.generate(
+        generator,
+        output,
+        # With a digest: other weights may lie at the same path.
+        weights="base" if weights is None else f"{weights.path} ({weights_digest(weights.path)[:12]})",
+        sampler=sampler,
+        num_videos=num_videos,
+        overwrite=overwrite,
+    )
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _prompt_records(prompts: str | Sequence[str] | Sequence[Prompt]) -> list[Prompt]:
+    texts: Sequence[str | Prompt] = [prompts] if isinstance(prompts, str) else prompts
+    records = [p if isinstance(p, Prompt) else Prompt(text=p.strip(), index=i) for i, p in enumerate(texts)]
+    if not records or not all(record.text for record in records):
+        raise ConfigError("prompts is empty, or one of its prompts is; give at least one text.")
+    return records
+
+
+def _one_process() -> None:
+    if world_size() > 1:
+        raise ConfigError(
+            f"This is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the same."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Trained weights: where they lie, and those of a checkpoint, which are read one at a time; None of an adapter."""
+
+    path: Path
+    tensors: Mapping[str, Tensor] | None
+
+    def use(self, generator: Generator) -> None:
+        """Put them into a generator."""
+        if self.tensors is None:
+            generator.use_adapter(self.path)
+        else:
+            generator.use_weights(self.tensors)
+
+
+def _choose_weights(config: RunConfig, checkpoint: str, lora: str | Path | None) -> _Weights | None:
+    """The weights that are meant, averaged where the run kept an average; None for the base model.
+
+    Raises:
+        ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
+    """
+    if lora is not None:
+        try:
+            return _Weights(path=adapter_file(Path(lora)), tensors=None)
+        except ValueError as error:
+            raise ConfigError(f"--lora: {error}") from error
+    root = Path(config.output_dir) / "checkpoints"
+    found = find_checkpoint(checkpoint, root)
+    if found is None:
+        if checkpoint == "auto":
+            raise ConfigError(
+                f"{root} holds no complete checkpoint. Give --checkpoint FOLDER, or --checkpoint none for the base "
+                "model."
+            )
+        return None
+    check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
+    return _Weights(path=found.folder, tensors=found.tensors.get("ema", found.tensors["weights"]))
+
+
+def _with_reward(config: RunConfig, reward: RewardLike, weights: Mapping[str, float] | None) -> RunConfig:
+    """The configuration with a reward of this process's in place of those that it names."""
+    is_function = not hasattr(reward, "score")
+    if is_function and not callable(reward):
+        raise ConfigError(f"reward is {reward!r}. Give a function f(videos, prompts), or an object with `score`.")
+    name = register(reward)
+    if config.reward.placement == "process":
+        raise ConfigError(
+            "reward.placement is process, but another process cannot have a reward that is given as an object. Set it "
+            "to inline, or name the reward by package.module:attribute under reward.rewards."
+        )
+    if weights is None:
+        weights = {name.rpartition(".")[2].rpartition(":")[2]: 1.0} if is_function else config.reward.weights
+    section = replace(config.reward, rewards=[name], options={}, weights=dict(weights))
+    return replace(config, reward=section)
+
+
+def _refuse_cpu(config: RunConfig, allowed: bool) -> None:
+    """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
+    if allowed or rank_device(config.model.device).type != "cpu":
+        return
+    try:
+        description = describe_model(config.model)
+    except ConfigError:
+        return  # nothing is known of its size before it is loaded
+    count = count_weights(config, description.transformer).total
+    if count > MOST_ON_CPU:
+        raise ConfigError(
+            f"The model has {count / 1e9:.1f} billion parameters and would run on a CPU (model.device is "
+            f"{config.model.device!r}, and no GPU is used): one video takes hours. Use a GPU of 80 GB, try things out "
+            "with the preset toy_cpu, or add --allow-cpu (allow_cpu=True in Python) if you mean it."
+        )

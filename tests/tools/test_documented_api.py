@@ -1,0 +1,109 @@
+"""The page and the notebook of the Python API do what they show, and so does an installed wheel."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import matplotlib.pyplot
+import pytest
+
+from sage_fast import Callback
+from sage_fast.tools.api import TrainedRun, train
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/how_to/python.md").read_text("utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+NOTEBOOK = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text("utf-8"))
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def test_every_cell_is_python_that_imports() -> None:
+    assert len(CELLS) >= 5
+    for code in CELLS:
+        imports = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), "cell", "exec"), {})
+
+
+def test_the_ten_lines_are_ten() -> None:
+    lines = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.strip().startswith('"""')]
+    assert len(lines) <= 10
+
+
+def test_the_page_names_what_there_is() -> None:
+    options = set(re.findall(r"^\| `(\w+)=`", PAGE, re.M))
+    assert options == set(train.__kwdefaults__ or ())
+    fields = {
+        name
+        for row in re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
+        for name in re.findall(r"`(\w+)(?:\(\w+, |\(output|`)", row)
+    }
+    public = {name for name in dir(TrainedRun) if not name.startswith("_")} | set(TrainedRun.__dataclass_fields__)
+    assert public <= fields
+    assert {name for name in vars(Callback) if name.startswith("on_")} <= set(re.findall(r"`(on_\w+)`", PAGE))
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings but for the size of a rollout."""
+    monkeypatch.chdir(tmp_path)
+    small = '"evaluation.num_prompts": 6, "rollout.batch_size": 32}'
+    assert BLOCKS[0].count('"evaluation.num_prompts": 6}') == 1
+    exec(BLOCKS[0].replace('"evaluation.num_prompts": 6}', small), {"__name__": "documented"})
+    assert (tmp_path / "runs/toy_cpu/generated/00-a-red-circle-moving-left.mp4").stat().st_size > 0
+    exec(BLOCKS[1], {"__name__": "documented"})
+    exec(BLOCKS[2], {"__name__": "documented"})
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(matplotlib.pyplot, "show", lambda: None)
+    notebook = {"__name__": "notebook"}
+    for code in CELLS:
+        exec(code, notebook)
+    assert (tmp_path / "runs/notebook/scores/evaluation.html").exists()
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
+    """The wheel is unpacked and put before everything else, so that nothing of the repository can be found."""
+    source, wheels, unpacked, empty = (tmp_path / name for name in ("source", "wheels", "unpacked", "empty"))
+    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    words = ["wheel", str(source), "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), "--quiet"]
+    subprocess.run([*pip, *words], check=True)
+    shutil.rmtree(source)
+    (wheel,) = wheels.glob("sage_fast-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    shipped = {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*") if p.is_file()}
+    assert {
+        p.relative_to(unpacked / "sage_fast/configs") for p in (unpacked / "sage_fast/configs").rglob("*")
+    } >= shipped
+    empty.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=empty, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = "import sage_fast, sage_kernels; print(sage_fast.__file__, sage_kernels.__file__)"
+    assert call("-c", where).count(str(unpacked)) == 2
+    program = ["-m", "sage_fast"]
+    assert call(*program, "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
+    small = ["--rollout.batch_size=32", "--evaluation.num_prompts=4"]
+    call(*program, "train", "toy_cpu", "--training.num_updates=1", *small)
+    call(*program, "evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200")
+    (empty / "mine.txt").write_text("a red circle moving left\n")
+    call(*program, "generate", "runs/toy_cpu", "--prompts=mine.txt", "--output=videos")
+    assert (empty / "videos/00-a-red-circle-moving-left.mp4").exists() and (empty / "scores/evaluation.html").exists()

@@ -167,7 +167,10 @@ def line_chart(
             # A line of no length with round ends: a circle would be stretched with the picture.
             shapes.append(f'<path class="point {colour}" d="{"".join(f"M{p}h0" for p in points)}"/>')
     labels = [
-        *(f'<span class="y" style="top:{100 * (top - y) / (top - bottom):.1f}%">{number(y)}</span>' for y in y_ticks),
+        *(
+            f'<span class="y" style="top:{100 * (top - y) / (top - bottom):.1f}%">{text}</span>'
+            for y, text in zip(y_ticks, _tick_labels(y_ticks), strict=True)
+        ),
         *(f'<span class="x" style="left:{100 * (x - left) / (right - left):.1f}%">{x:g}</span>' for x in x_ticks),
     ]
     legend = "".join(
@@ -221,6 +224,15 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [float(f"{k * step:.10g}") for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Labels with as many digits as tell neighbours apart."""
+    step = min((b - a for a, b in pairwise(ticks)), default=0.0) or abs(ticks[0]) or 1.0
+    if max(map(abs, ticks)) >= 1e6 or step < 1e-6:
+        return [f"{tick:.3g}" for tick in ticks]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
 
 
 # ------------------------------------------------------------------------------------------------ videos
@@ -355,6 +367,14 @@ for (const pair of document.querySelectorAll(".pair")) {
     video.addEventListener("error", hide);
     if (video.error) hide();
   }
+}
+for (const time of document.querySelectorAll("time")) {
+  const date = new Date(time.dateTime), say = () => {
+    const minutes = Math.round((Date.now() - date) / 60000);
+    const ago = minutes < 100 ? `${minutes} min` : `${Math.round(minutes / 60)} h`;
+    time.textContent = `${date.toLocaleString()} (${ago} ago)`;
+  };
+  say(); setInterval(say, 30000);
 }
 const refresh = Number(document.body.dataset.refresh), key = `sage-fast ${location.pathname}`;
 if (refresh) {

@@ -6,7 +6,9 @@ runs/NAME/
     samples/                             mp4s and contact sheets from fixed prompts and noise
     evaluation/                          scores per prompt; result.json is the paired test of last against first
     checkpoints/                         see `checkpoint/`
-    reward.png  before_after.png         what to look at first
+    index.html                           what to look at first: everything on one page, rewritten while the run goes on
+    reward.png  before_after.png         the same for a document
+    status.json  lease.json              how far it is, and who writes here: what `sage-fast status` reads
 """
 
 import hashlib
@@ -44,12 +46,17 @@ from sage_fast.run import media
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
-from sage_fast.run.progress import RunProgress, peak_memory_gib
+from sage_fast.run.progress import Pace, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
+from sage_fast.run.run_page import write_run_page
+from sage_fast.run.status import State, Status, StatusFile
 from sage_fast.trainer import Trainer
+
+SECONDS_BETWEEN_PAGES = 60.0
+"""The page of a run is written after an evaluation, and after an update where that was so long ago."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +148,12 @@ def _check_described_heads(config: RunConfig, sp: int) -> None:
     check_heads(sp, description.transformer["num_attention_heads"])
 
 
-def train(config: RunConfig, allow_changes: Collection[str] = ()) -> RunResult:
+def train(config: RunConfig, allow_changes: Collection[str] = (), *, planned_seconds: float | None = None) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
         allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
+        planned_seconds: that an iteration should take, for the page of the run to compare with.
 
     Raises:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
@@ -158,7 +166,7 @@ def train(config: RunConfig, allow_changes: Collection[str] = ()) -> RunResult:
         config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        return Run(config, world, watchdog, allow_changes=allow_changes).train()
+        return Run(config, world, watchdog, allow_changes=allow_changes, planned_seconds=planned_seconds).train()
 
 
 class Run:
@@ -170,6 +178,7 @@ class Run:
         world: World = ALONE,
         watchdog: Watchdog | None = None,
         allow_changes: Collection[str] = (),
+        planned_seconds: float | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -195,6 +204,13 @@ class Run:
         )
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
+        first = Status(
+            num_updates=config.training.num_updates,
+            videos_per_rollout=self.trainer.videos_per_rollout,
+            planned_seconds=planned_seconds,
+        )
+        self.status = StatusFile(self.directory, first, shown=world.is_main)
+        self._page_written = time.monotonic()
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
@@ -204,8 +220,21 @@ class Run:
             what was saved before stays as it was.
         """
         with self.lease:
-            finished = self._train()
-            return self._conclude(finished)
+            try:
+                finished = self._train()
+                result = self._conclude(finished)
+            except BaseException as error:
+                self._say_last("failed", error)
+                raise
+            self._say_last("finished" if finished else "stopped")
+            return result
+
+    def _say_last(self, state: State, error: BaseException | None = None) -> None:
+        """Tell those who look from outside how the run has ended."""
+        # A directory that another run has taken over is that run's.
+        if self.lease.is_own():
+            self.status.end(state, error)
+            self._write_page()
 
     def _train(self) -> bool:
         """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
@@ -216,12 +245,11 @@ class Run:
             stack.callback(self.trainer.reward.close)
             if self.world.is_main:
                 self._prepare_directory(resumed)
+            self.status.begin(resumed)
             self.metrics = self._open_metrics()
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
-            self.progress = stack.enter_context(
-                RunProgress(self.config.training.num_updates, resumed, shown=self.world.is_main)
-            )
+            self.progress = stack.enter_context(self._open_progress(resumed))
             self.writer = stack.enter_context(self._open_writer())
             self.trainer.progress = self._tell
             self._begin(checkpoint)
@@ -285,12 +313,21 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
+        if evaluates or time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
+            self._write_page()
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
         self.watchdog.progress(phase, done, total)
         self.watchdog.working_on(subject)
-        self.progress.phase(phase, done, total)
+        self.progress.phase(phase, done, total, self.trainer.update)
+
+    def _write_page(self) -> None:
+        """Write the page of the run anew."""
+        # Who has deleted the directory does not want it back.
+        if self.world.is_main and self.directory.exists():
+            write_run_page(self.directory)
+            self._page_written = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ begin
 
@@ -371,6 +408,7 @@ class Run:
             record = {"update": 0} | self.evaluation.run()
             self.metrics.log(record)
             self.progress.finished(record)
+            self._write_page()
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
 
@@ -421,6 +459,22 @@ class Run:
             return MetricsLogger(self.directory, tensorboard=section.tensorboard, wandb_project=section.wandb_project)
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
+
+    def _open_progress(self, resumed: int) -> RunProgress:
+        """What shows the run, from the update that it goes on from."""
+        training, trainer = self.config.training, self.trainer
+        pace = Pace(training.num_updates, training.updates_per_rollout, self.config.evaluation.every)
+        if resumed and self.world.is_main:
+            for row in read_metrics(self.directory / "metrics.jsonl"):
+                pace.learn(row)
+        return RunProgress(
+            training.num_updates,
+            resumed,
+            videos=(trainer.videos_per_rollout, len(trainer.eval_prompts)),
+            pace=pace,
+            status=self.status,
+            shown=self.world.is_main,
+        )
 
     def _open_writer(self) -> CheckpointWriter:
         section = self.config.checkpoint

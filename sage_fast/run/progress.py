@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from sage_fast.run.status import StatusFile
+from sage_fast.run.run_status import StatusFile
 
 HEARTBEAT_SECONDS = 60.0
 """Off a terminal there is a line at least so often."""

@@ -51,8 +51,9 @@ from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
+from sage_fast.run.run_page import FILE_NAME as PAGE
 from sage_fast.run.run_page import write_run_page
-from sage_fast.run.status import State, Status, StatusFile
+from sage_fast.run.run_status import State, Status, StatusFile
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 60.0
@@ -211,6 +212,7 @@ class Run:
         )
         self.status = StatusFile(self.directory, first, shown=world.is_main)
         self._page_written = time.monotonic()
+        self._environment = self.directory / "environment.json"
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
@@ -313,7 +315,9 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
-        if evaluates or time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
+        if evaluates:
+            self._show_evaluation()
+        elif time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
@@ -321,6 +325,13 @@ class Run:
         self.watchdog.progress(phase, done, total)
         self.watchdog.working_on(subject)
         self.progress.phase(phase, done, total, self.trainer.update)
+
+    def _show_evaluation(self) -> None:
+        """Bring the page up to date, and hand the trackers what the last evaluation shows."""
+        self._write_page()
+        if self.world.is_main:
+            page = self.directory / PAGE
+            self.metrics.show(self.trainer.update, self.evaluation.media(page if page.exists() else None))
 
     def _write_page(self) -> None:
         """Write the page of the run anew."""
@@ -389,7 +400,7 @@ class Run:
             # Who goes on with this directory's config.yaml does not want to start anew each time.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
-            write_environment(self.directory, resumed)
+            self._environment = write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.directory, error) from error
 
@@ -408,7 +419,7 @@ class Run:
             record = {"update": 0} | self.evaluation.run()
             self.metrics.log(record)
             self.progress.finished(record)
-            self._write_page()
+            self._show_evaluation()
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
 
@@ -455,8 +466,14 @@ class Run:
         section = self.config.logging
         if not self.world.is_main:
             return NoMetrics()
+        settings = {"config": to_dict(self.config), "environment": json.loads(self._environment.read_text("utf-8"))}
         try:
-            return MetricsLogger(self.directory, tensorboard=section.tensorboard, wandb_project=section.wandb_project)
+            return MetricsLogger(
+                self.directory,
+                tensorboard=section.tensorboard,
+                wandb_project=section.wandb_project,
+                settings=settings,
+            )
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
 

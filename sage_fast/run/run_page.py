@@ -20,7 +20,7 @@ from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.pages import Cell, Html, Series, charts, details, line_chart, number, page, table, video_pair
 from sage_fast.run.progress import format_seconds
-from sage_fast.run.status import Status, read_status
+from sage_fast.run.run_status import Status, read_status
 
 FILE_NAME = "index.html"
 REFRESH_SECONDS = 60

@@ -238,12 +238,20 @@ def _tick_labels(ticks: Sequence[float]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ videos
 
 
-def video_pair(caption: str, before: PurePath, after: PurePath, labels: tuple[str, str] = ("before", "after")) -> str:
+def video_pair(
+    caption: str,
+    before: PurePath,
+    after: PurePath,
+    labels: tuple[str, str] = ("before", "after"),
+    *,
+    pictures: str = "",
+) -> str:
     """Two videos of the same prompt that play, stop and are scrubbed together.
 
     Args:
         caption: what is above them.
-        before, after: the files, relative to the page. A video that cannot be loaded is not shown.
+        before, after: the files, relative to the page. Where one cannot be loaded, neither is shown.
+        pictures: HTML below the videos, which stays where they are not to be had.
     """
     videos = "".join(
         f'<div class="video"><video src="{video_url(path)}" muted loop playsinline preload="metadata"></video>'
@@ -254,7 +262,7 @@ def video_pair(caption: str, before: PurePath, after: PurePath, labels: tuple[st
         f'<figure class="pair"><figcaption>{_text(caption)}</figcaption><div class="videos">{videos}</div>'
         '<div class="player"><button type="button" aria-label="play both videos">&#9654;</button>'
         '<input type="range" min="0" max="1" step="0.001" value="0" aria-label="position in both videos"></div>'
-        "</figure>"
+        f"{pictures}</figure>"
     )
 
 

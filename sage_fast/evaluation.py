@@ -39,6 +39,7 @@ class Evaluation:
 
     prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. left_out: numbers, among all
     P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
+    lower_is_better: names of the scores that fall as videos get better; of the others more is better.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
     """
@@ -47,13 +48,12 @@ class Evaluation:
     scores: dict[str, list[float]]
     reward: list[float]
     left_out: list[int] = field(default_factory=list)
+    lower_is_better: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `left_out` only where it says something."""
+        """As JSON has it; `left_out` and `lower_is_better` only where they say something."""
         tree = asdict(self)
-        if not self.left_out:
-            del tree["left_out"]
-        return tree
+        return {key: value for key, value in tree.items() if value or key not in ("left_out", "lower_is_better")}
 
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
@@ -102,6 +102,7 @@ class Evaluation:
             scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
             reward=[self.reward[row] for row in rows],
             left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
+            lower_is_better=self.lower_is_better,
         )
 
 
@@ -124,7 +125,7 @@ class PairedTest:
     """Difference of two evaluations of the same prompts and noise.
 
     mean: mean of (after - before). stderr: its standard error, from the sample std of the differences. wins: share of
-    the prompts that score higher afterwards. count: number of pairs.
+    the prompts that score better afterwards, which is higher unless `lower_is_better`. count: number of pairs.
 
     Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, count 3.
     """
@@ -135,6 +136,7 @@ class PairedTest:
     stderr: float
     wins: float
     count: int
+    lower_is_better: bool = False
 
     @property
     def standard_errors(self) -> float:
@@ -144,7 +146,7 @@ class PairedTest:
         return self.mean / self.stderr
 
 
-def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
+def paired_test(before: Sequence[float], after: Sequence[float], *, lower_is_better: bool = False) -> PairedTest:
     """Paired comparison of scores of the same samples. ValueError unless both lists have the same length >= 2."""
     if len(before) != len(after) or len(before) < 2:
         raise ValueError(
@@ -158,8 +160,9 @@ def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
         after=float(a.mean()),
         mean=float(difference.mean()),
         stderr=float(difference.std(unbiased=True)) / math.sqrt(len(difference)),
-        wins=float((difference > 0).double().mean()),
+        wins=float(((difference < 0) if lower_is_better else (difference > 0)).double().mean()),
         count=len(difference),
+        lower_is_better=lower_is_better,
     )
 
 
@@ -181,7 +184,7 @@ class ScoreComparison:
     """One score of the base and the trained model on the same prompts and noise.
 
     difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of the prompts on which the trained
-    model scores higher, or exactly the same. count: number of prompts.
+    model scores better, which is higher unless `lower_is_better`, or exactly the same. count: number of prompts.
 
     Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0, count=24)`
     """
@@ -193,11 +196,27 @@ class ScoreComparison:
     win_rate: float
     tie_rate: float
     count: int
+    lower_is_better: bool = False
+
+    @property
+    def sign(self) -> int:
+        """What a difference is multiplied by to be positive where the trained model is better."""
+        return -1 if self.lower_is_better else 1
+
+    @property
+    def label(self) -> str:
+        """Its name, with an arrow where lower is better."""
+        return direction_label(self.name, self.lower_is_better)
 
     @property
     def significant(self) -> bool:
         """Whether the interval of the difference excludes zero, with enough prompts to trust it."""
         return self.count >= ENOUGH_PROMPTS and not self.difference.low <= 0.0 <= self.difference.high
+
+
+def direction_label(name: str, lower_is_better: bool) -> str:
+    """The name of a score in tables and plots: with an arrow where lower is better."""
+    return f"{name} \N{DOWNWARDS ARROW}" if lower_is_better else name
 
 
 ENOUGH_PROMPTS = 10
@@ -263,15 +282,17 @@ def compare(
             strict=True,
         )
     ]
+    lower = {*base.lower_is_better, *trained.lower_is_better}
     return [
         ScoreComparison(
             name=name,
             base=estimates[3 * k],
             trained=estimates[3 * k + 1],
             difference=estimates[3 * k + 2],
-            win_rate=float((values[k, :, 2] > 0).double().mean()),
+            win_rate=float(((values[k, :, 2] < 0) if name in lower else (values[k, :, 2] > 0)).double().mean()),
             tie_rate=float((values[k, :, 2] == 0).double().mean()),
             count=count,
+            lower_is_better=name in lower,
         )
         for k, name in enumerate(names)
     ]
@@ -362,18 +383,25 @@ def evaluate(
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
         left_out=failed.nonzero().flatten().tolist(),
+        lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
     ), dict(sorted(videos.items()))
+
+
+def paired_tests(before: Evaluation, after: Evaluation) -> dict[str, PairedTest]:
+    """The paired test of the reward, the overall and every score that both evaluations have. ValueError as its own."""
+    first, second = before.columns(), after.columns()
+    lower = {*before.lower_is_better, *after.lower_is_better}
+    return {
+        name: paired_test(first[name], second[name], lower_is_better=name in lower) for name in first if name in second
+    }
 
 
 def format_comparison(before: Evaluation, after: Evaluation) -> str:
     """The paired test of the reward, the overall and every score, as a small table."""
-    first, second = before.columns(), after.columns()
-    rows = [(name, first[name], second[name]) for name in first]
-    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'higher':>8}"]
-    for name, b, a in rows:
-        test = paired_test(b, a)
+    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"]
+    for name, test in paired_tests(before, after).items():
         lines.append(
-            f"{name:<24}{test.before:>10.4f}{test.after:>10.4f}{test.mean:>+12.4f}{test.stderr:>12.4f}"
-            f"{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
+            f"{direction_label(name, test.lower_is_better):<24}{test.before:>10.4f}{test.after:>10.4f}"
+            f"{test.mean:>+12.4f}{test.stderr:>12.4f}{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
         )
     return "\n".join(lines)

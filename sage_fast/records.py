@@ -131,6 +131,25 @@ class ScoredRollout:
         return torch.cat([self.trained[rows].repeat(num_steps) for rows, _ in self.batches()])
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """The scores of a rollout on all ranks, before its gradient is taken; tensors are on the CPU.
+
+    update: optimizer updates done before it. prompts: P of them. scores: name -> (P, G) float64. reward: (P, G), their
+    weighted sum. advantages: (P, G) float32. trained: (P,) bool, False for groups dropped because a reward failed,
+    whose numbers mean nothing.
+
+    Example: 8 prompts x 16 videos of the toy world have `scores["VQ"]` of shape (8, 16).
+    """
+
+    update: int
+    prompts: Sequence[Prompt]
+    scores: Mapping[str, Tensor]
+    reward: Tensor
+    advantages: Tensor
+    trained: Tensor
+
+
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 

@@ -8,7 +8,7 @@ in `gradient.py` and `single_pass.py`, files and progress in `run/`. Everything 
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from sage_fast.policy.trained import load_adapter
 from sage_fast.records import (
     Prompt,
     PromptEmbeds,
+    RolloutRecord,
     Sample,
     ScoredRollout,
     Trajectory,
@@ -111,6 +112,8 @@ class Trainer:
         self.reward = reward
         self.progress = progress
         """Called while prompts are encoded and during an iteration; may be replaced between two."""
+        self.on_rollout: Callable[[RolloutRecord], None] = lambda record: None
+        """Called on every rank when a rollout is scored; may be replaced between two iterations."""
         self.device = rank_device(config.model.device)
         self.kernels = select_kernels(config.model.kernels, self.device)
         check_trainable_steps(config.rollout, config.training)
@@ -349,6 +352,17 @@ class Trainer:
         advantages[trained_groups] = result.advantages
         table = trajectories[0].table
         metrics |= reward_metrics(components, self.reward.overall(components), result, ~trained_groups, table)
+        scores = {name: values.view(groups) for name, values in columns.items()}
+        self.on_rollout(
+            RolloutRecord(
+                update=self.update,
+                prompts=self._prompts(),
+                scores=scores,
+                reward=self.reward.overall(scores),
+                advantages=advantages,
+                trained=trained_groups,
+            )
+        )
         trained = trained_groups.repeat_interleave(groups[1])
         return ScoredRollout(
             trajectories=trajectories,

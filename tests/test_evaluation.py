@@ -30,6 +30,19 @@ def test_by_hand() -> None:
     assert test.standard_errors == pytest.approx(2 * math.sqrt(3))
 
 
+def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
+    before, after = [3.0, 3.0, 3.0, 3.0], [1.0, 2.0, 4.0, 3.0]
+    assert paired_test(before, after).wins == 0.25
+    down = paired_test(before, after, lower_is_better=True)
+    assert (down.wins, down.mean, down.lower_is_better) == (0.5, -0.5, True)
+    columns = {"VQ": before, "distance": before}
+    stored = Evaluation(prompts=list("abcd"), scores=columns, reward=before, lower_is_better=["distance"])
+    stored.save(tmp_path / "e.json")
+    assert Evaluation.load(tmp_path / "e.json") == stored == stored.only(range(4))
+    assert stored.only([0, 2]).lower_is_better == ["distance"]
+    assert "lower_is_better" not in Evaluation(prompts=[], scores={}, reward=[]).to_dict()
+
+
 def test_the_standard_error_is_that_of_the_mean_difference() -> None:
     """Pairs share a large common part; the spread of the mean over repetitions is what the test must report."""
     generator = torch.Generator().manual_seed(0)

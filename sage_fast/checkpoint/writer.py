@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._has_root = False
         self._pending: Future[None] | None = None
+        self.published: deque[Path] = deque()
+        """Checkpoints that have become complete, oldest first, on rank 0; who reads them takes them out."""
         self._copies: dict[str, Tensor] = {}
 
     def save(self, update: int, data: CheckpointData, extra: Extra | None = None) -> Path:
@@ -283,6 +286,7 @@ class CheckpointWriter:
             self._discard(final)
         partial.replace(final)
         sync(self.root)
+        self.published.append(final)
         try:
             self._delete_superfluous(update)
         except (OSError, CheckpointError) as error:  # the checkpoint is complete, and room is asked for another time

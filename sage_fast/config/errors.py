@@ -24,6 +24,10 @@ class RewardError(SageError, RuntimeError):
     """A reward raised, or returned something that is not one finite number per video."""
 
 
+class CallbackError(SageError, RuntimeError):
+    """A callback of the user's own raised; the run was saved before it ended. `__cause__` is what was raised."""
+
+
 class DecodeError(SageError, RuntimeError):
     """Latents could not be turned into pixels; the message says why and what to change."""
 

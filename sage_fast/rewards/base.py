@@ -1,13 +1,14 @@
 """The interface of a reward, what it says of itself before it is built, and the interface of all rewards of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
@@ -20,9 +21,13 @@ class Reward(Protocol):
     """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls.
 
     What follows is optional. A reward that cannot score every text has a method `check_prompts(prompts)` that raises a
-    RewardError; it is shown all prompts of a run before anything is generated. For `plan` and `doctor`, which build no
-    reward, its class may have two static methods that take `reward.options` of the reward, and the page of `evaluate`
-    shows what an attribute `SCALES` says of its scores:
+    RewardError; it is shown all prompts of a run before anything is generated. An attribute `LOWER_IS_BETTER` names
+    those of its scores that fall as videos get better, such as a distance: tables, plots and win rates follow it.
+
+        LOWER_IS_BETTER: Collection[str]
+
+    For `plan` and `doctor`, which build no reward, its class may have two static methods that take `reward.options` of
+    the reward, and the page of `evaluate` shows what an attribute `SCALES` says of its scores:
 
         requirements(options) -> list[Requirement]     files that it loads
         costs(options, video: VideoConfig) -> RewardCosts     memory and time that it takes
@@ -40,7 +45,8 @@ class Reward(Protocol):
             prompts: B texts.
 
         Returns:
-            name -> (B,) float32, higher is better. Names not given a weight in the config are logged only.
+            name -> (B,) float32, higher is better unless `LOWER_IS_BETTER` names it. Names not given a weight in the
+            config are logged only.
         """
         ...
 
@@ -129,11 +135,22 @@ class PendingScores(Protocol):
 class Scorer(ABC):
     """All rewards of a run as the trainer sees them: videos in, named scores out, wherever they are computed.
 
-    weights: score name -> weight, without those that are 0.
+    weights: score name -> weight, without those that are 0. lower_is_better: names of the scores that fall as videos
+    get better: those that a reward declares, and those with a negative weight.
+
+    Raises:
+        ConfigError: a score of which less is better has a positive weight.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], lower_is_better: Collection[str] = ()) -> None:
         self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.lower_is_better = frozenset(lower_is_better) | {name for name, weight in weights.items() if weight < 0}
+        for name in self.lower_is_better & self.weights.keys():
+            if self.weights[name] > 0:
+                raise ConfigError(
+                    f"reward.weights.{name} is {self.weights[name]:g}, but its reward says that lower is better, so "
+                    f"that training would make it worse. Give it a negative weight, such as {-self.weights[name]:g}."
+                )
 
     @abstractmethod
     def submit(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure = "stop") -> PendingScores:

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -62,7 +62,7 @@ class CompositeReward(Scorer):
     """Calls several rewards on the same videos, in this process, and collects their named scores."""
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        super().__init__(weights)
+        super().__init__(weights, [score for name, reward in rewards.items() for score in _lower(name, reward)])
         self.rewards = dict(rewards)
 
     @classmethod
@@ -225,6 +225,18 @@ class FunctionReward:
         """See `Reward.score`."""
         result = self.function(videos, prompts, **self.options)
         return result if isinstance(result, Mapping) else {self.name: result}
+
+
+def _lower(name: str, reward: Reward) -> Collection[str]:
+    """Names of the scores that a reward declares to be better when lower. ConfigError for a declaration of no names."""
+    source = reward.function if isinstance(reward, FunctionReward) else reward
+    declared = getattr(source, "LOWER_IS_BETTER", ())
+    if isinstance(declared, str) or not all(isinstance(score, str) for score in declared):
+        raise ConfigError(
+            f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, such as "
+            '("distance",).'
+        )
+    return tuple(declared)
 
 
 def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ def _track_table(num_frames: int, height: int, width: int) -> Tensor:
 class ToyReward:
     """VQ, MQ and TA of toy videos, from their pixels and the prompt's text alone. Deterministic, stateless.
 
-    All three are 1 for every legal video of the prompt, higher is better, and fall smoothly with the
+    All three are 1 for every legal video of the prompt, and fall smoothly with the
     damage. Their scales are chosen so that a group of samples of one prompt has about the same spread in
     each.
 
@@ -130,10 +130,12 @@ class ToyReward:
       costs 2/3.
 
     Logged and never to be weighted: `manifold_distance`, root mean square pixel distance (pixels in [0, 1])
-    to the nearest of the 1,800 legal videos of any caption; 0 for a legal video.
+    to the nearest of the 1,800 legal videos of any caption; 0 for a legal video, and lower is better.
 
     Example: `ToyReward().score(videos, ["a red circle moving left"] * 8)["TA"]` has shape (8,).
     """
+
+    LOWER_IS_BETTER: ClassVar = ("manifold_distance",)
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -92,7 +92,10 @@ class _GeneratorRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """The outcome of a request or of the set-up: scores, generator state or an error, and what the rewards logged."""
+    """The outcome of a request or of the set-up: scores, generator state or an error, and what the rewards logged.
+
+    lower_is_better: of the set-up, see `Scorer`.
+    """
 
     scores: dict[str, list[float]] | None = None
     failed: list[bool] | None = None
@@ -101,6 +104,7 @@ class _Answer:
     error: Exception | None = None
     remote_traceback: str = ""
     messages: Sequence[tuple[str, int, str]] = ()
+    lower_is_better: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +171,9 @@ class RewardProcess(Scorer):
             # Runs before multiprocessing joins its children at exit, hence the priority, and when this object goes.
             self._stop = Finalize(self, _end_worker, (self._process, self._connection, self._running), exitpriority=10)
             try:
-                self._unpack(self._next_answer(self._last_answer, "while it was set up", deliver_interrupt))
+                built = self._next_answer(self._last_answer, "while it was set up", deliver_interrupt)
+                self._unpack(built)
+                self.lower_is_better = frozenset(built.lower_is_better)
             except BaseException:
                 self.close()
                 raise
@@ -413,7 +419,7 @@ def _serve(connection: Connection, config: RewardConfig, running: Tensor, settin
     for number, name in enumerate(rewards.rewards):
         rewards.rewards[name] = _Marked(rewards.rewards[name], number, running)
     running.fill_(IDLE)
-    connection.send(_Answer(messages=collector.take()))
+    connection.send(_Answer(messages=collector.take(), lower_is_better=rewards.lower_is_better))
     while True:
         try:
             request: _Request | _GeneratorRequest = connection.recv()

@@ -6,7 +6,7 @@ Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at a
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -123,7 +123,9 @@ def before_after_sheet(
     _draw_sheet(path, groups, title, max_frames)
 
 
-def plot_reward(path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any]]) -> None:
+def plot_reward(
+    path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any]], lower_is_better: Collection[str] = ()
+) -> None:
     """Plot the reward of a run over its optimizer updates as a PNG.
 
     The large panel shows ``eval/reward_mean`` with a band of one ``eval/reward_stderr``, and ``reward/mean``
@@ -132,6 +134,7 @@ def plot_reward(path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any
     Args:
         path: the file to write; missing folders are created.
         metrics: records as ``sage_fast.run.metrics.read_metrics`` returns them.
+        lower_is_better: names of the scores that fall as videos get better; their panels say so.
 
     Raises:
         ValueError: no record holds ``eval/reward_mean`` or ``reward/mean``.
@@ -169,7 +172,8 @@ def plot_reward(path: str | os.PathLike[str], metrics: Sequence[Mapping[str, Any
         _style(panel, max_ticks=4)
         curve = _Curve.read(metrics, f"eval/{name}_mean", f"eval/{name}_stderr")
         curve.draw(panel, "#0b6bcb", None, marker=True)
-        panel.set_title(name.replace("_", " "), loc="left", fontsize=9)
+        title = name.replace("_", " ") + (" (lower is better)" if name in lower_is_better else "")
+        panel.set_title(title, loc="left", fontsize=9)
         panel.set_xlabel("update", fontsize=8)
         panel.tick_params(labelsize=8)
 

@@ -33,7 +33,7 @@ class Html(str):
 
 
 Cell = str | tuple[str, str]
-"""Text of a table's cell, or text and CSS class: gain, loss, faint, clear, prompt."""
+"""Text of a table's cell, or text and CSS class: gain, loss, faint, prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,6 @@ th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid var(--rule); }
 td.prompt { white-space: normal; min-width: 12rem; }
 .gain { color: var(--gain); font-weight: 600; } .loss { color: var(--loss); font-weight: 600; }
-.clear { font-weight: 600; }
 figure { margin: 0 0 1.5rem; padding: 1rem; background: var(--panel); border-radius: .5rem; overflow-x: auto; }
 figcaption { margin-bottom: .6rem; } .strip { display: flex; align-items: center; gap: .8rem; margin-top: .4rem; }
 .strip span { flex: 0 0 4rem; color: var(--faint); font-size: .85rem; } .strip img { max-width: 100%; height: auto;
@@ -298,7 +297,6 @@ svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .axis { str
 svg .bar { stroke: var(--faint); stroke-width: 3; } svg .dot { fill: var(--faint); }
 svg .bar.gain { stroke: var(--gain); } svg .dot.gain { fill: var(--gain); }
 svg .bar.loss { stroke: var(--loss); } svg .dot.loss { fill: var(--loss); }
-svg .bar.clear { stroke: var(--ink); } svg .dot.clear { fill: var(--ink); }
 .c0 { --line: var(--c0); } .c1 { --line: var(--c1); } .c2 { --line: var(--c2); } .c3 { --line: var(--c3); }
 .c4 { --line: var(--c4); } .c5 { --line: var(--c5); }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import replacing
-from sage_fast.evaluation import OVERALL, REWARD, Evaluation, PairedTest, format_comparison, paired_test, scored_in_both
+from sage_fast.evaluation import (
+    OVERALL,
+    REWARD,
+    Evaluation,
+    PairedTest,
+    format_comparison,
+    paired_test,
+    paired_tests,
+    scored_in_both,
+)
 from sage_fast.models.video_files import video_file_name, write_video
 from sage_fast.run import media
 from sage_fast.run.trackers import EvaluationMedia, SampleVideo
@@ -61,6 +70,12 @@ class RunEvaluation:
         if self.world.is_main and self._load(0) != self.baseline:
             self.baseline.save(self._scores_file(0))
 
+    @property
+    def latest(self) -> tuple[int, Evaluation]:
+        """Update and scores of the evaluation that `run` made last."""
+        assert self._latest is not None
+        return self._latest
+
     def is_on_disk(self, update: int) -> bool:
         """Whether the scores of an update can be read back."""
         return self._load(update) is not None
@@ -98,8 +113,8 @@ class RunEvaluation:
         Args:
             page: of the run.
         """
-        assert self.baseline is not None and self._latest is not None
-        update, evaluation = self._latest
+        assert self.baseline is not None
+        update, evaluation = self.latest
         videos, self._videos = self._videos, {}
         before = dict(zip(self.baseline.prompts, self.baseline.reward, strict=True))
         columns = evaluation.columns()
@@ -162,11 +177,10 @@ class RunEvaluation:
             return None
         update, evaluation = last
         first, after = scored_in_both(self.baseline, evaluation)
-        test = paired_test(first.reward, after.reward)
-        columns, others = first.columns(), after.columns()
-        shared = [name for name in columns if name in others and name != REWARD]
+        tests = paired_tests(first, after)
+        test = tests.pop(REWARD)
         result = {"before": 0, "after": update, "reward": asdict(test)}
-        result["scores"] = {n: asdict(paired_test(columns[n], others[n])) for n in shared}
+        result["scores"] = {name: asdict(score) for name, score in tests.items()}
         result["standard_errors"] = test.standard_errors
         with replacing(self.directory / "evaluation" / "result.json") as partial:
             partial.write_text(json.dumps(result, indent=1), encoding="utf-8")

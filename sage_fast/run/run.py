@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
+from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.distributed import check_heads
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.load import save_config
@@ -43,6 +44,7 @@ from sage_fast.rewards.generators import seed_generators
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.rollout import Progress
 from sage_fast.run import media
+from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
@@ -66,6 +68,8 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """How a run ended: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
 
+    stop_reason: what the callback that stopped it has said; None where none did, and on ranks other than 0.
+
     Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True, test=PairedTest(...))`
     """
 
@@ -73,6 +77,7 @@ class RunResult:
     update: int
     finished: bool
     test: PairedTest | None
+    stop_reason: str | None = None
 
 
 def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -149,11 +154,18 @@ def _check_described_heads(config: RunConfig, sp: int) -> None:
     check_heads(sp, description.transformer["num_attention_heads"])
 
 
-def train(config: RunConfig, allow_changes: Collection[str] = (), *, planned_seconds: float | None = None) -> RunResult:
+def train(
+    config: RunConfig,
+    allow_changes: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+    *,
+    planned_seconds: float | None = None,
+) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
         allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
+        callbacks: called on rank 0.
         planned_seconds: that an iteration should take, for the page of the run to compare with.
 
     Raises:
@@ -167,7 +179,15 @@ def train(config: RunConfig, allow_changes: Collection[str] = (), *, planned_sec
         config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        return Run(config, world, watchdog, allow_changes=allow_changes, planned_seconds=planned_seconds).train()
+        run = Run(
+            config,
+            world,
+            watchdog,
+            allow_changes=allow_changes,
+            callbacks=callbacks,
+            planned_seconds=planned_seconds,
+        )
+        return run.train()
 
 
 class Run:
@@ -179,10 +199,12 @@ class Run:
         world: World = ALONE,
         watchdog: Watchdog | None = None,
         allow_changes: Collection[str] = (),
+        callbacks: Sequence[Callback] = (),
         planned_seconds: float | None = None,
     ) -> None:
         self.config = config
         self.world = world
+        self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.watchdog = watchdog or start_watchdog(ALONE, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
@@ -220,11 +242,13 @@ class Run:
         Raises:
             ConfigError, CheckpointError, RunDirectoryError, TrainingError, RewardError, OSError: each says what to do;
             what was saved before stays as it was.
+            CallbackError: a callback raised; the run was saved after that update.
         """
         with self.lease:
             try:
                 finished = self._train()
                 result = self._conclude(finished)
+                self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
                 self._say_last("failed", error)
                 raise
@@ -253,10 +277,13 @@ class Run:
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             self.progress = stack.enter_context(self._open_progress(resumed))
             self.writer = stack.enter_context(self._open_writer())
-            self.trainer.progress = self._tell
+            self.trainer.progress, self.trainer.on_rollout = self._tell, self.callbacks.rollout
             self._begin(checkpoint)
             del checkpoint
-            return self._loop()
+            finished = self._loop()
+            self.writer.wait()
+            self._tell_of_checkpoints()
+            return finished
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
@@ -283,11 +310,11 @@ class Run:
         config, trainer, world = self.config, self.trainer, self.world
         total, record = config.training.num_updates, None
         saved, seconds_saving = trainer.update, 0.0
-        while trainer.update < total and not world.any(self.stop.requested):
+        while trainer.update < total and not world.any(self._stop_requested):
             self.lease.check()
             record = trainer.iterate() | {"time/checkpoint": seconds_saving}
             use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
-            everywhere = world.gather((self.stop.requested, peak_memory_gib(trainer.device)))
+            everywhere = world.gather((self._stop_requested, peak_memory_gib(trainer.device)))
             stops, peaks = zip(*everywhere, strict=True)
             record["memory/peak_gib"] = max(peaks)
             done, stopping = trainer.update >= total, any(stops)
@@ -299,10 +326,22 @@ class Run:
             if evaluates and stopping:
                 return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
             self._finish_update(record, evaluates=evaluates)
+            self._tell_of_checkpoints()
         if saved != trainer.update:
             # Asked to stop after the ranks had told each other that nobody was.
             self._save(record, pending=False)
         return trainer.update >= total
+
+    @property
+    def _stop_requested(self) -> bool:
+        """Whether this rank has been asked to stop, by a signal, by a file or by a callback."""
+        return self.stop.requested or self.callbacks.wants_stop
+
+    def _tell_of_checkpoints(self) -> None:
+        """Tell the callbacks of the checkpoints that have become complete."""
+        while self.writer.published:
+            folder = self.writer.published.popleft()
+            self.callbacks.save(SaveRecord(update=update_of(folder), folder=folder))
 
     def _finish_update(self, record: dict[str, Any], *, evaluates: bool) -> None:
         """Evaluate where that is due, and log the update in any case."""
@@ -319,6 +358,19 @@ class Run:
             self._show_evaluation()
         elif time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
+        total = self.config.training.num_updates
+        self.callbacks.update(UpdateRecord(update=self.trainer.update, total=total, metrics=record))
+        if evaluates:
+            self._tell_of_evaluation(record)
+
+    def _tell_of_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Tell the callbacks of the evaluation that has just been made."""
+        update, evaluation = self.evaluation.latest
+        self.callbacks.evaluation(
+            EvaluationRecord(
+                update=update, metrics=metrics, evaluation=evaluation, baseline=self.evaluation.baseline or evaluation
+            )
+        )
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
@@ -420,6 +472,7 @@ class Run:
             self.metrics.log(record)
             self.progress.finished(record)
             self._show_evaluation()
+            self._tell_of_evaluation(record)
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
 
@@ -546,9 +599,15 @@ class Run:
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
-                media.plot_reward(self.directory / "reward.png", rows)
+                media.plot_reward(self.directory / "reward.png", rows, self.trainer.reward.lower_is_better)
             test = self.evaluation.conclude(rows)
-        return RunResult(output_dir=self.directory, update=update, finished=finished, test=test)
+        return RunResult(
+            output_dir=self.directory,
+            update=update,
+            finished=finished,
+            test=test,
+            stop_reason=self.callbacks.stop_reason,
+        )
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:

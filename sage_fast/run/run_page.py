@@ -75,7 +75,7 @@ def run_page(directory: Path) -> str:
         f"<h1>{escape(name)}</h1>",
         _state(status),
         _facts(rows, status, compared),
-        _reward_charts(rows, _lower_is_better(compared)),
+        _reward_charts(rows, set(compared.after.lower_is_better) if compared is not None else set()),
         _training_charts(rows),
         _speed_charts(rows, status),
         _samples(directory, compared),
@@ -98,11 +98,6 @@ def _compare(directory: Path, rows: Rows) -> Compared | None:
         return None
     update = int(files[-1].stem.removeprefix("update-"))
     return Compared(update=update, before=before, after=after, test=paired_test(before.reward, after.reward))
-
-
-def _lower_is_better(compared: Compared | None) -> set[str]:
-    """Names of the scores that fall as videos get better."""
-    return set(getattr(compared.after, "lower_is_better", ())) if compared is not None else set()
 
 
 # ------------------------------------------------------------------------------------------------ at the top

@@ -12,6 +12,7 @@ from sage_fast import __version__
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.evaluation import direction_label
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.models.transformer import Layout
@@ -127,10 +128,11 @@ def _results(file: Path) -> list[str]:
         return []
     tree: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     rows = [
-        f"| {name} | {t['before']:.4f} | {t['after']:.4f} | {t['mean']:+.4f} ± {t['stderr']:.4f} | {t['wins']:.0%} |"
+        f"| {direction_label(name, t.get('lower_is_better', False))} | {t['before']:.4f} | {t['after']:.4f} | "
+        f"{t['mean']:+.4f} ± {t['stderr']:.4f} | {t['wins']:.0%} |"
         for name, t in {"reward": tree["reward"], **tree["scores"]}.items()
     ]
-    heading = "| score | before | after | difference ± standard error | higher on |\n|---|---:|---:|---:|---:|\n"
+    heading = "| score | before | after | difference ± standard error | better on |\n|---|---:|---:|---:|---:|\n"
     return [
         "## Before and after",
         f"{tree['reward']['count']} prompts, one video each from the same noise: update {tree['before']} against "

@@ -132,11 +132,10 @@ def headline(report: Report) -> str:
 
 def to_text(report: Report) -> str:
     """The main table for a terminal."""
-    width = max(10, *(len(s.name) + 2 for s in report.scores))
-    interval_width = max(width, 20)
-    lines = [f"{'':<12}" + "".join(f"{s.name:>{interval_width}}" for s in report.scores)]
+    width = max(20, *(len(s.label) + 2 for s in report.scores))
+    lines = [f"{'':<12}" + "".join(f"{s.label:>{width}}" for s in report.scores)]
     for label, cells in _rows(report):
-        lines.append(f"{label:<12}" + "".join(f"{cell:>{interval_width}}" for cell in cells))
+        lines.append(f"{label:<12}" + "".join(f"{cell:>{width}}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -147,7 +146,7 @@ def to_markdown(report: Report) -> str:
         "",
         headline(report),
         "",
-        "| | " + " | ".join(s.name for s in report.scores) + " |",
+        "| | " + " | ".join(s.label for s in report.scores) + " |",
         "|---|" + "---:|" * len(report.scores),
     ]
     for label, cells in _rows(report):
@@ -196,6 +195,7 @@ def _footnotes(report: Report, marked: str) -> list[str]:
     terms = " + ".join(f"{w:g} {n}" for n, w in report.weights.items())
     there = any(score.name == OVERALL for score in report.scores)
     overall = f" {OVERALL} is the plain sum, whatever was trained on." if there else ""
+    lower = ", and lower where there is an arrow down" if any(s.lower_is_better for s in report.scores) else ""
     clear = f"{marked} where the interval leaves out zero"
     if len(report.base.prompts) < ENOUGH_PROMPTS:
         clear = (
@@ -203,10 +203,10 @@ def _footnotes(report: Report, marked: str) -> list[str]:
         )
     return [
         f"{len(report.base.prompts)} prompts, one video each; both models start from the same noise. "
-        f"{REWARD} = {terms}; higher is better for it and its terms.{overall} Other scores are measured only.",
+        f"{REWARD} = {terms}.{overall} Other scores are measured only. Higher is better{lower}.",
         f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
         f"{report.seed}; {clear}. Win rate: prompts on which the trained model "
-        "scores higher.",
+        "scores better.",
     ]
 
 
@@ -221,7 +221,7 @@ def to_html(report: Report) -> str:
         _html_table(report),
         *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
         _html_scales(report),
-        "<h2>Difference, score by score</h2>",
+        "<h2>Gain, score by score</h2>",
         _html_intervals(report),
         _html_videos(report),
         _html_prompts(report),
@@ -231,21 +231,19 @@ def to_html(report: Report) -> str:
     return page("Evaluation: base and trained", sections)
 
 
-def _direction(report: Report, score: ScoreComparison) -> str:
-    """A CSS class where a score is significant, else nothing; green and red only where higher is better."""
+def _direction(score: ScoreComparison) -> str:
+    """A CSS class where a score is significant, else nothing."""
     if not score.significant:
         return ""
-    if score.name not in (REWARD, OVERALL) and score.name not in report.weights:
-        return "clear"
-    return "gain" if score.difference.mean > 0 else "loss"
+    return "gain" if score.sign * score.difference.mean > 0 else "loss"
 
 
 def _html_table(report: Report) -> str:
     rows: list[list[Cell]] = []
     for label, cells in _rows(report):
-        marks = [_direction(report, s) if label == "difference" else "" for s in report.scores]
+        marks = [_direction(s) if label == "difference" else "" for s in report.scores]
         rows.append([label, *zip(cells, marks, strict=True)])
-    return table(["model", *(s.name for s in report.scores)], rows, row_headers=True)
+    return table(["model", *(s.label for s in report.scores)], rows, row_headers=True)
 
 
 def _html_scales(report: Report) -> str:
@@ -257,14 +255,15 @@ def _html_scales(report: Report) -> str:
 
 
 def _html_intervals(report: Report) -> str:
-    """Differences with their intervals on one axis: in standard deviations of the base model's scores."""
+    """Gains with their intervals on one axis: in standard deviations of the base model; better is to the right."""
     columns = [report.base.columns()[s.name] for s in report.scores]
     # A score that is the same for every prompt has no deviation to measure in; it keeps its own unit.
     units = [stdev(column) or 1.0 for column in columns]
-    rows = [
-        (s, s.difference.low / u, s.difference.mean / u, s.difference.high / u)
-        for s, u in zip(report.scores, units, strict=True)
-    ]
+    rows = []
+    for score, unit in zip(report.scores, units, strict=True):
+        d, factor = score.difference, score.sign / unit
+        low, high = sorted((factor * d.low, factor * d.high))
+        rows.append((score, low, factor * d.mean, high))
     left, width, height = 190, 520, 30
     reach = max(1e-9, *(max(abs(low), abs(high)) for _, low, _, high in rows)) * 1.08
 
@@ -275,19 +274,19 @@ def _html_intervals(report: Report) -> str:
     parts = [f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="4" y2="{bottom}" stroke-dasharray="3 3"/>']
     for number, (score, low, mean, high) in enumerate(rows):
         y = height * number + height / 2 + 4
-        way = _direction(report, score)
+        way = _direction(score)
         parts.append(
-            f'<text x="0" y="{y + 4:.1f}">{escape(score.name)}</text>'
+            f'<text x="0" y="{y + 4:.1f}">{escape(score.label)}</text>'
             f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
             f'<text x="{left + width + 12}" y="{y + 4:.1f}">{mean:+.2f}</text>'
         )
-    text = "; ".join(f"{s.name} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
+    text = "; ".join(f"{s.label} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
     return (
         f'<div class="scroll"><svg width="{left + width + 70}" height="{bottom + 8}" role="img" '
         f'aria-label="{escape(text)}">{"".join(parts)}</svg></div>'
-        '<p class="faint">Mean difference and 95 % interval, in standard deviations of the base model\'s scores over '
-        "prompts; right of the dashed line the trained model scores higher.</p>"
+        '<p class="faint">Mean gain and 95 % interval, in standard deviations of the base model\'s scores over '
+        "prompts; right of the dashed line the trained model scores better.</p>"
     )
 
 

@@ -159,7 +159,7 @@ def _take_shortcuts() -> None:
             known[key] = read(*arguments, **options)
         return known[key]
 
-    def plot(path: Path, rows: list[dict[str, Any]]) -> None:
+    def plot(path: Path, rows: list[dict[str, Any]], lower_is_better: object = ()) -> None:
         with replacing(path) as partial:
             partial.write_text(f"{len(rows)} rows")
 

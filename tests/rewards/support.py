@@ -29,6 +29,14 @@ def both(videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0) -> Mappi
     return {"first": scale * brightness(videos, prompts), "length": [float(len(p)) for p in prompts]}
 
 
+def falling(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A function of which less is better."""
+    return -brightness(videos, prompts)
+
+
+falling.LOWER_IS_BETTER = ("falling",)  # type: ignore[attr-defined]
+
+
 def make(scale: float = 1.0) -> "Bright":
     """A function that returns a reward."""
     return Bright(scale=scale)

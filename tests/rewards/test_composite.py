@@ -108,6 +108,21 @@ def test_two_rewards_may_not_share_a_score() -> None:
         CompositeReward(rewards, {"s": 1.0}).score(VIDEOS, SAMPLES)
 
 
+def test_a_reward_declares_of_which_scores_less_is_better() -> None:
+    falling = Returns({"distance": [1.0, 2.0, 3.0]})
+    falling.LOWER_IS_BETTER = ("distance", "never returned")
+    rewards = {"a": falling, "b": Returns({"s": [1.0, 2.0, 3.0]})}
+    declared = {"distance", "never returned"}
+    assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == declared
+    assert CompositeReward(rewards, {"s": -1.0, "distance": -2.0}).lower_is_better == declared | {"s"}
+    with pytest.raises(ConfigError, match=r"reward\.weights\.distance is 0\.5, .* such as -0\.5"):
+        CompositeReward(rewards, {"distance": 0.5})
+    falling.LOWER_IS_BETTER = "distance"
+    with pytest.raises(ConfigError, match=r"LOWER_IS_BETTER of reward 'a' is 'distance', .* a tuple of names"):
+        CompositeReward(rewards, {"s": 1.0})
+    assert composite("falling", {"falling": -1.0}).lower_is_better == {"falling"}, "a function's attribute"
+
+
 def test_submitting_scores_at_once() -> None:
     batch = composite("brightness", {"brightness": 1.0}).submit(VIDEOS, SAMPLES).result()
     assert torch.equal(batch.scores["brightness"], EXPECTED) and not batch.failed.any() and batch.seconds > 0

@@ -71,8 +71,10 @@ def started() -> Iterator[Callable[[RewardConfig], RewardProcess]]:
 def test_numbers_and_messages_are_those_of_this_process(
     started: Callable[..., RewardProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = config("brightness", "Bright", "Chatty", weights={"brightness": 0.3, "bright": 2.0}, queue_size=3)
+    names = ("brightness", "Bright", "falling", "Chatty")
+    settings = config(*names, weights={"brightness": 0.3, "bright": 2.0}, queue_size=3)
     inline, worker = CompositeReward.from_config(settings), started(settings)
+    assert inline.lower_is_better == worker.lower_is_better == {"falling"}
     texts = ["a red circle", 'with "quotes" and ünïcode 🙂', "x" * 100_000]
     batches = [(videos(3, seed), samples(*texts)) for seed in range(5)]
     # As a slice on its way: neither contiguous nor of a storage of its own.
@@ -80,7 +82,7 @@ def test_numbers_and_messages_are_those_of_this_process(
     pending = [worker.submit(*batch) for batch in batches]
     for batch, answer in zip(batches, pending, strict=True):
         expected, found = inline.submit(*batch).result(), answer.result()
-        assert list(expected.scores) == list(found.scores) == ["brightness", "bright", "threads", "score"]
+        assert list(expected.scores) == list(found.scores) == ["brightness", "bright", "threads", "falling", "score"]
         assert all(torch.equal(expected.scores[k], v) and v.dtype == torch.float64 for k, v in found.scores.items())
         assert torch.equal(expected.failed, found.failed) and found.seconds > 0
         assert torch.equal(inline.overall(expected.scores), worker.overall(found.scores))

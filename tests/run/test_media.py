@@ -225,7 +225,7 @@ METRICS = {
 
 @pytest.mark.parametrize("metrics", METRICS.values(), ids=METRICS.keys())
 def test_plot_reward(tmp_path, metrics):
-    plot_reward(tmp_path / "reward.png", metrics)
+    plot_reward(tmp_path / "reward.png", metrics, lower_is_better=["c1"])
     image = np.asarray(Image.open(tmp_path / "reward.png").convert("RGB"))
     assert image.shape[1] == 1350
     assert (image != 255).any(axis=2).mean() > 0.01

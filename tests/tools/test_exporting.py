@@ -500,7 +500,13 @@ def test_the_card_says_what_a_stranger_asks(finished_run: Path, tmp_path: Path) 
     card = ModelCard.load(tmp_path / "o/README.md")
     assert card.data.base_model == f"{HUB}480p_t2v" and card.data.license == "other"
     assert card.data.license_name == "tencent-hunyuan-community" and card.data.pipeline_tag == "text-to-video"
-    for text in ("toy_train.csv", "1 VQ + 1 MQ + 1 TA", "after 2 optimizer updates", "update 0 against update 2"):
+    for text in (
+        "toy_train.csv",
+        "1 VQ + 1 MQ + 1 TA",
+        "after 2 optimizer updates",
+        "update 0 against update 2",
+        "manifold_distance ↓",
+    ):
         assert text in card.text, text
     for name in re.findall(r"\]\(([\w.]+)\)", card.text):
         assert (tmp_path / "o" / name).is_file(), name

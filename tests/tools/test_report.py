@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -209,23 +210,27 @@ def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
     assert page.text.count("prompt <") >= 40, "every prompt has its line"
 
 
-def test_green_and_red_are_for_scores_that_count(report: Report) -> None:
-    lines = to_html(report).splitlines()
-    table = next(line for line in lines if "<thead>" in line)
-    assert '<td class="gain">' in table
-    better = compare(scores(1, 0.0), Evaluation(**json.loads(json.dumps(_shifted()))), {"VQ": 2.0})
-    assert better[2].name == "CLIPScore" and better[2].significant
-    report = Report(**{**report.__dict__, "scores": better})
-    assert 'class="clear"' in to_html(report)
+@pytest.mark.parametrize("lower", [False, True], ids=["higher", "lower"])
+def test_a_score_that_falls_is_a_gain_where_lower_is_better(report: Report, lower: bool) -> None:
+    """CLIPScore falls on every prompt: tables, chart and win rate say what that means."""
+    base = replace(scores(1, 0.0), lower_is_better=["CLIPScore"] if lower else [])
+    trained = replace(base, scores=base.scores | {"CLIPScore": [value - 5 for value in base.scores["CLIPScore"]]})
+    clip = compare(base, trained, {"VQ": 2.0})[2]
+    assert clip.name == "CLIPScore" and clip.significant and clip.difference.mean == pytest.approx(-5)
+    assert (clip.win_rate, clip.tie_rate, clip.lower_is_better) == (float(lower), 0.0, lower)
 
-
-def _shifted() -> dict[str, object]:
-    e = scores(2, -0.5)
-    return {
-        "prompts": e.prompts,
-        "scores": {"CLIPScore": [c + 5 for c in e.scores["CLIPScore"]], "VQ": e.scores["VQ"]},
-        "reward": e.reward,
-    }
+    fallen = replace(report, base=base, trained=trained, scores=[clip], videos=[])
+    label, wins, way = ("CLIPScore ↓", "100%", "gain") if lower else ("CLIPScore", "0%", "loss")
+    cells = [line.split("|")[2].strip() for line in to_markdown(fallen).splitlines() if line.startswith("|")]
+    assert cells[0] == label and cells[4].startswith("**-5.0000") and cells[6] == wins
+    page = to_html(fallen)
+    assert f'<td class="{way}">-5.0000' in page and f'class="dot {way}"' in page and f">{label}</text>" in page
+    zero, place = (float(page.split(mark)[1].split('"')[0]) for mark in ('class="axis" x1="', 'cx="'))
+    assert (place > zero) is lower, "better is to the right"
+    assert ("arrow down" in page) is lower
+    line = format_comparison(base, trained).splitlines()[2]
+    assert line.startswith(label) and line.endswith(f" {wins}")
+    assert to_json(fallen)["scores"][0]["lower_is_better"] is lower
 
 
 def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> None:

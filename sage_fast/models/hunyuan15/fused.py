@@ -2,14 +2,13 @@
 
     from sage_fast import accelerate
 
-    acceleration = accelerate(pipe.transformer)     # this instance only
-    pipe("a red fox", ...)
-    acceleration.undo()
+    with accelerate(pipe):      # this instance only; or keep what it returns, and call its `undo`
+        pipe("a red fox", ...)
 
-The forward of the instance and of its blocks is replaced. Class, parameters, their names and `state_dict` stay, so LoRA
-adapters, `save_pretrained` and FSDP work as before. The result is that of diffusers, computed without what a
-text-to-video model does not need: padded text, the zero image tokens and with them the mask, the zero condition
-channels, and the last block's text output. Timesteps stay float32.
+The forward of the transformer and of its blocks is replaced. Class, parameters, their names and `state_dict` stay, so
+LoRA adapters, `save_pretrained` and FSDP work as before. The result is that of diffusers up to rounding, computed
+without what a text-to-video model does not need: padded text, the zero image tokens and with them the mask, the zero
+condition channels, and the last block's text output. Timesteps stay float32.
 
 Samples whose prompts have equally many tokens run as one dense batch; a batch of ragged prompts runs as several.
 
@@ -23,7 +22,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,7 +54,10 @@ _WEAK_CACHES = ("_glyphs", "_masks", "_images")
 
 
 class Acceleration:
-    """The fused forward of one transformer; `undo` restores diffusers' own. Made by `accelerate`."""
+    """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own.
+
+    Made by `accelerate`.
+    """
 
     def __init__(
         self,
@@ -120,10 +122,12 @@ class Acceleration:
         transformer._acceleration = self
 
     def undo(self) -> None:
-        """Restore diffusers' forward. Weights keep their values, names and devices.
+        """Restore diffusers' forward; calling it again does nothing. Weights keep their values, names and devices.
 
         ValueError if a hook has been put around the fused forward since; remove it first.
         """
+        if self.transformer.__dict__.get("_acceleration") is not self:
+            return
         for module in (self.transformer, *self.blocks):
             if getattr(module.__dict__.get("forward"), "func", None) not in (_fused_forward, _fused_block):
                 raise ValueError(
@@ -139,6 +143,12 @@ class Acceleration:
         for block in self.blocks:
             for layers in _stackable(block):
                 unstack_weights(layers)
+
+    def __enter__(self) -> "Acceleration":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
         """How blocks are computed for tensors of a device and dtype."""
@@ -362,7 +372,7 @@ class Acceleration:
 
 
 def accelerate(
-    transformer: HunyuanVideo15Transformer3DModel,
+    model: HunyuanVideo15Transformer3DModel | DiffusionPipeline,
     *,
     attention: str = "auto",
     kernels: Choice = "auto",
@@ -378,7 +388,8 @@ def accelerate(
     with the float32 latents alone as `hidden_states`.
 
     Args:
-        transformer: a text-to-video HunyuanVideo-1.5, with or without LoRA adapters.
+        model: a text-to-video HunyuanVideo-1.5, with or without LoRA adapters, or a pipeline that has one as its
+            `transformer`.
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
         checkpointing: what blocks save for the backward pass, see `block.py`.
@@ -388,11 +399,12 @@ def accelerate(
         compile: torch.compile the text refiner.
 
     Returns:
-        The handle whose `undo()` restores diffusers' forward.
+        The handle whose `undo()` restores diffusers' forward, as does the end of a `with` over it.
 
     Raises:
-        ValueError: an unsupported variant of the model, or options that cannot be satisfied.
+        ValueError: a model of another class, an unsupported variant, or options that cannot be satisfied.
     """
+    transformer = _transformer_of(model)
     config = transformer.config
     if "_acceleration" in transformer.__dict__:
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")
@@ -416,6 +428,19 @@ def accelerate(
         acceleration.settings(weight.device, transformer.dtype)
     acceleration.install()
     return acceleration
+
+
+def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:
+    """The transformer itself, or that of a pipeline. ValueError, which names what fits, for anything else."""
+    found = getattr(model, "transformer", None) if isinstance(model, DiffusionPipeline) else model
+    if isinstance(found, HunyuanVideo15Transformer3DModel):
+        return found
+    given = f"a {type(model).__name__}" + (f" with a {type(found).__name__}" if found is not model else "")
+    raise ValueError(
+        "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
+        f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
+        "other models have no fused forward."
+    )
 
 
 def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig) -> Acceleration | None:

@@ -247,6 +247,12 @@ def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:
     with pytest.raises(ValueError, match="accelerated already"):
         accelerate(model)
     acceleration.undo()
+    later = accelerate(model)
+    acceleration.undo()  # of what is undone already: the other one stays
+    assert "forward" in model.__dict__
+    with pytest.raises(KeyError, match="inside"), later as entered:
+        assert entered is later
+        raise KeyError("inside")
     assert (type(model).forward, type(model.transformer_blocks[0]).forward) == forwards
     assert "forward" not in model.__dict__ and "forward" not in model.transformer_blocks[0].__dict__
     assert torch.equal(stock(model, x, timestep, prompts, torch.float32), expected)
@@ -424,6 +430,11 @@ def test_what_is_not_text_to_video_is_refused() -> None:
         accelerate(tiny_transformer(use_meanflow=True))
     with pytest.raises(ValueError, match="flash2.*cannot run on cpu"):
         accelerate(tiny_transformer(), attention="flash2")
+    for other in (torch.nn.Linear(2, 2), None, torch.compile(tiny_transformer())):
+        with pytest.raises(
+            ValueError, match=rf"HunyuanVideo15Pipeline, but was given a {type(other).__name__}\. Unwrap"
+        ):
+            accelerate(other)  # type: ignore[arg-type]
 
 
 def test_the_table_follows_every_change_of_the_weights_it_depends_on() -> None:

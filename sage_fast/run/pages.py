@@ -229,7 +229,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def _tick_labels(ticks: Sequence[float]) -> list[str]:
     """Labels with as many digits as tell neighbours apart."""
     step = min((b - a for a, b in pairwise(ticks)), default=0.0) or abs(ticks[0]) or 1.0
-    if max(map(abs, ticks)) >= 1e6 or step < 1e-6:
+    if max(map(abs, ticks)) >= 1e6 or step < 1e-4:
         return [f"{tick:.3g}" for tick in ticks]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [f"{tick:,.{decimals}f}" for tick in ticks]

@@ -303,13 +303,13 @@ def _prompt_table(compared: Compared, pairs: Sequence[tuple[float, int]]) -> str
     rows: list[list[Cell]] = [
         [
             (compared.after.prompts[row], "prompt"),
+            (f"{gain:+.4f}", _way(gain)),
             number(compared.before.reward[row]),
             number(compared.after.reward[row]),
-            (f"{gain:+.4f}", _way(gain)),
         ]
         for gain, row in pairs
     ]
-    return table(["prompt", "update 0", f"update {compared.update}", "gain"], rows)
+    return table(["prompt", "gain", "update 0", f"update {compared.update}"], rows)
 
 
 # ------------------------------------------------------------------------------------------------ at the bottom

@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Written as the last act of a set-up, so one that was interrupted starts again where pip left off.
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 
 DEMO_DIR ?= runs/demo
 DEMO_ARGS ?=
@@ -20,7 +21,7 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-repeat guard lint format clean
+.PHONY: help setup demo test test-slow test-repeat guard lint format docs clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
@@ -73,6 +74,15 @@ lint: $(READY)  ## check style, layout and types
 format: $(READY)  ## lay out the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+$(DOCS_READY): $(READY)
+	@echo "Installing MkDocs"
+	@$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_READY)  ## build the documentation as a site: build/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Built build/docs/index.html. With search: python -m http.server --directory build/docs"
 
 clean:  ## delete caches and build output; keeps .venv and runs
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks

@@ -52,6 +52,8 @@ EXTRAS_REQUIRE = {
     "eval": ["torchvision>=0.26,<0.29"],
     # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.
     "logging": ["wandb>=0.19"],
+    # The documentation as a site (`make docs`). MkDocs 2 has another configuration.
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.29,<2"],
     "dev": [
         "pytest>=8.2",
         "pytest-benchmark>=5.1",

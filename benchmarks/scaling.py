@@ -5,6 +5,7 @@
 The page holds each between `<!-- plan NAME: begin -->` and `<!-- plan NAME: end -->`; a test compares the two.
 """
 
+import argparse
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -279,6 +280,8 @@ def page() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=(__doc__ or "").split("\n")[0])
+    parser.parse_args(argv)
     text = page()
     with replacing(PAGE) as path:
         path.write_text(text, "utf-8")

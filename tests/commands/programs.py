@@ -1,13 +1,23 @@
 """Parses a command as the program that it calls would, without running it."""
 
+import argparse
+import importlib
+import importlib.util
 import re
 import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from unittest import mock
 
 from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = (ROOT / "setup.py").read_text("utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.M))
 
 
 def check_command(command: str) -> None:
@@ -16,7 +26,7 @@ def check_command(command: str) -> None:
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *arguments = words
-    match program:
+    match program.removeprefix(".venv/bin/"):
         case "hf":
             _check_download(arguments)
         case "torchrun":
@@ -25,10 +35,71 @@ def check_command(command: str) -> None:
             _check_own(options.training_script_args)
         case "sage-fast":
             _check_own(arguments)
-        case "modelscope":  # the only one that this project does not install
+        case "make":
+            assert {word for word in arguments if "=" not in word} <= TARGETS
+        case "python":
+            _check_module(arguments)
+        case "pytest":
+            _check_files(word for word in arguments if not word.startswith("-"))
+        case "pip":
+            check_extras(command)
+        case "sbatch":
+            export, script = arguments
+            _check_files([script, re.sub(r".*\bCONFIG=([^,]+).*", r"\1", export)])
+        case "configs/launch/torchrun.sh":
+            _check_files([program, *arguments[1:]])
+        case ".ci/run":
+            _check_files([program])
+        case "docker":
+            assert arguments[0] in ("build", "run") and (ROOT / "Dockerfile").exists()
+            if arguments[0] == "run":
+                _check_own(arguments[arguments.index("sage-fast") + 1 :])
+        case "modelscope":  # from here on, programs that this project does not install
             assert re.fullmatch(r"download --model [\w-]+/[\w.-]+ --local_dir \S+", shlex.join(arguments))
+        case "tensorboard" | "git" | "source" | "ulimit" | "touch":
+            pass
         case _:
             raise AssertionError(f"{program} is no program of this project")
+
+
+def check_extras(text: str) -> None:
+    """AssertionError unless every extra of the package that a text names (`.[eval]`, `sage-fast[eval]`) exists."""
+    for extras in re.findall(r"(?:sage-fast|\.)\[([\w, -]+)\]", text):
+        for extra in re.split(r", *", extras):
+            assert f'    "{extra}": [' in SETUP, extra
+
+
+def _check_files(names: Iterable[str]) -> None:
+    missing = [name for name in names if not (ROOT / name).exists()]
+    assert not missing, missing
+
+
+class _Parsed(Exception):
+    """The program has parsed its arguments, which is all that was wanted of it."""
+
+
+def _check_module(arguments: list[str]) -> None:
+    """`python -m MODULE ...`: the module exists; one of this project parses the arguments, and does nothing more."""
+    assert arguments[0] == "-m"
+    _, module, *rest = arguments
+    if module == "pytest":
+        return _check_files(word for word in rest if not word.startswith("-"))
+    if not module.startswith(("benchmarks", "sage_kernels")):
+        assert importlib.util.find_spec(module) is not None, module
+        return None
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, given: list[str]) -> None:
+        parse_args(parser, given)
+        raise _Parsed
+
+    main = importlib.import_module("benchmarks.__main__" if module == "benchmarks" else module).main
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+        try:
+            status = main(["kernels" if word == "<command>" else word for word in rest])
+        except _Parsed:
+            return None
+    raise AssertionError(f"{shlex.join(arguments)} ended with {status} before it parsed its arguments")
 
 
 def _check_download(arguments: list[str]) -> None:
@@ -44,7 +115,8 @@ def _check_download(arguments: list[str]) -> None:
 def _check_own(arguments: list[str]) -> None:
     """The options exist, the configurations that are named load, and the keys that are set are keys."""
     options, overrides = parse(arguments)
-    files = options.config
+    # A file without a folder is the reader's own.
+    files = [file for file in options.config if "/" in file or not file.endswith((".yaml", ".csv", ".txt"))]
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command == "prompts" or (options.command == "train" and options.keys):

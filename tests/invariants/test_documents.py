@@ -1,26 +1,40 @@
 """What the documents state is what the code, the tests and the committed results say."""
 
+import argparse
+import ast
+import builtins
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import sage_fast
 from benchmarks import report
+from docs.tools import diagrams, reference
+from sage_fast.commands.cli import COMMANDS
+from sage_fast.config.load import build_parser
 from sage_fast.sde import SDE_TYPES
-from tests.commands.programs import check_command
+from tests.commands.programs import check_command, check_extras
 from tests.test_sde import dispersion, dispersion_rows, leftover, leftover_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-COMMAND = re.compile(r"(?:    |#   |  )((?:[A-Z_]+=\S+ )*(?:hf|torchrun|sage-fast|modelscope) .*)")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "kernels/README.md", "docs/**/*.md")
+
+PROGRAMS = (
+    r"hf|torchrun|sage-fast|modelscope|make|python -m|pytest|(?:\.venv/bin/)?pip|sbatch|configs/launch/torchrun\.sh"
+    r"|\.ci/run|docker|tensorboard|git|source|ulimit|touch"
+)
+COMMAND = re.compile(rf"(?:    |#   |  )((?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?: .*)?)")
 """A line of a document's code block, of a configuration's header, or of a command's help."""
 
 
 def documented_commands() -> list[str]:
     """Every command that is shown to be typed, without what explains it."""
     found = []
-    for pattern in ("README.md", "docs/*.md", "configs/**/*.*", "sage_fast/commands/*.py"):
+    for pattern in (*DOCUMENTS, "configs/**/*.*", "sage_fast/commands/*.py"):
         for file in sorted(ROOT.glob(pattern)):
             lines = iter(file.read_text(encoding="utf-8").splitlines())
             for line in lines:
@@ -36,12 +50,102 @@ def documented_commands() -> list[str]:
 def test_the_documents_are_full_of_commands() -> None:
     programs = [command.split()[0] for command in documented_commands()]
     assert programs.count("sage-fast") >= 35 and programs.count("hf") >= 6 and programs.count("torchrun") >= 6
+    assert programs.count("make") >= 9 and programs.count("python") >= 15
 
 
 @pytest.mark.parametrize("command", documented_commands())
 def test_a_documented_command_is_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    check_command(command)
+    for part in command.split(" && "):
+        if not part.startswith("cd "):
+            check_command(part)
+
+
+PAGES = {str(file.relative_to(ROOT)): file.read_text("utf-8") for name in DOCUMENTS for file in sorted(ROOT.glob(name))}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_code_block_is_an_unknown_command(page: str) -> None:
+    """A line with an option, of a program that `COMMAND` does not know, would be shown without being checked."""
+    continued = False
+    for line in PAGES[page].splitlines():
+        if re.match(r"    \S.* --[a-z]", line) and not continued:
+            assert COMMAND.fullmatch(line), line
+        continued = line.endswith("\\")
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    for text in PAGES.values():
+        check_extras(text)
+
+
+GIVEN = {"pipe": "a diffusers pipeline"}
+"""Names that an example takes for granted."""
+
+
+def examples() -> list[tuple[str, str]]:
+    """Page and source of every Python block."""
+    return [
+        (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize(("page", "code"), examples())
+def test_a_python_block_imports_what_exists_and_uses_what_it_has(page: str, code: str) -> None:
+    tree = ast.parse(code)
+    known = {*vars(builtins), *GIVEN}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                exec(compile(ast.Module([node], []), page, "exec"), {})
+                known |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            case ast.FunctionDef() | ast.ClassDef():
+                known.add(node.name)
+            case ast.arg():
+                known.add(node.arg)
+            case ast.Name(ctx=ast.Store()):
+                known.add(node.id)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert used <= known, page
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_a_diagram_is_what_the_code_says(name: str) -> None:
+    """`python -m docs.tools.diagrams` mends this one."""
+    assert (diagrams.IMAGES / f"{name}.svg").read_text("utf-8") == diagrams.DIAGRAMS[name]().svg()
+    assert any(f"images/{name}.svg)" in text for text in PAGES.values())
+
+
+def subparsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command."""
+    added = argparse.ArgumentParser().add_subparsers()
+    for command in COMMANDS.values():
+        command.add_parser(added)
+    return dict(added.choices)
+
+
+def test_the_reference_has_every_command_option_and_key() -> None:
+    commands, keys = reference.commands(), reference.configuration()
+    help_of = subparsers()
+    assert all(f"\n\n## sage-fast {name}\n" in commands for name in help_of)
+    options = {word for parser in help_of.values() for action in parser._actions for word in action.option_strings}
+    assert len(options) > 25
+    assert not [word for word in options - {"-h", "--help"} if f"`{word}`" not in commands]
+    known = re.findall(r"^  --([a-z][\w.]+)", build_parser().format_help(), re.M)
+    leaves = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+    assert len(leaves) > 80
+    assert not [key for key in leaves if f"| `{key}` |" not in keys]
+
+
+def test_the_api_page_names_what_exists() -> None:
+    names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference/api.md"], re.M)
+    for name in names:
+        pkgutil.resolve_name(name)
+    assert {name.rpartition(".")[2] for name in names} >= set(sage_fast.__all__)
 
 
 def test_every_test_that_the_page_names_is_there() -> None:
@@ -77,11 +181,10 @@ def test_noise_left_in_the_sample_is_ranked_as_the_documents_say() -> None:
     """At the defaults: 20 steps, shift 5, eta 0.5."""
     left = {sde: leftover(sde, 20) for sde in SDE_TYPES}
     assert left["sage_exact"] == left["cps"] == 0 < left["sage_grpo"] < left["flow_grpo"] < left["dance_grpo"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "grows from `sage_exact` and `cps` (none) over `sage_grpo` and `flow_grpo` to `dance_grpo`" in readme
-    for sde, noise in left.items():
-        assert re.search(rf"^\| `{sde}` \|.*\| {noise:.3f} \|", readme, re.M), sde
     document = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
+    assert "grows from `sage_exact` and `cps` (none) over `sage_grpo` and `flow_grpo` to `dance_grpo`" in document
+    for sde, noise in left.items():
+        assert re.search(rf"^\| `{sde}` \|.*\| {noise:.3f} \|", document, re.M), sde
     assert "most: `sage_exact` and `cps` (none), `sage_grpo`, `flow_grpo`, `dance_grpo`" in document
 
 

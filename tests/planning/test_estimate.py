@@ -446,6 +446,23 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert to_text(found, options(found, on_gpu=True, sizes={})) == example
 
 
+@pytest.mark.slow
+def test_the_readme_states_the_gpu_and_the_time_that_the_plan_finds() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    stated = re.search(r"one of (\d+) GB; of (\d+) GB the same command; of (\d+) GB with `(\S+)`", readme)
+    assert stated is not None
+    usual, smaller, smallest = (float(gb) for gb in stated.groups()[:3])
+    preset = "configs/hv15_352x624_lora_1gpu.yaml"
+    assert plan(file=preset, memory_gb=usual).fits and plan(file=preset, memory_gb=smaller).fits
+    assert plan(stated[4], file=preset, memory_gb=smallest).fits
+    assert not plan(file=preset, memory_gb=smallest).fits
+    found = plan(file=preset)
+    assert f"{found.seconds_per_rollout / 60:.1f} min per update of {found.config.rollout.batch_size} videos" in readme
+    # 20 updates, and the evaluations before and after them.
+    assert found.seconds_per_evaluation is not None
+    assert 4.5 < (20 * found.seconds_per_rollout + 2 * found.seconds_per_evaluation) / 3600 < 5.5
+
+
 def test_the_page_names_tests_that_exist() -> None:
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`(test_\w+)`", page))

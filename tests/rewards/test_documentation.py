@@ -18,12 +18,14 @@ from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.videoalign.vision import frame_indices
 from sage_fast.run.run import build_trainer
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = (DOCS / "rewards.md").read_text(encoding="utf-8")
+TUTORIAL = (DOCS / "tutorials/own_reward.md").read_text(encoding="utf-8")
 MakeRun = Callable[..., RunConfig]
 
 
-def block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+def block(language: str, text: str = TEXT) -> str:
+    found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert len(found) == 1
     return found[0]
 
@@ -62,6 +64,17 @@ def test_the_example_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pyte
     red = still.clone()
     red[:, :, 0, :4] = 255
     assert colours.score(red, ["a red circle", "a blue circle"])["named_colours"].tolist() == [0.5, 0.0]
+
+
+def test_the_tutorial_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brightness.py").write_text(block("python", TUTORIAL))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "toy.yaml").write_text(dump_config(tiny_run()))
+    (tmp_path / "bright.yaml").write_text(block("yaml", TUTORIAL))
+    trainer = build_trainer(load_config([tmp_path / "toy.yaml", tmp_path / "bright.yaml"]))
+    record = trainer.iterate()
+    assert 0 < record["reward/brightness_mean"] < 1
+    assert trainer.reward.weights["brightness"] == 20
 
 
 def test_the_opening_configuration_is_one() -> None:

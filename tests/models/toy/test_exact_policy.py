@@ -112,7 +112,7 @@ def test_the_samplers_are_ranked_as_the_documents_say() -> None:
         return all(b > 1.02 * a for a, b in pairwise(values))
 
     assert ascending("distance", "sage_grpo", "flow_grpo", "dance_grpo")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
     named = ("sage_exact", "sage_grpo", "flow_grpo", "dance_grpo")
     sentence = r"(0\.0015) for .* the ODE, ([\d.]+), ([\d.]+) and ([\d.]+)"
     counted = r"`sage_exact` reaches (\d+) .* `cps` (\d+), `sage_grpo` and `flow_grpo` (\d+), `dance_grpo` (\d+)"
@@ -120,7 +120,7 @@ def test_the_samplers_are_ranked_as_the_documents_say() -> None:
         ("distance", sentence, named, 5e-3),
         ("exploration", counted, ("sage_exact", "cps", "sage_grpo", "dance_grpo"), 0.5),
     ):
-        stated = re.search(pattern, " ".join(readme.split()))
+        stated = re.search(pattern, " ".join(document.split()))
         assert stated is not None
         values = [found[sde][measure] for sde in samplers]
         assert [float(number) for number in stated.groups()] == pytest.approx(values, abs=exact)

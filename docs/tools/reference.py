@@ -1,0 +1,110 @@
+"""Reference pages, made from what the program itself uses: its argument parsers and its configuration classes."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from docstring_parser import parse_from_object
+
+from sage_fast.commands.cli import COMMANDS
+from sage_fast.config.resumable import FIXED, FREE
+from sage_fast.config.schema import RunConfig
+
+GENERATED = "*Generated from the source by `make docs`.*\n"
+
+
+def commands() -> str:
+    """Markdown of every command: usage, options and examples, from the parsers of the command line."""
+    parsers = argparse.ArgumentParser(prog="sage-fast").add_subparsers(prog="sage-fast")
+    for command in COMMANDS.values():
+        command.add_parser(parsers)
+    summaries = {action.dest: action.help for action in parsers._choices_actions}
+    parts = ["# Commands\n", GENERATED, "| command | what it does |\n|---|---|"]
+    parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {summaries[name]} |" for name in parsers.choices]
+    for parser in parsers.choices.values():
+        parts += _command(parser, 2)
+    return "\n".join(parts) + "\n"
+
+
+def _command(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    yield f"\n{'#' * level} {parser.prog}\n"
+    yield f"{parser.description or ''}\n"
+    yield f"```text\n{parser.format_usage().removeprefix('usage: ').rstrip()}\n```\n"
+    rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help is not None]
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if rows and not nested:
+        yield "| option | meaning |\n|---|---|"
+        yield from rows
+    if parser.epilog:
+        yield f"\n```text\n{parser.epilog.rstrip()}\n```\n"
+    for action in nested:
+        for inner in action.choices.values():
+            yield from _command(inner, level + 1)
+
+
+def _option(action: argparse.Action) -> str:
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 and action.option_strings else "")
+    if action.choices:
+        value = ", ".join(map(str, action.choices))
+    name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    shown = f"`{name}`" + (f" `{value}`" if value and action.option_strings else "")
+    return f"| {shown} | {_cell(action.help or '')} |"
+
+
+def configuration() -> str:
+    """Markdown of every configuration key: type, default, meaning, and whether a resumed run may change it."""
+    intro = (
+        "A YAML file sets these keys, and `--section.key=value` overrides one on the command line. The last column "
+        "says what a\nresumed run may do with a key: change it freely, change it if `--allow-changes` names it, or not "
+        "at all\n([why](../reliability.md#going-on)).\n"
+    )
+    parts = ["# Configuration keys\n", GENERATED, intro, *_section(RunConfig, "", "")]
+    return "\n".join(parts) + "\n"
+
+
+def _section(config: type, prefix: str, inherited: str) -> Iterator[str]:
+    """The keys of a class as a table, then its sections, each under a heading."""
+    described = parse_from_object(config)
+    meanings = {param.arg_name: param.description or "" for param in described.params}
+    if prefix:
+        yield f"\n## {prefix.rstrip('.')}\n"
+        yield f"{described.short_description or ''}\n"
+    yield "| key | type | default | meaning | on resume |\n|---|---|---|---|---|"
+    sections = []
+    for f in fields(config):
+        resume = "free" if FREE in f.metadata else "fixed" if FIXED in f.metadata else inherited
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            sections.append((f, resume))
+            continue
+        key = f"`{prefix}{f.name}`"
+        kind = _cell(f"`{_type_name(f.type)}`")
+        yield f"| {key} | {kind} | {_default(f)} | {_cell(meanings[f.name])} | {resume or 'if allowed'} |"
+    for f, resume in sections:
+        yield from _section(f.type, f"{prefix}{f.name}.", resume)
+
+
+def _default(f: "Field[Any]") -> str:
+    if f.default is MISSING and f.default_factory is MISSING:
+        return "required"
+    value = f.default if f.default_factory is MISSING else f.default_factory()
+    text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10**6)
+    return _cell(f"`{text.removesuffix('...' + chr(10)).strip()}`")
+
+
+def _type_name(kind: Any) -> str:
+    """A type as a reader of YAML would write it: the words that are allowed, null for None."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type_name, get_args(kind)))
+    if get_origin(kind) is not None:
+        return f"{get_origin(kind).__name__}[{', '.join(map(_type_name, get_args(kind)))}]"
+    return {type(None): "null", Ellipsis: "..."}.get(kind) or getattr(kind, "__name__", str(kind))
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -107,7 +107,7 @@ class RunProgress:
         self._last_refresh = 0.0
         self._summary = ""
         self._phase, self._progress, self._working_on = "", (0, 1), done
-        self._last_line = time.monotonic()
+        self._last_line = self._last_step = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._print_heartbeats, name="progress", daemon=True)
 
@@ -134,6 +134,7 @@ class RunProgress:
             return
         # Decoding comes between the batches of a rollout or an evaluation and belongs to it.
         begins = name not in ("decode", self._phase)
+        self._last_step = time.monotonic()
         if name != "decode":
             self._phase, self._progress = name, (done, max(1, total))
             self._working_on = updates + (name not in ("evaluation", "checkpoint"))
@@ -175,7 +176,9 @@ class RunProgress:
     def _print_phase(self) -> None:
         done, videos = self.videos()
         of_videos = f"  {done} of {videos} videos" if videos else ""
-        self._print(f"update {self._working_on}/{self.total}  {self._phase}{of_videos}{self._time_left()}")
+        quiet = time.monotonic() - self._last_step
+        since = f"  ({format_seconds(quiet)} in this step)" if quiet > 1.5 * HEARTBEAT_SECONDS else ""
+        self._print(f"update {self._working_on}/{self.total}  {self._phase}{of_videos}{self._time_left()}{since}")
 
     def _time_left(self) -> str:
         left = self.pace.seconds_left(self.update)

@@ -2,7 +2,7 @@
 
 evaluation.json     every number, also per prompt
 evaluation.md       the tables, for a README or an issue
-evaluation.html     one file with everything, pictures included: opens offline, light and dark
+evaluation.html     one file with everything, pictures included: opens offline, and plays the videos beside it
 contact_sheet.png   frames of both models, side by side
 """
 
@@ -307,7 +307,7 @@ def _html_videos(report: Report) -> str:
     return (
         "<h2>Videos, from the largest gain to the largest loss</h2>"
         f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}. The videos themselves '
-        "are in base/ and trained/.</p>" + "".join(figures)
+        f'are in base/ and trained/.</p><div class="pairs">{"".join(figures)}</div>'
     )
 
 

@@ -193,7 +193,10 @@ class RunProgress:
         while not self._closed.wait(max(0.1, wait)):
             wait = self._last_line + HEARTBEAT_SECONDS - time.monotonic()
             if wait <= 0 and self._phase:
-                self._print_phase()
+                try:
+                    self._print_phase()
+                except OSError:  # nobody reads any more; the run's own next line says so
+                    return
                 wait = HEARTBEAT_SECONDS
 
 

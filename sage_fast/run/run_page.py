@@ -59,7 +59,7 @@ def write_run_page(directory: Path) -> None:
         text = run_page(directory)
         with replacing(directory / FILE_NAME, lasting=False) as partial:
             partial.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  it reads files that anybody may have changed
         logger.warning("%s is not up to date: %s", directory / FILE_NAME, error)
 
 

@@ -72,8 +72,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         words = ["train", *options.config, *_without_resume(overrides), *allowed, "--resume", "auto"]
         print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")
         return 0
-    pictures = [name for name in ("reward.png", "before_after.png") if (result.output_dir / name).exists()]
-    print(f"Done: {result.output_dir}/ (look at {' and '.join(pictures)})")
+    pictures = [
+        name for name in ("index.html", "reward.png", "before_after.png") if (result.output_dir / name).exists()
+    ]
+    print(f"Done: {result.output_dir}/ (look at {', '.join(pictures)})")
     return 0
 
 

@@ -122,7 +122,9 @@ class Lettering:
         if self.length(text) <= width:
             return text
         parts = clusters(text.removesuffix("…"))
-        too_long = bisect(range(1, len(parts)), width, key=lambda count: self.length(f"{''.join(parts[:count])}…"))
+        too_long = bisect(
+            range(1, len(parts)), float(width), key=lambda count: self.length(f"{''.join(parts[:count])}…")
+        )
         return f"{''.join(parts[:too_long]).rstrip()}…"
 
     def _runs(self, text: str) -> list[tuple[ImageFont.FreeTypeFont, str]]:

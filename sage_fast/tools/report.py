@@ -2,7 +2,8 @@
 
 evaluation.json     every number, also per prompt
 evaluation.md       the tables, for a README or an issue
-evaluation.html     one file with everything, pictures included: opens offline, light and dark
+evaluation.html     one page with everything, which opens offline, in light and dark; it plays the videos of base/ and
+                    trained/ beside it, two at a time
 contact_sheet.png   frames of both models, side by side
 """
 
@@ -11,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import stdev
 from typing import Any
 
@@ -20,12 +21,14 @@ from sage_fast.config.files import replacing
 from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Evaluation, ScoreComparison
 from sage_fast.models import video_files
 from sage_fast.rewards.base import Scale
-from sage_fast.run import media
+from sage_fast.run import media, pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownVideo:
-    """A prompt whose videos are in the report. `base`, `trained`: paths of the mp4s. `difference`: of the reward.
+    """A prompt whose videos are in the report.
+
+    `base`, `trained`: paths of the mp4s, in the folders of these names beside the page. `difference`: of the reward.
 
     Example: `ShownVideo(prompt="a red circle", base=Path("base/00-a-red-circle.mp4"), ..., difference=0.4)`
     """
@@ -211,58 +214,26 @@ def _footnotes(report: Report, marked: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ HTML
 
-# Colours are named once, so that dark is the same page with other values.
-STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1d232b; --faint: #66717e; --rule: #dfe4ea; --panel: #f5f7f9;
-  --gain: #0a7a4b; --loss: #b3362b; }
-@media (prefers-color-scheme: dark) { :root { --page: #14181d; --ink: #e6eaee; --faint: #97a2ae; --rule: #303841;
-  --panel: #1c2229; --gain: #4cc38a; --loss: #f08a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .75rem; }
-p { max-width: 46rem; } .faint { color: var(--faint); font-size: .9rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid var(--rule); }
-td.prompt { white-space: normal; min-width: 16rem; }
-.gain { color: var(--gain); font-weight: 600; } .loss { color: var(--loss); font-weight: 600; }
-figure { margin: 0 0 1.5rem; padding: 1rem; background: var(--panel); border-radius: .5rem; overflow-x: auto; }
-figcaption { margin-bottom: .6rem; } .strip { display: flex; align-items: center; gap: .8rem; margin-top: .4rem; }
-.strip span { flex: 0 0 4rem; color: var(--faint); font-size: .85rem; } .strip img { max-width: 100%; height: auto;
-  border-radius: .2rem; min-width: 0; }
-svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .axis { stroke: var(--faint); }
-svg .bar { stroke: var(--faint); stroke-width: 3; } svg .dot { fill: var(--faint); }
-svg .bar.gain { stroke: var(--gain); } svg .dot.gain { fill: var(--gain); }
-svg .bar.loss { stroke: var(--loss); } svg .dot.loss { fill: var(--loss); }
-details { margin-top: 1rem; } summary { cursor: pointer; }
-pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: .5rem; font-size: .85rem; }
-"""
-
 
 def to_html(report: Report) -> str:
-    """One self-contained page: style, chart and pictures are inside, nothing is fetched."""
-    sections = [
-        "<h1>Evaluation: base and trained</h1>",
-        f"<p>{escape(headline(report))}</p>",
-        _html_table(report),
-        *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
-        _html_scales(report),
-        "<h2>Gain, score by score</h2>",
-        _html_intervals(report),
-        _html_videos(report),
-        _html_prompts(report),
-        "<details><summary>Settings</summary><pre>"
-        + escape(json.dumps(dict(report.settings), indent=1))
-        + "</pre></details>",
-        f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Evaluation: base and trained</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body>\n</html>\n"
+    """One page: style, chart and pictures are inside, and nothing is fetched but the videos in base/ and trained/."""
+    return pages.page(
+        "Evaluation: base and trained",
+        [
+            "<h1>Evaluation: base and trained</h1>",
+            f"<p>{escape(headline(report))}</p>",
+            _html_table(report),
+            *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
+            _html_scales(report),
+            "<h2>Gain, score by score</h2>",
+            _html_intervals(report),
+            _html_videos(report),
+            _html_prompts(report),
+            pages.details(
+                "Settings", f"<pre>{escape(json.dumps(dict(report.settings), indent=1, ensure_ascii=False))}</pre>"
+            ),
+            f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
+        ],
     )
 
 
@@ -274,33 +245,17 @@ def _direction(score: ScoreComparison) -> str:
 
 
 def _html_table(report: Report) -> str:
-    head = "".join(f'<th scope="col">{escape(s.label)}</th>' for s in report.scores)
-    body = []
+    rows: list[list[pages.Cell]] = []
     for label, cells in _rows(report):
         marks = [_direction(s) if label == "difference" else "" for s in report.scores]
-        columns = "".join(
-            f'<td class="{mark}">{escape(cell)}</td>' if mark else f"<td>{escape(cell)}</td>"
-            for cell, mark in zip(cells, marks, strict=True)
-        )
-        body.append(f'<tr><th scope="row">{escape(label)}</th>{columns}</tr>')
-    return (
-        f'<div class="scroll"><table><thead><tr><th scope="col">model</th>{head}</tr></thead><tbody>'
-        + "".join(body)
-        + "</tbody></table></div>"
-    )
+        rows.append([label, *zip(cells, marks, strict=True)])
+    return pages.table(["model", *(s.label for s in report.scores)], rows, row_headers=True)
 
 
 def _html_scales(report: Report) -> str:
     """How the scores compare with published ones."""
     rows = _scale_rows(report)
-    if not rows:
-        return ""
-    head = "".join(f'<th scope="col">{h}</th>' for h in SCALE_HEAD)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        "<h2>On the scales of the paper</h2>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    return f"<h2>On the scales of the paper</h2>{pages.table(SCALE_HEAD, rows)}" if rows else ""
 
 
 def _html_intervals(report: Report) -> str:
@@ -340,24 +295,25 @@ def _html_intervals(report: Report) -> str:
 
 
 def _html_videos(report: Report) -> str:
+    """Pairs of videos, and frames of them for a page that was sent on alone."""
     if not report.videos:
         return ""
-    figures = []
+    pairs, frames = [], []
     for video in report.videos:
+        before, after = PurePath("base", video.base.name), PurePath("trained", video.trained.name)
+        caption = pages.Html(f"{_bdi(video.prompt)} {_html_difference(video.difference)}")
+        pairs.append(pages.video_pair(caption, before, after, ("base", "trained")))
         strips = "".join(
-            f'<div class="strip"><span>{label}</span><img alt="{escape(label)}: frames of the video for: '
+            f'<div class="strip"><span>{label}</span><img alt="{label}: frames of the video for: '
             f'{escape(video.prompt)}" src="data:image/jpeg;base64,{_strip(path)}"></div>'
             for label, path in (("base", video.base), ("trained", video.trained))
         )
-        way = "gain" if video.difference > 0 else "loss" if video.difference < 0 else "faint"
-        figures.append(
-            f'<figure><figcaption>{escape(video.prompt)} <span class="{way}">{video.difference:+.4f}</span>'
-            f"</figcaption>{strips}</figure>"
-        )
+        frames.append(f"<figure><figcaption>{caption}</figcaption>{strips}</figure>")
     return (
         "<h2>Videos, from the largest gain to the largest loss</h2>"
-        f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}. The videos themselves '
-        "are in base/ and trained/.</p>" + "".join(figures)
+        f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}.</p>'
+        f'<div class="pairs">{"".join(pairs)}</div>'
+        + pages.details("Frames of these videos, which are part of this page", "".join(frames))
     )
 
 
@@ -365,19 +321,25 @@ def _strip(path: Path) -> str:
     return base64.b64encode(media.filmstrip(video_files.read_video(path))).decode("ascii")
 
 
+def _bdi(prompt: str) -> pages.Html:
+    """A prompt in its own direction of writing, so that it leaves the order of what follows alone."""
+    return pages.Html(f"<bdi>{escape(prompt)}</bdi>")
+
+
+def _html_difference(value: float) -> pages.Html:
+    way = "gain" if value > 0 else "loss" if value < 0 else "faint"
+    return pages.Html(f'<span class="{way}">{value:+.4f}</span>')
+
+
 def _html_prompts(report: Report) -> str:
     """Every prompt with the reward of both models, worst difference first."""
     rows = sorted(
         zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
     )
-    body = "".join(
-        f'<tr><td class="prompt">{escape(prompt)}</td><td>{b:.4f}</td><td>{a:.4f}</td>'
-        f'<td class="{"gain" if a > b else "loss" if a < b else "faint"}">{a - b:+.4f}</td></tr>'
-        for prompt, b, a in rows
-    )
-    return (
-        f"<details><summary>All {len(rows)} prompts, the largest loss first</summary>"
-        '<div class="scroll"><table><thead><tr><th scope="col">prompt</th><th scope="col">base</th>'
-        f'<th scope="col">trained</th><th scope="col">difference</th></tr></thead><tbody>{body}</tbody></table></div>'
-        "</details>"
+    body: list[list[pages.Cell]] = [
+        [(_bdi(p), "prompt"), f"{b:.4f}", f"{a:.4f}", _html_difference(a - b)] for p, b, a in rows
+    ]
+    return pages.details(
+        f"All {len(rows)} prompts, the largest loss first",
+        pages.table(["prompt", "base", "trained", "difference"], body),
     )

@@ -22,6 +22,7 @@ from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Eval
 from sage_fast.models import video_files
 from sage_fast.rewards.base import Scale
 from sage_fast.run import media, pages
+from sage_fast.run.lettering import legible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +246,13 @@ def _direction(score: ScoreComparison) -> str:
 
 
 def _html_table(report: Report) -> str:
-    rows: list[list[pages.Cell]] = []
-    for label, cells in _rows(report):
-        marks = [_direction(s) if label == "difference" else "" for s in report.scores]
-        rows.append([label, *zip(cells, marks, strict=True)])
-    return pages.table(["model", *(s.label for s in report.scores)], rows, row_headers=True)
+    """The main table with a line for every score, which fits a page better than a column does."""
+    found = _rows(report)
+    rows: list[list[pages.Cell]] = [
+        [s.label, *((cells[i], _direction(s) if label == "difference" else "") for label, cells in found)]
+        for i, s in enumerate(report.scores)
+    ]
+    return pages.table(["score", *(label for label, _ in found)], rows, row_headers=True)
 
 
 def _html_scales(report: Report) -> str:
@@ -268,7 +271,7 @@ def _html_intervals(report: Report) -> str:
         d, factor = score.difference, score.sign / unit
         low, high = sorted((factor * d.low, factor * d.high))
         rows.append((score, low, factor * d.mean, high))
-    left, width, height = 190, 520, 30
+    left, width, height = 10, 320, 44
     reach = max(1e-9, *(max(abs(low), abs(high)) for _, low, _, high in rows)) * 1.08
 
     def x(value: float) -> float:
@@ -277,18 +280,18 @@ def _html_intervals(report: Report) -> str:
     bottom = height * len(rows) + 8
     parts = [f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="4" y2="{bottom}" stroke-dasharray="3 3"/>']
     for number, (score, low, mean, high) in enumerate(rows):
-        y = height * number + height / 2 + 4
+        y = height * number + 32
         way = _direction(score)
         parts.append(
-            f'<text x="0" y="{y + 4:.1f}">{escape(score.label)}</text>'
-            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
-            f'<text x="{left + width + 12}" y="{y + 4:.1f}">{mean:+.2f}</text>'
+            f'<text x="0" y="{y - 14}">{escape(score.label)}</text>'
+            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}"/>'
+            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y}" r="5"/>'
+            f'<text x="{left + width + 12}" y="{y + 4}">{mean:+.2f}</text>'
         )
     text = "; ".join(f"{s.label} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
     return (
-        f'<div class="scroll"><svg width="{left + width + 70}" height="{bottom + 8}" role="img" '
-        f'aria-label="{escape(text)}">{"".join(parts)}</svg></div>'
+        f'<svg viewBox="0 0 {left + width + 60} {bottom + 8}" style="width: 100%; max-width: 30rem" role="img" '
+        f'aria-label="{escape(text)}">{"".join(parts)}</svg>'
         '<p class="faint">Mean gain and 95 % interval, in standard deviations of the base model\'s scores over '
         "prompts; right of the dashed line the trained model scores better.</p>"
     )
@@ -322,8 +325,13 @@ def _strip(path: Path) -> str:
 
 
 def _bdi(prompt: str) -> pages.Html:
-    """A prompt in its own direction of writing, so that it leaves the order of what follows alone."""
-    return pages.Html(f"<bdi>{escape(prompt)}</bdi>")
+    """A prompt in its own direction of writing, so that it leaves the order of what follows alone.
+
+    Characters that this machine has no font for, and the reader's may not have either, are named when pointed at.
+    """
+    named = legible(prompt)
+    title = f' title="{escape(named)}"' if named != prompt else ""
+    return pages.Html(f"<bdi{title}>{escape(prompt)}</bdi>")
 
 
 def _html_difference(value: float) -> pages.Html:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sage_fast
 from sage_fast.config.files import replacing
@@ -28,6 +29,12 @@ def test_import_loads_nothing_heavy():
 def test_version_is_written_once():
     assert re.fullmatch(r"\d+\.\d+\.\d+", sage_fast.__version__)
     assert sage_fast.__version__ not in (ROOT / "setup.py").read_text("utf-8")
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == sage_fast.__version__
+    assert f"## {sage_fast.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_every_folder_of_the_kernels_is_packaged():

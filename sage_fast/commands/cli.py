@@ -1,8 +1,8 @@
-"""The command line: `sage-fast {train,generate,evaluate,export,plan,profile,doctor,prompts}`.
+"""The command line: `sage-fast {train,status,generate,evaluate,export,plan,profile,doctor,prompts}`.
 
 What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
-ends with 1 where the configuration could not run, `plan` where it does not fit.
+ends with 1 where the configuration could not run, `plan` where it does not fit, `status` where a run hangs or has died.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sage_fast import __version__
-from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, prompts, train
+from sage_fast.commands import doctor, evaluate, export, generate, plan, profile, prompts, status, train
 from sage_fast.commands.common import split_words
 from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.launch import (
@@ -27,6 +27,7 @@ from sage_fast.distributed.launch import (
 
 COMMANDS = {
     "train": train,
+    "status": status,
     "generate": generate,
     "evaluate": evaluate,
     "export": export,

@@ -57,11 +57,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(dump_config(config), end="")
         return 0
 
-    from sage_fast.planning.estimate import settle_decoding
+    from sage_fast.planning.estimate import planned_iteration_seconds, settle_decoding
     from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
 
-    result = train(settle_decoding(config), allow_changes=split_keys(options.allow_changes))
+    config = settle_decoding(config)
+    planned = planned_iteration_seconds(config) if rank() == 0 else None
+    result = train(config, allow_changes=split_keys(options.allow_changes), planned_seconds=planned)
     if rank() != 0:
         return 0
     if not result.finished and world_size() > 1:
@@ -72,8 +74,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         words = ["train", *options.config, *_without_resume(overrides), *allowed, "--resume", "auto"]
         print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")
         return 0
-    pictures = [name for name in ("reward.png", "before_after.png") if (result.output_dir / name).exists()]
-    print(f"Done: {result.output_dir}/ (look at {' and '.join(pictures)})")
+    pictures = [
+        name for name in ("index.html", "reward.png", "before_after.png") if (result.output_dir / name).exists()
+    ]
+    print(f"Done: {result.output_dir}/ (look at {', '.join(pictures)})")
     return 0
 
 

@@ -16,12 +16,16 @@ _BLOCK = 4 * 2**10
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, which takes the place of ``path`` when the block has succeeded.
 
-    Missing parent folders are created. When the block has returned, file and name are on disk. After an error the old
+    Missing parent folders are created. After an error the old
     file, if any, is untouched and the temporary one is gone. The file has the permissions that the umask allows,
     whatever library has written it.
+
+    Args:
+        lasting: wait until file and name are on disk. Without it a loss of power may leave the old file, or none of
+            the new one's content: for what is written every few seconds and says nothing after that.
 
     Raises:
         OSError: the folder cannot be created or written to; the message names it and says what to change.
@@ -42,9 +46,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(mode)  # safetensors renames a file of its own over it, which nobody else may read
-        sync(temporary)
+        if lasting:
+            sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
+        if lasting:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

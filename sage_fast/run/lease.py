@@ -60,6 +60,32 @@ class Holder:
         return self.machine == _machine() and self.started != _started(self.pid)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SignOfLife:
+    """The lease of a run as it is found. holder: None where the file was cut short. touched: seconds since the epoch.
+
+    Example: `SignOfLife(holder=Holder(...), touched=1769860800.0)`
+    """
+
+    holder: Holder | None
+    touched: float
+
+    def is_gone(self, now: float) -> bool:
+        """Whether the holder has ended, or is on another machine and has not touched the lease for too long."""
+        if self.holder is not None and self.holder.machine == _machine():
+            return self.holder.is_gone()
+        return now - self.touched > STALE_SECONDS
+
+
+def look_at(directory: Path) -> SignOfLife | None:
+    """Who holds the lease of a run directory; None when nobody does, or nobody can tell."""
+    try:
+        holder, touched = _look(directory / FILE_NAME)
+    except OSError:
+        return None
+    return SignOfLife(holder=holder, touched=touched / 1e9)
+
+
 class Lease:
     """The right to write a run directory, held within the context by rank 0 for all ranks. Collective.
 
@@ -100,12 +126,16 @@ class Lease:
         if isinstance(error, OSError | CheckpointError):
             # A folder that is gone fails as a full disk does, whatever was being written.
             self.check()
-        if _read(self.path) == self._own:
+        if self.is_own():
             self.path.unlink(missing_ok=True)
 
     def refuse_others(self) -> None:
         """Raise if another process holds the lease, without taking it: what is found later is found sooner."""
         self._on_main(self._wait_for_others)
+
+    def is_own(self) -> bool:
+        """Whether this process still holds the lease."""
+        return _read(self.path) == self._own
 
     def check(self) -> None:
         """Raise on rank 0 unless the lease is still its own."""
@@ -225,7 +255,7 @@ class Lease:
     def _keep_touching(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
             try:
-                if _read(self.path) == self._own:
+                if self.is_own():
                     os.utime(self.path)
             except OSError as error:
                 # The file system may come back; if not, the run's own writing says what is wrong.

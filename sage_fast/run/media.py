@@ -1,4 +1,4 @@
-"""Pictures for people: contact sheets (PNG), film strips (JPEG) and the reward curve of a run.
+"""Pictures for people: contact sheets (PNG), film strips (JPEG), animations (GIF) and the reward curve of a run.
 
 Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all. A sheet whose captions cannot all be
 drawn, because no font has the script, has a text file of the same name beside it that holds them, numbered.
@@ -49,6 +49,24 @@ def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
     # Full chroma: the colours of a small shape would otherwise run over its edge.
     whole.save(buffer, format="JPEG", quality=90, subsampling=0)
     return buffer.getvalue()
+
+
+def animation(video: Tensor, fps: float, max_frames: int = 32) -> tuple[bytes, tuple[int, int]]:
+    """A video as an animated GIF at the size of a contact sheet, for what shows pictures alone.
+
+    Args:
+        video: (F, 3, H, W) uint8 RGB. fps: frames per second.
+        max_frames: of a longer video so many are taken, evenly, and shown the longer.
+
+    Returns:
+        The file, and its width and height in pixels.
+    """
+    strip = _Strip("", video_frames(video, "video"))
+    images = strip.images(_spread(len(strip.frames), max_frames))
+    buffer = io.BytesIO()
+    duration = 1000 * len(strip.frames) / (fps * len(images))
+    images[0].save(buffer, format="GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
+    return buffer.getvalue(), strip.cell
 
 
 def contact_sheet(

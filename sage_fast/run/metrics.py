@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object per line of ``metrics.jsonl``, and dashboards on request.
+"""The metrics of a run: one JSON object per line of ``metrics.jsonl``, and trackers on request (`trackers.py`).
 
 A record is ``{"update": 3, "reward/mean": 0.41, "time/rollout": 1.9, ...}``: ``update`` counts optimizer
 updates, every other key is ``group/name``. Several records may share an update (training and evaluation).
@@ -11,15 +11,11 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.files import replacing
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-Scalar = int | float | bool | str | None
+from sage_fast.run.trackers import EvaluationMedia, Scalar, TensorBoard, Tracker, WeightsAndBiases
 
 FILE_NAME = "metrics.jsonl"
 
@@ -30,6 +26,9 @@ class NoMetrics:
     """The metrics of a rank that writes none."""
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def show(self, update: int, shown: EvaluationMedia) -> None:
         """Nothing."""
 
     def truncate_after(self, update: int) -> None:
@@ -49,24 +48,29 @@ class MetricsLogger:
         tensorboard: also write event files to ``<run_dir>/tensorboard``.
         wandb_project: also send records to this Weights & Biases project. The run's identity is kept in
             ``<run_dir>/wandb_run_id``, so that a resumed run continues its own curve.
+        settings: what the run is made with, which trackers keep with its curves: name -> JSON values.
 
     Raises:
-        ValueError: a dashboard was asked for whose package is not installed.
+        ValueError: a tracker was asked for whose package is not installed.
         OSError: the directory cannot be created or written to.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], tensorboard: bool = False, wandb_project: str | None = None
+        self,
+        run_dir: str | os.PathLike[str],
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / FILE_NAME
-        self._tensorboard = tensorboard
-        self._writer: SummaryWriter | None = None
-        self._purge_step: int | None = None
+        self._trackers: list[Tracker] = []
+        settings = settings or {}
         if tensorboard:
-            _check_tensorboard()
+            self._trackers.append(TensorBoard(self.run_dir, settings))
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._wandb_run = _start_wandb(self.run_dir, wandb_project) if wandb_project else None
+        if wandb_project:
+            self._trackers.append(WeightsAndBiases(self.run_dir, wandb_project, settings))
         _drop_partial_line(self.path)
         self._file = self.path.open("ab", buffering=0)
 
@@ -88,10 +92,17 @@ class MetricsLogger:
             raise ValueError(f"a record needs 'update', a whole number from 0 up, not {update!r}")
         row = {"update": update} | dict(sorted(values.items()))
         self._append((json.dumps(row, allow_nan=False) + "\n").encode())
-        if self._tensorboard:
-            self._log_tensorboard(update, values)
-        if self._wandb_run is not None:
-            self._wandb_run.log(row, step=update)
+        for tracker in self._trackers:
+            tracker.log(update, values)
+
+    def show(self, update: int, shown: EvaluationMedia) -> None:
+        """Hand what an evaluation shows to the trackers. Where one does not take it there is a warning, no error."""
+        for tracker in self._trackers:
+            try:
+                tracker.show(update, shown)
+            # Whatever a tracker raises: the numbers are safe, and a run does not end for a picture.
+            except Exception as error:  # noqa: BLE001
+                logger.warning("%s has no media of update %d: %s", type(tracker).__name__, update, error)
 
     def truncate_after(self, update: int) -> None:
         """Drop the records of updates after ``update``: a resumed run writes those again."""
@@ -104,21 +115,14 @@ class MetricsLogger:
                 file.flush()
                 os.fsync(file.fileno())
         self._file = self.path.open("ab", buffering=0)
-        # TensorBoard hides what earlier event files hold from this step on.
-        self._purge_step = update + 1
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for tracker in self._trackers:
+            tracker.truncate_after(update)
 
     def close(self) -> None:
-        """Close the file and the dashboards. Calling it again does nothing."""
+        """Close the file and the trackers. Calling it again does nothing."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._wandb_run is not None:
-            self._wandb_run.finish()
-            self._wandb_run = None
+        for tracker in self._trackers:
+            tracker.close()
 
     def _append(self, line: bytes) -> None:
         start = os.fstat(self._file.fileno()).st_size
@@ -131,16 +135,6 @@ class MetricsLogger:
             with suppress(OSError):  # the next start drops a line that was cut short
                 self._file.truncate(start)
             raise
-
-    def _log_tensorboard(self, update: int, values: Mapping[str, Scalar]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
-        for key, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(key, value, update)
-        self._writer.flush()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -203,29 +197,3 @@ def _drop_partial_line(path: Path) -> None:
         logger.warning("%s: dropped the last line, which was cut short", path)
     with replacing(path) as temporary:
         temporary.write_bytes(whole)
-
-
-def _check_tensorboard() -> None:
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "logging to TensorBoard needs a package that is missing: pip install tensorboard, or turn the option off"
-        ) from error
-
-
-def _start_wandb(run_dir: Path, project: str) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            f"logging to the Weights & Biases project {project!r} needs a package that is missing: "
-            "pip install wandb, or unset wandb_project"
-        ) from error
-    id_file = run_dir / "wandb_run_id"
-    run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
-    run = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
-    if run_id is None:
-        with replacing(id_file) as temporary:
-            temporary.write_text(f"{run.id}\n", "utf-8")
-    return run

@@ -33,7 +33,7 @@ class Html(str):
 
 
 Cell = str | tuple[str, str]
-"""Text of a table's cell, or text and CSS class: gain, loss, faint, clear, prompt."""
+"""Text of a table's cell, or text and CSS class: gain, loss, faint, prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,10 @@ def line_chart(
             # A line of no length with round ends: a circle would be stretched with the picture.
             shapes.append(f'<path class="point {colour}" d="{"".join(f"M{p}h0" for p in points)}"/>')
     labels = [
-        *(f'<span class="y" style="top:{100 * (top - y) / (top - bottom):.1f}%">{number(y)}</span>' for y in y_ticks),
+        *(
+            f'<span class="y" style="top:{100 * (top - y) / (top - bottom):.1f}%">{text}</span>'
+            for y, text in zip(y_ticks, _tick_labels(y_ticks), strict=True)
+        ),
         *(f'<span class="x" style="left:{100 * (x - left) / (right - left):.1f}%">{x:g}</span>' for x in x_ticks),
     ]
     legend = "".join(
@@ -223,15 +226,32 @@ def _ticks(low: float, high: float) -> list[float]:
     return [float(f"{k * step:.10g}") for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def _tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Labels with as many digits as tell neighbours apart."""
+    step = min((b - a for a, b in pairwise(ticks)), default=0.0) or abs(ticks[0]) or 1.0
+    if max(map(abs, ticks)) >= 1e6 or step < 1e-4:
+        return [f"{tick:.3g}" for tick in ticks]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
+
+
 # ------------------------------------------------------------------------------------------------ videos
 
 
-def video_pair(caption: str, before: PurePath, after: PurePath, labels: tuple[str, str] = ("before", "after")) -> str:
+def video_pair(
+    caption: str,
+    before: PurePath,
+    after: PurePath,
+    labels: tuple[str, str] = ("before", "after"),
+    *,
+    pictures: str = "",
+) -> str:
     """Two videos of the same prompt that play, stop and are scrubbed together.
 
     Args:
         caption: what is above them.
-        before, after: the files, relative to the page. A video that cannot be loaded is not shown.
+        before, after: the files, relative to the page. Where one cannot be loaded, neither is shown.
+        pictures: HTML below the videos, which stays where they are not to be had.
     """
     videos = "".join(
         f'<div class="video"><video src="{video_url(path)}" muted loop playsinline preload="metadata"></video>'
@@ -242,7 +262,7 @@ def video_pair(caption: str, before: PurePath, after: PurePath, labels: tuple[st
         f'<figure class="pair"><figcaption>{_text(caption)}</figcaption><div class="videos">{videos}</div>'
         '<div class="player"><button type="button" aria-label="play both videos">&#9654;</button>'
         '<input type="range" min="0" max="1" step="0.001" value="0" aria-label="position in both videos"></div>'
-        "</figure>"
+        f"{pictures}</figure>"
     )
 
 
@@ -269,7 +289,6 @@ th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid var(--rule); }
 td.prompt { white-space: normal; min-width: 12rem; }
 .gain { color: var(--gain); font-weight: 600; } .loss { color: var(--loss); font-weight: 600; }
-.clear { font-weight: 600; }
 figure { margin: 0 0 1.5rem; padding: 1rem; background: var(--panel); border-radius: .5rem; overflow-x: auto; }
 figcaption { margin-bottom: .6rem; } .strip { display: flex; align-items: center; gap: .8rem; margin-top: .4rem; }
 .strip span { flex: 0 0 4rem; color: var(--faint); font-size: .85rem; } .strip img { max-width: 100%; height: auto;
@@ -278,7 +297,6 @@ svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .axis { str
 svg .bar { stroke: var(--faint); stroke-width: 3; } svg .dot { fill: var(--faint); }
 svg .bar.gain { stroke: var(--gain); } svg .dot.gain { fill: var(--gain); }
 svg .bar.loss { stroke: var(--loss); } svg .dot.loss { fill: var(--loss); }
-svg .bar.clear { stroke: var(--ink); } svg .dot.clear { fill: var(--ink); }
 .c0 { --line: var(--c0); } .c1 { --line: var(--c1); } .c2 { --line: var(--c2); } .c3 { --line: var(--c3); }
 .c4 { --line: var(--c4); } .c5 { --line: var(--c5); }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }
@@ -355,6 +373,14 @@ for (const pair of document.querySelectorAll(".pair")) {
     video.addEventListener("error", hide);
     if (video.error) hide();
   }
+}
+for (const time of document.querySelectorAll("time")) {
+  const date = new Date(time.dateTime), say = () => {
+    const minutes = Math.round((Date.now() - date) / 60000);
+    const ago = minutes < 100 ? `${minutes} min` : `${Math.round(minutes / 60)} h`;
+    time.textContent = `${date.toLocaleString()} (${ago} ago)`;
+  };
+  say(); setInterval(say, 30000);
 }
 const refresh = Number(document.body.dataset.refresh), key = `sage-fast ${location.pathname}`;
 if (refresh) {

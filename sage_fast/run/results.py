@@ -6,6 +6,7 @@ deleted from the run directory changes no comparison.
 
 import json
 import logging
+import math
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from sage_fast.evaluation import (
 )
 from sage_fast.models.video_files import video_file_name, write_video
 from sage_fast.run import media
+from sage_fast.run.trackers import EvaluationMedia, SampleVideo
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class RunEvaluation:
         self.baseline: Evaluation | None = None
         """The scores of update 0, on all ranks; None where there was no evaluation."""
         self._latest: tuple[int, Evaluation] | None = None
+        self._videos: Mapping[int, Tensor] = {}
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(trainer.eval_prompts), trainer.config.evaluation.num_samples
         self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
@@ -100,8 +103,38 @@ class RunEvaluation:
         if not self.world.is_main:
             return {}
         evaluation.save(self._scores_file(update))
-        self._write_samples(videos)
+        self._videos = videos
+        self._write_samples()
         return metrics
+
+    def media(self, page: Path | None = None) -> EvaluationMedia:
+        """What the last evaluation shows; on rank 0 alone. The videos are let go of.
+
+        Args:
+            page: of the run.
+        """
+        assert self.baseline is not None
+        update, evaluation = self.latest
+        videos, self._videos = self._videos, {}
+        before = dict(zip(self.baseline.prompts, self.baseline.reward, strict=True))
+        columns = evaluation.columns()
+        return EvaluationMedia(
+            videos=[
+                SampleVideo(
+                    prompt=self._prompt(row),
+                    video=video,
+                    fps=self.trainer.config.video.fps,
+                    file=self._video_file(update, row),
+                )
+                for row, video in videos.items()
+            ],
+            head=["prompt", "Reward at update 0", *columns],
+            rows=[
+                [prompt, before.get(prompt, math.nan), *(column[row] for column in columns.values())]
+                for row, prompt in enumerate(evaluation.prompts)
+            ],
+            page=page,
+        )
 
     def metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """Means and standard errors of an evaluation, and of its pairs with the scores of update 0. RewardError."""
@@ -195,15 +228,20 @@ class RunEvaluation:
     def _prompt(self, row: int) -> str:
         return self.trainer.eval_prompts[row].text
 
-    def _write_samples(self, videos: Mapping[int, Tensor]) -> None:
+    def _video_file(self, update: int, row: int) -> Path:
+        name = video_file_name(row, self._prompt(row))
+        return self.directory / "samples" / f"update-{update:06d}" / name
+
+    def _write_samples(self) -> None:
         """Videos and a contact sheet of the present model, and frames for the before/after sheet."""
+        videos, update = self._videos, self.trainer.update
         if not videos:
             return
-        name, fps = f"update-{self.trainer.update:06d}", self.trainer.config.video.fps
         for row, video in videos.items():
-            write_video(self.directory / "samples" / name / video_file_name(row, self._prompt(row)), video, fps)
+            write_video(self._video_file(update, row), video, self.trainer.config.video.fps)
         rows = [(self._prompt(row), video) for row, video in videos.items()]
-        media.contact_sheet(self.directory / "samples" / f"{name}.png", rows, title=f"update {self.trainer.update}")
+        sheet = self.directory / "samples" / f"update-{update:06d}.png"
+        media.contact_sheet(sheet, rows, title=f"update {update}")
         self._keep_frames(videos)
 
     def _keep_frames(self, videos: Mapping[int, Tensor]) -> None:

@@ -36,7 +36,7 @@ HISTORY = "history.jsonl"
 """What happened to a run besides training, one JSON object per line: keys that were changed, what was moved aside."""
 
 MOVED_ASIDE = ("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml")
-MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png")
+MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png", "index.html", "status.json")
 
 # Weights and options of rewards are one value each: there a missing entry is a difference.
 WHOLE = ("reward.weights", "reward.options")

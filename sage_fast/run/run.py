@@ -6,7 +6,9 @@ runs/NAME/
     samples/                             mp4s and contact sheets from fixed prompts and noise
     evaluation/                          scores per prompt; result.json is the paired test of last against first
     checkpoints/                         see `checkpoint/`
-    reward.png  before_after.png         what to look at first
+    index.html                           what to look at first: everything on one page, rewritten while the run goes on
+    reward.png  before_after.png         the same for a document
+    status.json  lease.json              how far it is, and who writes here: what `sage-fast status` reads
 """
 
 import hashlib
@@ -46,12 +48,18 @@ from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveR
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
-from sage_fast.run.progress import RunProgress, peak_memory_gib
+from sage_fast.run.progress import Pace, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
+from sage_fast.run.run_page import FILE_NAME as PAGE
+from sage_fast.run.run_page import write_run_page
+from sage_fast.run.run_status import State, Status, StatusFile
 from sage_fast.trainer import Trainer
+
+SECONDS_BETWEEN_PAGES = 60.0
+"""The page of a run is written after an evaluation, and after an update where that was so long ago."""
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +154,19 @@ def _check_described_heads(config: RunConfig, sp: int) -> None:
     check_heads(sp, description.transformer["num_attention_heads"])
 
 
-def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Sequence[Callback] = ()) -> RunResult:
+def train(
+    config: RunConfig,
+    allow_changes: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+    *,
+    planned_seconds: float | None = None,
+) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
         allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
         callbacks: called on rank 0.
+        planned_seconds: that an iteration should take, for the page of the run to compare with.
 
     Raises:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
@@ -164,7 +179,15 @@ def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Seq
         config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        return Run(config, world, watchdog, allow_changes=allow_changes, callbacks=callbacks).train()
+        run = Run(
+            config,
+            world,
+            watchdog,
+            allow_changes=allow_changes,
+            callbacks=callbacks,
+            planned_seconds=planned_seconds,
+        )
+        return run.train()
 
 
 class Run:
@@ -177,6 +200,7 @@ class Run:
         watchdog: Watchdog | None = None,
         allow_changes: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
+        planned_seconds: float | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -203,6 +227,14 @@ class Run:
         )
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
+        first = Status(
+            num_updates=config.training.num_updates,
+            videos_per_rollout=self.trainer.videos_per_rollout,
+            planned_seconds=planned_seconds,
+        )
+        self.status = StatusFile(self.directory, first, shown=world.is_main)
+        self._page_written = time.monotonic()
+        self._environment = self.directory / "environment.json"
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
@@ -213,10 +245,22 @@ class Run:
             CallbackError: a callback raised; the run was saved after that update.
         """
         with self.lease:
-            finished = self._train()
-            result = self._conclude(finished)
-        self.callbacks.raise_failure(result.update, self.directory)
-        return result
+            try:
+                finished = self._train()
+                result = self._conclude(finished)
+                self.callbacks.raise_failure(result.update, self.directory)
+            except BaseException as error:
+                self._say_last("failed", error)
+                raise
+            self._say_last("finished" if finished else "stopped")
+            return result
+
+    def _say_last(self, state: State, error: BaseException | None = None) -> None:
+        """Tell those who look from outside how the run has ended."""
+        # A directory that another run has taken over is that run's.
+        if self.lease.is_own():
+            self.status.end(state, error)
+            self._write_page()
 
     def _train(self) -> bool:
         """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
@@ -227,12 +271,11 @@ class Run:
             stack.callback(self.trainer.reward.close)
             if self.world.is_main:
                 self._prepare_directory(resumed)
+            self.status.begin(resumed)
             self.metrics = self._open_metrics()
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
-            self.progress = stack.enter_context(
-                RunProgress(self.config.training.num_updates, resumed, shown=self.world.is_main)
-            )
+            self.progress = stack.enter_context(self._open_progress(resumed))
             self.writer = stack.enter_context(self._open_writer())
             self.trainer.progress, self.trainer.on_rollout = self._tell, self.callbacks.rollout
             self._begin(checkpoint)
@@ -311,6 +354,10 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
+        if evaluates:
+            self._show_evaluation()
+        elif time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
+            self._write_page()
         total = self.config.training.num_updates
         self.callbacks.update(UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
@@ -329,7 +376,21 @@ class Run:
         """Pass on what the trainer is doing."""
         self.watchdog.progress(phase, done, total)
         self.watchdog.working_on(subject)
-        self.progress.phase(phase, done, total)
+        self.progress.phase(phase, done, total, self.trainer.update)
+
+    def _show_evaluation(self) -> None:
+        """Bring the page up to date, and hand the trackers what the last evaluation shows."""
+        self._write_page()
+        if self.world.is_main:
+            page = self.directory / PAGE
+            self.metrics.show(self.trainer.update, self.evaluation.media(page if page.exists() else None))
+
+    def _write_page(self) -> None:
+        """Write the page of the run anew."""
+        # Who has deleted the directory does not want it back.
+        if self.world.is_main and self.directory.exists():
+            write_run_page(self.directory)
+            self._page_written = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ begin
 
@@ -391,7 +452,7 @@ class Run:
             # Who goes on with this directory's config.yaml does not want to start anew each time.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
-            write_environment(self.directory, resumed)
+            self._environment = write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.directory, error) from error
 
@@ -410,6 +471,7 @@ class Run:
             record = {"update": 0} | self.evaluation.run()
             self.metrics.log(record)
             self.progress.finished(record)
+            self._show_evaluation()
             self._tell_of_evaluation(record)
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
@@ -457,10 +519,32 @@ class Run:
         section = self.config.logging
         if not self.world.is_main:
             return NoMetrics()
+        settings = {"config": to_dict(self.config), "environment": json.loads(self._environment.read_text("utf-8"))}
         try:
-            return MetricsLogger(self.directory, tensorboard=section.tensorboard, wandb_project=section.wandb_project)
+            return MetricsLogger(
+                self.directory,
+                tensorboard=section.tensorboard,
+                wandb_project=section.wandb_project,
+                settings=settings,
+            )
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
+
+    def _open_progress(self, resumed: int) -> RunProgress:
+        """What shows the run, from the update that it goes on from."""
+        training, trainer = self.config.training, self.trainer
+        pace = Pace(training.num_updates, training.updates_per_rollout, self.config.evaluation.every)
+        if resumed and self.world.is_main:
+            for row in read_metrics(self.directory / "metrics.jsonl"):
+                pace.learn(row)
+        return RunProgress(
+            training.num_updates,
+            resumed,
+            videos=(trainer.videos_per_rollout, len(trainer.eval_prompts)),
+            pace=pace,
+            status=self.status,
+            shown=self.world.is_main,
+        )
 
     def _open_writer(self) -> CheckpointWriter:
         section = self.config.checkpoint

@@ -301,22 +301,26 @@ def _html_videos(report: Report) -> str:
     """Pairs of videos, and frames of them for a page that was sent on alone."""
     if not report.videos:
         return ""
-    pairs, frames = [], []
+    pairs = []
     for video in report.videos:
-        before, after = PurePath("base", video.base.name), PurePath("trained", video.trained.name)
-        caption = pages.Html(f"{_bdi(video.prompt)} {_html_difference(video.difference)}")
-        pairs.append(pages.video_pair(caption, before, after, ("base", "trained")))
         strips = "".join(
             f'<div class="strip"><span>{label}</span><img alt="{label}: frames of the video for: '
             f'{escape(video.prompt)}" src="data:image/jpeg;base64,{_strip(path)}"></div>'
             for label, path in (("base", video.base), ("trained", video.trained))
         )
-        frames.append(f"<figure><figcaption>{caption}</figcaption>{strips}</figure>")
+        pairs.append(
+            pages.video_pair(
+                pages.Html(f"{_bdi(video.prompt)} {_html_difference(video.difference)}"),
+                PurePath("base", video.base.name),
+                PurePath("trained", video.trained.name),
+                ("base", "trained"),
+                pictures=pages.details("Frames", strips),
+            )
+        )
     return (
         "<h2>Videos, from the largest gain to the largest loss</h2>"
         f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}.</p>'
         f'<div class="pairs">{"".join(pairs)}</div>'
-        + pages.details("Frames of these videos, which are part of this page", "".join(frames))
     )
 
 

@@ -1,0 +1,126 @@
+"""`sage-fast status`: a table of runs, from what they and their leases say."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sage_fast.run.run_status import RunState
+
+EPILOG = """\
+examples:
+  sage-fast status runs                     every run in a folder
+  sage-fast status runs/demo runs/mine
+  sage-fast status runs --json              for a script
+  watch -n 10 sage-fast status runs
+
+state     running   it makes progress
+          hangs     its process lives and makes no progress: not for a minute, nor for four times as long as it
+                    has gone without before
+          killed    its process is gone without a last word
+          failed    an error has ended it: below the table
+          stopped   on request; --resume auto goes on
+          finished
+          unknown   it was made by a version that wrote no status
+
+Exit status: 1 where a run hangs, was killed or has failed, else 0. Nothing is written.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "status",
+        usage="sage-fast status RUN [RUN ...] [--json]",
+        help="how runs are doing: alive, phase, update, reward, time left",
+        description="Tell how runs are doing, from their directories alone.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # Named as the run directories and files of the other commands, for the words that argparse leaves over.
+    parser.add_argument("config", nargs="+", metavar="RUN", help="run directory, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print the runs as a JSON list")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the table; 1 where a run needs somebody's attention."""
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.run.run_status import look_at_run
+
+    if overrides:
+        raise ConfigError(f"status takes no keys of a configuration, such as {overrides[0]}.")
+    states = [look_at_run(run) for run in find_runs([Path(name) for name in options.config])]
+    print(json.dumps([to_json(state) for state in states], indent=1) if options.json else to_text(states))
+    return int(any(state.needs_attention for state in states))
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories among the paths, and those in the folders among them.
+
+    Raises:
+        ConfigError: a path is neither.
+    """
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.run.run_status import is_run
+
+    runs: list[Path] = []
+    for path in paths:
+        found = [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
+        if not found and len(paths) == 1:
+            raise ConfigError(f"{path} is no run directory (it has no config.yaml), and holds none.")
+        runs += found  # a shell's runs/* may match other things beside runs
+    if not runs:
+        raise ConfigError("None of the paths is a run directory (with a config.yaml), or holds one.")
+    return runs
+
+
+def to_json(state: "RunState") -> dict[str, object]:
+    """A run as JSON values."""
+    from dataclasses import asdict
+
+    return {**asdict(state), "run": str(state.run)}
+
+
+def to_text(states: Sequence["RunState"]) -> str:
+    """The table, and below it what has ended a run or what to do about it."""
+    head = ("run", "state", "update", "phase", "reward", "gain", "left", "last progress")
+    rows = [head, *(_cells(state) for state in states)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *(note for state in states if (note := _note(state)))])
+
+
+def _cells(state: "RunState") -> tuple[str, ...]:
+    from sage_fast.run.progress import format_seconds
+
+    status = state.status
+    if status is None:
+        return (str(state.run), state.condition, *[""] * 6)
+    going = state.condition in ("running", "hangs", "killed")
+    videos = f" {status.videos_done}/{status.videos}" if status.videos else ""
+    quiet = "" if state.quiet_seconds is None else f"{format_seconds(state.quiet_seconds)} ago"
+    return (
+        str(state.run),
+        state.condition,
+        f"{status.update}/{status.num_updates}" if status.num_updates else str(status.update),
+        f"{status.phase}{videos}" if going else "",
+        "" if status.reward is None else f"{status.reward:.4f}",
+        "" if status.gain is None else f"{status.gain:+.4f}",
+        format_seconds(status.seconds_left) if state.condition == "running" and status.seconds_left else "",
+        quiet,
+    )
+
+
+def _note(state: "RunState") -> str:
+    """A line on a run that needs attention."""
+    if state.condition == "failed" and state.status is not None:
+        return f"{state.run}: {(state.status.error or '').splitlines()[0] if state.status.error else 'failed'}"
+    if state.condition == "killed":
+        return (
+            f"{state.run}: the process is gone without a last word; sage-fast train {state.run} --resume auto goes on"
+        )
+    if state.condition == "hangs":
+        return f"{state.run}: no progress, but alive: {state.holder or 'its process'}"
+    return ""

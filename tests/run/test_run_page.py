@@ -1,0 +1,166 @@
+"""The page of a run: what is on it, how large it gets, and that a browser shows it as it should."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from sage_fast.evaluation import Evaluation
+from sage_fast.models.video_files import read_video, write_video
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.pages import MAX_POINTS, Series, line_chart, page, table
+from sage_fast.run.run_page import run_page, write_run_page
+from sage_fast.run.run_status import Status
+from tests.browser import CHROMIUM, Browser, wide_elements
+
+VOID = {"meta", "img", "br", "input", "hr", "link"}
+
+
+class Outline(HTMLParser):
+    """Checks that elements are closed in order, and collects the videos and the links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+        assert not self.stack
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.stack.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+
+PROMPTS = ["一只红色的圆圈向左移动", "a cat & a <b>dog</b> 🐱", *(f"prompt number {i}" for i in range(58))]
+
+
+@pytest.fixture
+def long_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A run of 200 updates, made up from the metrics and the videos of one of two."""
+    run = tmp_path / "long run"
+    shutil.copytree(finished_run, run)
+    rows = read_metrics(run / "metrics.jsonl")
+    extra = {"kl/grad_share": 0.1, "memory/peak_gib": 60.0, "time/evaluation": 3.0}
+    long = [rows[0], *({**rows[-1], **extra, "update": u, "grad_norm": 0.1 + u / 1000} for u in range(1, 201))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    for update, gain in ((0, 0.0), (200, 0.5)):
+        scores = [gain * (i % 7 - 2) for i in range(len(PROMPTS))]
+        evaluation = Evaluation(prompts=PROMPTS, scores={"VQ": scores}, reward=scores, lower_is_better=["VQ"])
+        evaluation.save(run / "evaluation" / f"update-{update:06d}.json")
+    source = next((run / "samples" / "update-000000").glob("*.mp4"))
+    video = read_video(source).repeat(4, 1, 1, 1)
+    shutil.rmtree(run / "samples")
+    for update in (0, 200):
+        for name in ("00-一只红色的圆圈.mp4", "01-a-cat-🐱.mp4"):
+            write_video(run / "samples" / f"update-{update:06d}" / name, video, 8)
+    status = Status(update=200, num_updates=400, phase="rollout", videos_per_rollout=96, planned_seconds=2.0)
+    (run / "status.json").write_text(json.dumps(asdict(status)))
+    write_run_page(run)
+    return run
+
+
+def test_a_run_writes_its_page(finished_run: Path) -> None:
+    text = (finished_run / "index.html").read_text("utf-8")
+    assert "Finished after 2 updates" in text and "data-refresh" not in text.partition("<script>")[0]
+    outline = Outline(text)
+    assert sum(source.endswith(".mp4") for source in outline.sources) == 4
+    assert all((finished_run / unquote(source)).exists() for source in outline.sources)
+
+
+def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
+    text = (long_run / "index.html").read_text("utf-8")
+    outline = Outline(text)
+    assert all((long_run / unquote(source)).exists() for source in outline.sources)
+    shown = re.findall(r"<figcaption>([^<]+)</figcaption>", text)
+    for title in ("reward", "VQ (lower is better)", "KL to the anchor", "KL's share of the gradient", "gradient norm"):
+        assert title.replace("'", "&#x27;") in shown or title in shown
+    for title in ("probability ratio, mean", "groups without a signal", "videos an hour; dashed: the plan, 172,800"):
+        assert title in shown
+    assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
+    gained, lost = text.partition("Prompts that lost most")[::2]
+    assert ">+2.0000<" in gained and ">-1.0000<" not in gained.partition("Prompts that gained most")[2]
+    assert ">-1.0000<" in lost and ">+2.0000<" not in lost
+    assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
+    assert 'data-refresh="60"' in text
+
+
+def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:
+    assert (long_run / "index.html").stat().st_size < 3e6 / 4
+    chart = line_chart("x", [Series(label="a", x=range(20_000), y=range(20_000))])
+    assert len(chart) < 60_000
+    line = re.search(r'class="line c0" d="([^"]+)"', chart)
+    assert line is not None and line[1].count("L") == MAX_POINTS - 1
+
+
+def test_what_a_page_is_given_is_escaped() -> None:
+    text = page("<t>", [table(["<h>"], [[("<c>", "prompt")]]), line_chart("<l>", [Series(label="<s>", x=[0], y=[1])])])
+    Outline(text)
+    assert not {"<t>", "<h>", "<c>", "<l>", "<s>"} & set(re.findall(r"<\w>", text))
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(
+    long_run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = (long_run / "index.html").read_bytes()
+    monkeypatch.setattr(os, "replace", full)
+    with caplog.at_level(logging.WARNING):
+        write_run_page(long_run)
+    assert "No space left on device" in caplog.text
+    assert (long_run / "index.html").read_bytes() == before
+    monkeypatch.undo()
+    (long_run / "environment.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        write_run_page(long_run)
+    assert "is not up to date" in caplog.text
+
+
+def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
+    Outline(run_page(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path: Path) -> None:
+    colours = set()
+    with Browser(tmp_path / "profile") as browser:
+        for width, dark in ((1280, False), (400, False), (400, True)):
+            browser.open(long_run / "index.html", width=width, dark=dark)
+            browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
+            assert not wide_elements(browser)
+            colours.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert colours == {"rgb(255, 255, 255)", "rgb(20, 24, 29)"}
+        browser.evaluate("document.querySelector('.pair button').click()")
+        times = "[...document.querySelector('.pair').querySelectorAll('video')].map(video => video.currentTime)"
+        browser.wait_for(f"{times}.every(time => time > 0.3)")
+        browser.evaluate(
+            "(() => { const range = document.querySelector('.pair input'); range.value = 0.5;"
+            "range.dispatchEvent(new Event('input')); })()"
+        )
+        browser.wait_for(f"{times}.every(time => time === 1)")  # of 2 s
+        assert not browser.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_page_without_its_videos_hides_their_place(long_run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(long_run / "samples")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(long_run / "index.html", width=400)
+        browser.wait_for("[...document.querySelectorAll('.videos')].every(part => !part.offsetParent)")

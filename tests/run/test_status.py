@@ -1,0 +1,237 @@
+"""Runs as seen from outside: which lives, hangs, was killed, has failed; and what a log shows meanwhile."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import TrainingError
+from sage_fast.config.schema import RunConfig
+from sage_fast.run import progress
+from sage_fast.run.lease import Lease
+from sage_fast.run.progress import Pace, RunProgress, format_seconds
+from sage_fast.run.run import Run
+from sage_fast.run.run_status import FILE_NAME, Status, StatusFile, look_at_run, patience, read_status
+
+MakeRun = Callable[..., RunConfig]
+
+GOING = Status(update=4, num_updates=60, phase="rollout", videos_done=32, videos=128, reward=0.41, gain=0.05)
+
+
+def make_run(directory: Path, status: Status | None) -> Path:
+    directory.mkdir()
+    (directory / "config.yaml").write_text("{}\n")
+    if status is not None:
+        (directory / FILE_NAME).write_text(json.dumps(asdict(status)))
+    return directory
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from sage_fast.run.lease import Lease
+with Lease(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of five: a finished run, one that failed, one that was killed, one that goes on, one that hangs."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    make_run(folder / "done", replace(GOING, state="finished", update=60, phase=""))
+    make_run(folder / "fails", replace(GOING, state="failed", error="The reward failed.\nSee above."))
+    killed = make_run(folder / "gone", GOING)
+    command = [sys.executable, "-c", HOLD, str(killed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGKILL)
+    make_run(folder / "goes", GOING)
+    hanging = make_run(folder / "hangs", GOING)
+    long_ago = time.time() - 100
+    os.utime(hanging / FILE_NAME, (long_ago, long_ago))
+    return folder
+
+
+@pytest.mark.slow
+def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Lease(runs / "goes"), Lease(runs / "hangs"):
+        assert main(["status", str(runs)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert main(["status", str(runs / "goes"), str(runs / "done"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+    assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "running", "killed", "hangs"]
+    goes = lines[3].split()
+    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "32/128", "0.4100", "+0.0500"]
+    notes = "\n".join(lines[6:])
+    assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
+    assert f"sage-fast train {runs / 'gone'} --resume auto" in notes
+    assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
+    assert [run["condition"] for run in found] == ["running", "finished"]
+    assert found[0]["status"]["update"] == 4 and found[0]["holder"]["pid"] == os.getpid()
+
+
+def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
+    """It may go without progress for as long as it has before, and for longer before its first update."""
+    assert patience(GOING) == 60.0
+    assert patience(replace(GOING, longest_seconds=600.0)) == 2400.0
+    assert patience(replace(GOING, update=0)) == 1800.0
+    run = make_run(tmp_path / "slow", replace(GOING, longest_seconds=600.0))
+    with Lease(run):
+        assert look_at_run(run, time.time() + 2000).condition == "running"
+        assert look_at_run(run, time.time() + 2500).condition == "hangs"
+
+
+def test_a_run_of_an_earlier_version_is_told_by_its_metrics(finished_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "old"
+    shutil.copytree(finished_run, run)
+    (run / FILE_NAME).unlink()
+    state = look_at_run(run)
+    assert state.condition == "unknown" and state.status is not None
+    assert (state.status.update, state.status.num_updates) == (2, 0)
+    assert state.status.gain is not None
+
+
+def test_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("{}\n")
+    assert main(["status", str(tmp_path), "--seed=1"]) == 2
+    assert "takes no keys" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ what the run writes
+
+
+def test_a_finished_run_says_so(finished_run: Path) -> None:
+    status, _ = read_status(finished_run)
+    assert status is not None
+    assert (status.state, status.update, status.num_updates, status.videos_per_rollout) == ("finished", 2, 2, 4)
+    assert status.gain is not None and status.error is None and status.seconds_left == 0.0
+
+
+def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tiny_run())
+
+    def fail() -> None:
+        raise TrainingError("the gradient is not finite")
+
+    monkeypatch.setattr(run.trainer, "iterate", fail)
+    with pytest.raises(TrainingError):
+        run.train()
+    status, _ = read_status(run.directory)
+    assert status is not None and (status.state, status.error) == ("failed", "the gradient is not finite")
+    assert "the gradient is not finite" in (run.directory / "index.html").read_text("utf-8")
+
+
+def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run())
+
+    def lose() -> None:
+        (run.directory / "lease.json").write_text("{}")
+        (run.directory / FILE_NAME).write_text("another run's")
+        raise TrainingError("lost")
+
+    monkeypatch.setattr(run.trainer, "iterate", lose)
+    with pytest.raises(TrainingError):
+        run.train()
+    assert (run.directory / FILE_NAME).read_text() == "another run's"
+
+
+def test_a_status_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StatusFile(tmp_path, GOING)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with caplog.at_level(logging.WARNING):
+        file.begin(4)
+        file.end("failed", RuntimeError("x"))
+    assert caplog.text.count("No space left on device") == 1
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    file.end("stopped")
+    status, _ = read_status(tmp_path)
+    assert status is not None and status.state == "stopped"
+
+
+# ------------------------------------------------------------------------------------------ lines of a log
+
+
+def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
+    now = [0.0]
+    pace = Pace(total=100, step=2, evaluation_every=30, clock=lambda: now[0])
+    assert pace.seconds_left(0) is None
+    pace.learn({"update": 0, "time/evaluation": 50.0})
+    pace.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
+    # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
+    assert pace.seconds_left(2) == 49 * 10 + 4 * 50
+    now[0] = 6.0
+    assert pace.seconds_left(2) == 49 * 10 + 4 * 50 - 6
+    assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
+    """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
+    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.2)
+    pace = Pace(60, 1, 0)
+    pace.learn({"update": 3, "time/iteration": 120.0})
+    return RunProgress(60, 3, videos=(128, 12), pace=pace, status=StatusFile(tmp_path, GOING))
+
+
+def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown:
+        shown.phase("rollout", 1, 4, 3)
+        shown.phase("decode", 0, 32, 3)
+        time.sleep(0.85)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 4
+    assert lines[0] == "update 4/60  rollout  32 of 128 videos  1.9 h left"
+    assert lines[-1] == f"{lines[0]}  (1 s in this step)"
+
+
+def test_a_phase_has_a_line_unless_the_last_is_young(
+    shown: RunProgress, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown.phase("rollout", 0, 4, 3)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "PHASE_LINE_SECONDS", 0.0)
+    shown.phase("update", 0, 4, 3)
+    shown.phase("update", 1, 4, 3)
+    shown.phase("checkpoint", 0, 1, 4)
+    shown.phase("evaluation", 0, 2, 4)
+    shown.phase("evaluation", 1, 2, 4)
+    lines = [line.partition("  1.9 h")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "update 4/60  update  0 of 128 videos",
+        "update 4/60  checkpoint",
+        "update 4/60  evaluation  0 of 12 videos",
+    ]
+
+
+def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = StatusFile(tmp_path, GOING, shown=False)
+    with RunProgress(60, 3, videos=(8, 8), pace=Pace(60, 1, 0), status=status, shown=False) as other:
+        status.begin(3)
+        other.phase("rollout", 0, 4, 3)
+        other.finished({"update": 4, "reward/mean": 0.5})
+        status.end("finished")
+    assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())

@@ -22,7 +22,6 @@ from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Eval
 from sage_fast.models import video_files
 from sage_fast.rewards.base import Scale
 from sage_fast.run import media, pages
-from sage_fast.run.lettering import legible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +309,7 @@ def _html_videos(report: Report) -> str:
         )
         pairs.append(
             pages.video_pair(
-                pages.Html(f"{_bdi(video.prompt)} {_html_difference(video.difference)}"),
+                pages.Html(f"{pages.prompt_text(video.prompt)} {_html_difference(video.difference)}"),
                 PurePath("base", video.base.name),
                 PurePath("trained", video.trained.name),
                 ("base", "trained"),
@@ -328,16 +327,6 @@ def _strip(path: Path) -> str:
     return base64.b64encode(media.filmstrip(video_files.read_video(path))).decode("ascii")
 
 
-def _bdi(prompt: str) -> pages.Html:
-    """A prompt in its own direction of writing, so that it leaves the order of what follows alone.
-
-    Characters that this machine has no font for, and the reader's may not have either, are named when pointed at.
-    """
-    named = legible(prompt)
-    title = f' title="{escape(named)}"' if named != prompt else ""
-    return pages.Html(f"<bdi{title}>{escape(prompt)}</bdi>")
-
-
 def _html_difference(value: float) -> pages.Html:
     way = "gain" if value > 0 else "loss" if value < 0 else "faint"
     return pages.Html(f'<span class="{way}">{value:+.4f}</span>')
@@ -349,7 +338,7 @@ def _html_prompts(report: Report) -> str:
         zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
     )
     body: list[list[pages.Cell]] = [
-        [(_bdi(p), "prompt"), f"{b:.4f}", f"{a:.4f}", _html_difference(a - b)] for p, b, a in rows
+        [(pages.prompt_text(p), "prompt"), f"{b:.4f}", f"{a:.4f}", _html_difference(a - b)] for p, b, a in rows
     ]
     return pages.details(
         f"All {len(rows)} prompts, the largest loss first",

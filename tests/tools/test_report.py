@@ -30,6 +30,7 @@ from sage_fast.tools.report import (
     to_markdown,
     write_report,
 )
+from tests.browser import CHROMIUM, Browser, wide_elements
 
 MakeRun = Callable[..., RunConfig]
 
@@ -211,6 +212,22 @@ def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
         assert name in page.text, name
     assert headline(report) in page.text
     assert page.text.count("prompt <") >= 40, "every prompt has its line"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_plays_the_videos_of_both_models(report: Report, tmp_path: Path) -> None:
+    write_report(tmp_path, report)
+    with Browser(tmp_path / "profile") as browser:
+        for width, dark in ((1280, False), (400, True)):
+            browser.open(tmp_path / "evaluation.html", width=width, dark=dark)
+            browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
+            assert browser.evaluate("document.querySelectorAll('video').length") == 4
+            assert not wide_elements(browser)
+        browser.evaluate("document.querySelector('.pair button').click()")
+        times = "[...document.querySelector('.pair').querySelectorAll('video')].map(video => video.currentTime)"
+        browser.wait_for(f"{times}.every(time => time > 0.3)")
+        assert not browser.complaints
 
 
 @pytest.mark.parametrize("lower", [False, True], ids=["higher", "lower"])

@@ -1,4 +1,7 @@
-"""Pages in headless Chromium, spoken to through its debugging pipe: no package is needed, only the program."""
+"""Pages as they are written, and as headless Chromium shows them.
+
+Chromium is spoken to through its debugging pipe: no package is needed, only the program.
+"""
 
 import base64
 import json
@@ -7,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +18,41 @@ from typing import Any
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 """Where it is installed; None where it is not."""
+
+
+class Page(HTMLParser):
+    """A page as it is written: its nesting is checked; pictures, text and all that would be fetched are collected."""
+
+    VOID = frozenset({"meta", "img", "input", "line", "circle", "br", "path"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[bytes] = []
+        self.fetched: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"{self.open} are not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href") and value:
+                if value.startswith("data:image/jpeg;base64,"):
+                    self.images.append(base64.b64decode(value.partition(",")[2], validate=True))
+                else:
+                    self.fetched.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """A tag of its own, such as <path/>: nothing to close."""
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
 class Browser:

@@ -125,5 +125,5 @@ def _check_own(arguments: list[str]) -> None:
         load_config(files, overrides)
     else:
         assert files or options.command == "doctor"
-        assert all(name.startswith("runs/") for name in files)
+        assert all(f"{name}/".startswith("runs/") for name in files)
         load_config("configs/toy_cpu.yaml", overrides)

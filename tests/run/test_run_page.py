@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from dataclasses import asdict
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -18,32 +17,7 @@ from sage_fast.run.metrics import read_metrics
 from sage_fast.run.pages import MAX_POINTS, Series, line_chart, page, table
 from sage_fast.run.run_page import run_page, write_run_page
 from sage_fast.run.run_status import Status
-from tests.browser import CHROMIUM, Browser, wide_elements
-
-VOID = {"meta", "img", "br", "input", "hr", "link"}
-
-
-class Outline(HTMLParser):
-    """Checks that elements are closed in order, and collects the videos and the links."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.sources: list[str] = []
-        self.feed(text)
-        assert not self.stack
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.stack.append(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
+from tests.browser import CHROMIUM, Browser, Page, wide_elements
 
 PROMPTS = ["一只红色的圆圈向左移动", "a cat & a <b>dog</b> 🐱", *(f"prompt number {i}" for i in range(58))]
 
@@ -76,15 +50,15 @@ def long_run(finished_run: Path, tmp_path: Path) -> Path:
 def test_a_run_writes_its_page(finished_run: Path) -> None:
     text = (finished_run / "index.html").read_text("utf-8")
     assert "Finished after 2 updates" in text and "data-refresh" not in text.partition("<script>")[0]
-    outline = Outline(text)
-    assert sum(source.endswith(".mp4") for source in outline.sources) == 4
-    assert all((finished_run / unquote(source)).exists() for source in outline.sources)
+    found = Page(text)
+    assert sum(source.endswith(".mp4") for source in found.fetched) == 4
+    assert all((finished_run / unquote(source)).exists() for source in found.fetched)
 
 
 def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     text = (long_run / "index.html").read_text("utf-8")
-    outline = Outline(text)
-    assert all((long_run / unquote(source)).exists() for source in outline.sources)
+    found = Page(text)
+    assert all((long_run / unquote(source)).exists() for source in found.fetched)
     shown = re.findall(r"<figcaption>([^<]+)</figcaption>", text)
     for title in ("reward", "VQ (lower is better)", "KL to the anchor", "KL's share of the gradient", "gradient norm"):
         assert title.replace("'", "&#x27;") in shown or title in shown
@@ -108,7 +82,7 @@ def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:
 
 def test_what_a_page_is_given_is_escaped() -> None:
     text = page("<t>", [table(["<h>"], [[("<c>", "prompt")]]), line_chart("<l>", [Series(label="<s>", x=[0], y=[1])])])
-    Outline(text)
+    Page(text)
     assert not {"<t>", "<h>", "<c>", "<l>", "<s>"} & set(re.findall(r"<\w>", text))
 
 
@@ -132,7 +106,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 
 
 def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
-    Outline(run_page(tmp_path))
+    Page(run_page(tmp_path))
 
 
 @pytest.mark.slow

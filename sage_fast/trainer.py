@@ -378,7 +378,14 @@ class Trainer:
         every = self.config.training.kl_share_every
         if every and (self.update + 1) % every == 0 and isinstance(self.gradient, TwoPhaseGradient):
             share = self.gradient.kl_share(scored, positions, weight)
-            metrics |= {"kl/grad_share": share} if math.isfinite(share) else {}
+            if math.isfinite(share):
+                metrics["kl/grad_share"] = share
+            else:
+                logger.warning(
+                    "Update %d: kl/grad_share is left out, because the rewards leave no gradient to compare the KL's "
+                    "with (all advantages are 0).",
+                    self.update + 1,
+                )
         own = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, len(positions), self.world)

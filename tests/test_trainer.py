@@ -152,6 +152,15 @@ def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, forward
     assert 0 < 2 * measured[0] == pytest.approx(doubled[0], rel=1e-4)
 
 
+def test_a_kl_share_of_no_gradient_is_said_to_be_left_out(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = build_trainer(tiny_run("--training.kl_share_every=1"))
+    monkeypatch.setattr(trainer.gradient, "kl_share", lambda *_: math.inf)
+    assert "kl/grad_share" not in trainer.iterate()
+    assert "Update 1: kl/grad_share is left out" in caplog.text
+
+
 def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> None:
     """Four videos with four steps each: sixteen times per update."""
     trainer = build_trainer(tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20"))

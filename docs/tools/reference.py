@@ -49,8 +49,8 @@ def _option(action: argparse.Action) -> str:
     value = action.metavar or (action.dest.upper() if action.nargs != 0 and action.option_strings else "")
     if action.choices:
         value = ", ".join(map(str, action.choices))
-    name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-    shown = f"`{name}`" + (f" `{value}`" if value and action.option_strings else "")
+    names = action.option_strings or [str(action.metavar or action.dest)]
+    shown = ", ".join(f"`{name}`" for name in names) + (f" `{value}`" if value and action.option_strings else "")
     return f"| {shown} | {_cell(action.help or '')} |"
 
 

@@ -132,14 +132,17 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Which prompts, from which noise."""
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
+        "--seed",
         "--noise_seed",
+        dest="noise_seed",
         type=int,
+        metavar="N",
         help="seed of the noise (a prompt's own seed goes before it); default: evaluation.seed",
     )
 
 
 def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":
-    """The config with --prompts and --noise_seed in it."""
+    """The config with --prompts and --seed in it."""
     evaluation = config.evaluation
     if options.prompts:
         evaluation = replace(evaluation, prompts=options.prompts, num_prompts=None)

@@ -1,4 +1,4 @@
-"""`sage-fast generate`: write videos for a file of prompts."""
+"""`sage-fast generate`: write videos for prompts, given one by one or in a file."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from sage_fast.commands.common import (
 
 EPILOG = """\
 examples:
+  sage-fast generate runs/mine --prompt "a red fox in the snow" --prompt "a kite at sea" --seed 3 --output videos
   sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output videos
   sage-fast generate runs/mine --prompts my.txt --output videos               newest checkpoint of a run
   sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output videos
-  sage-fast generate runs/mine --output noisy --sampler sage_grpo --num_videos 4
+  sage-fast generate runs/mine --output noisy --sampler sage_grpo --num-videos 4
                                                             what the exploration of the training looks like
 
+--output gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
 A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
 interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
 size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --evaluation.num_frames=121.
@@ -32,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "generate",
         usage="sage-fast generate CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]",
-        help="write videos for a file of prompts",
+        help="write videos for prompts",
         description="Generate one video (or several) per prompt with the base model, a checkpoint or an adapter.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,8 +49,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_cpu_argument(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt, in any language that the model reads; repeat the option for more",
+    )
     add_prompt_arguments(parser)
-    parser.add_argument("--num_videos", type=int, default=1, help="videos per prompt; default 1")
+    parser.add_argument(
+        "--num-videos", "--num_videos", type=int, default=1, metavar="N", help="videos per prompt; default 1"
+    )
     parser.add_argument(
         "--sampler",
         default="ode",
@@ -60,11 +71,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
+    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.api import generate
 
+    if options.prompt and options.prompts:
+        raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
     paths, kept = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
-        None,
+        options.prompt or None,
         options.output,
         checkpoint=options.checkpoint,
         lora=options.lora,

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import unicodedata
 from fractions import Fraction
 
 import numpy as np
@@ -14,14 +15,27 @@ from sage_fast.config.files import replacing
 # Players blur videos of a few pixels, and some refuse them.
 MIN_VIDEO_SIDE = 128
 
+# Of the words in a file name: a name has 255 bytes at most, 143 on an encrypted disk, and grows while it is written.
+MAX_WORD_BYTES = 90
+
 # x264's constant quality: visually lossless, since these files are looked at for artefacts of the model.
 VIDEO_QUALITY = "14"
 
 
 def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
-    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos."""
-    words = re.sub("[^a-z0-9]+", "-", prompt.lower())[:60].strip("-") or "prompt"
-    return f"{index:02d}-{words}{f'-{member}' if count > 1 else ''}.mp4"
+    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos.
+
+    Letters, digits and symbols of any script stay, in the composed form of Unicode, and no name is too long for a disk.
+    """
+    kept = [c if _is_kept(c) else "-" for c in unicodedata.normalize("NFC", prompt.lower())]
+    words = re.sub("-+", "-", "".join(kept))[:60].encode()[:MAX_WORD_BYTES].decode(errors="ignore").strip("-")
+    return f"{index:02d}-{words or 'prompt'}{f'-{member}' if count > 1 else ''}.mp4"
+
+
+def _is_kept(character: str) -> bool:
+    if ord(character) < 128:
+        return character.isalnum()
+    return unicodedata.category(character)[0] in "LMN" or unicodedata.category(character) == "So"
 
 
 def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None:

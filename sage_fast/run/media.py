@@ -1,6 +1,7 @@
 """Pictures for people: contact sheets (PNG), film strips (JPEG), animations (GIF) and the reward curve of a run.
 
-Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
+Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all. A sheet whose captions cannot all be
+drawn, because no font has the script, has a text file of the same name beside it that holds them, numbered.
 """
 
 import io
@@ -8,16 +9,16 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from sage_fast.config.files import replacing
 from sage_fast.models.video_files import video_frames
+from sage_fast.run.lettering import Lettering, legible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,6 +216,7 @@ STRIP_GAP = 6
 GROUP_GAP = 18
 CAPTION_WIDTH = 220
 LABEL_WIDTH = 64
+CAPTION, LABEL = Lettering(15), Lettering(14)
 INK, FAINT_INK, RULE = "#1d232b", "#7a8593", "#e3e7ec"
 
 
@@ -224,6 +226,7 @@ def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: s
     if max_frames < 1:
         raise ValueError(f"max_frames must be at least 1, not {max_frames}")
 
+    captions = [_caption(group.caption, number) for number, group in enumerate(groups, 1)]
     strips = [strip for group in groups for strip in group.strips]
     shown = [_spread(len(strip.frames), max_frames) for strip in strips]
     cell_width = max(strip.cell[0] for strip in strips)
@@ -239,36 +242,28 @@ def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: s
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     if title:
-        font = _font(title, 20, bold=True)
-        draw.text((MARGIN, MARGIN - 2), _shorten(title, font, width - 2 * MARGIN), INK, font)
+        head = Lettering(20, bold=True)
+        head.draw(draw, (MARGIN, MARGIN + 9), head.shorten(legible(title), width - 2 * MARGIN), INK)
 
     if numbered:
-        small = _font("0", 12)
+        small = Lettering(12)
         for column, index in enumerate(shown[0]):
-            x = frames_left + column * (cell_width + FRAME_GAP)
-            draw.text((x + cell_width / 2, top + 6), f"frame {index}", FAINT_INK, small, anchor="mm")
+            text, x = f"frame {index}", frames_left + column * (cell_width + FRAME_GAP)
+            small.draw(draw, (x + (cell_width - small.length(text)) / 2, top + 6), text, FAINT_INK)
 
     y = top + numbers_height
     indices_of = iter(shown)
     for number, (group, group_height) in enumerate(zip(groups, heights, strict=True)):
         if number:
             draw.line((MARGIN, y - GROUP_GAP // 2, width - MARGIN, y - GROUP_GAP // 2), RULE)
-        font = _font(group.caption, 15)
         line_height = 20
-        lines = _wrap(group.caption, font, CAPTION_WIDTH - MARGIN, max(1, group_height // line_height))
+        lines = CAPTION.wrap(captions[number], CAPTION_WIDTH - MARGIN, max(1, group_height // line_height))
         text_top = y + (group_height - line_height * len(lines)) / 2
         for row, line in enumerate(lines):
-            draw.text((MARGIN, text_top + line_height * (row + 0.5)), line, INK, font, anchor="lm")
+            CAPTION.draw(draw, (MARGIN, text_top + line_height * (row + 0.5)), line, INK)
         for strip in group.strips:
             if strip.label:
-                middle = y + strip.cell[1] / 2
-                draw.text(
-                    (MARGIN + CAPTION_WIDTH, middle),
-                    strip.label,
-                    FAINT_INK,
-                    _font(strip.label, 14),
-                    anchor="lm",
-                )
+                LABEL.draw(draw, (MARGIN + CAPTION_WIDTH, y + strip.cell[1] / 2), strip.label, FAINT_INK)
             for column, image in enumerate(strip.images(next(indices_of))):
                 left = frames_left + column * (cell_width + FRAME_GAP) + (cell_width - image.width) // 2
                 sheet.paste(image, (left, y))
@@ -278,66 +273,21 @@ def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: s
         y += GROUP_GAP - STRIP_GAP
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
+    if captions != [group.caption for group in groups]:
+        with replacing(Path(path).with_suffix(".txt")) as temporary:
+            temporary.write_text("".join(f"{n}. {g.caption}\n" for n, g in enumerate(groups, 1)), encoding="utf-8")
+
+
+def _caption(text: str, number: int) -> str:
+    """What is drawn beside a row. Where no font has all of the text, its number leads to the text file."""
+    found = legible(text)
+    return found if found == text else f"{number}. {found}"
 
 
 def _spread(num_frames: int, max_frames: int) -> list[int]:
     """Indices of at most ``max_frames`` frames, evenly from the first to the last."""
     count = min(num_frames, max_frames)
     return [round(i * (num_frames - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
-
-
-@lru_cache
-def _font_file(characters: frozenset[str], bold: bool) -> str:
-    """DejaVu Sans, or the first installed font with the characters it lacks (Chinese prompts, above all)."""
-    import matplotlib
-    from matplotlib.ft2font import FT2Font
-
-    needed = {ord(character) for character in characters if not character.isspace()}
-    default = Path(matplotlib.get_data_path(), "fonts/ttf", "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
-    missing = needed - FT2Font(str(default)).get_charmap().keys()
-    if missing:
-        from matplotlib.font_manager import fontManager
-
-        for entry in fontManager.ttflist:
-            # Last Resort has a glyph for every character: a box that names its script.
-            if entry.style != "normal" or "last resort" in entry.name.lower():
-                continue
-            if needed <= FT2Font(entry.fname).get_charmap().keys():
-                return str(entry.fname)
-    return str(default)
-
-
-def _font(text: str, size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(_font_file(frozenset(text), bold), size)
-
-
-def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int, max_lines: int) -> list[str]:
-    """Break the text into lines of at most ``width`` pixels, inside a word only if it is wider than that."""
-    lines = [""]
-    for word in text.split():
-        candidate = f"{lines[-1]} {word}".strip()
-        if font.getlength(candidate) <= width:
-            lines[-1] = candidate
-            continue
-        if lines[-1]:
-            lines.append("")
-        for character in word:
-            if lines[-1] and font.getlength(lines[-1] + character) > width:
-                lines.append("")
-            lines[-1] += character
-    if len(lines) > max_lines:
-        lines = lines[:max_lines]
-        lines[-1] = _shorten(f"{lines[-1]}…", font, width)
-    return lines
-
-
-def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    if font.getlength(text) <= width:
-        return text
-    text = text.removesuffix("…")
-    while text and font.getlength(f"{text}…") > width:
-        text = text[:-1]
-    return f"{text.rstrip()}…"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from pathlib import PurePath
 from statistics import fmean
 from urllib.parse import quote
 
+from sage_fast.run.lettering import legible
+
 MAX_POINTS = 500
 """Points of a line; longer ones are averaged, so that a page stays small however long the run."""
 
@@ -264,6 +266,16 @@ def video_pair(
         '<input type="range" min="0" max="1" step="0.001" value="0" aria-label="position in both videos"></div>'
         f"{pictures}</figure>"
     )
+
+
+def prompt_text(prompt: str) -> Html:
+    """A prompt in its own direction of writing, so that it leaves the order of what follows alone.
+
+    Characters that this machine has no font for, and the reader's may not have either, are named when pointed at.
+    """
+    named = legible(prompt)
+    title = f' title="{escape(named)}"' if named != prompt else ""
+    return Html(f"<bdi{title}>{escape(prompt)}</bdi>")
 
 
 def video_url(path: PurePath) -> str:

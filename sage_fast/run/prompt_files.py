@@ -63,7 +63,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         where = f"{path}:{line}"
         if not text.strip():
             raise ValueError(f"{where}: the prompt is empty; write one or delete the line")
-        if any("\ud800" <= character <= "\udfff" or character == "\0" for character in text):
+        if not _is_unicode(text):
             raise ValueError(f"{where}: the prompt has an escape of half a character (\\ud800 to \\udfff) or of none")
         number = _integer(index, "index", where)
         if number is None:
@@ -78,6 +78,23 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     if not prompts:
         raise ValueError(f"{path}: holds no prompts; write at least one")
     return prompts
+
+
+def text_prompts(texts: Sequence[str]) -> list[Prompt]:
+    """Prompts that are in no file, in any script, numbered from 0; the white space around each is dropped.
+
+    ValueError for an empty one, or one of bytes that are no UTF-8.
+    """
+    for text in texts:
+        if not text.strip():
+            raise ValueError("a prompt is empty; write one or leave it out")
+        if not _is_unicode(text):
+            raise ValueError(f"the prompt {text!r} is no UTF-8; check the encoding of the terminal or script")
+    return [Prompt(text=text.strip(), index=number) for number, text in enumerate(texts)]
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" or character == "\0" for character in text)
 
 
 def write_prompts(prompts: Sequence[Prompt], path: str | os.PathLike[str]) -> None:

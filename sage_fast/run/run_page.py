@@ -18,7 +18,19 @@ from sage_fast.config.files import replacing
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
-from sage_fast.run.pages import Cell, Html, Series, charts, details, line_chart, number, page, table, video_pair
+from sage_fast.run.pages import (
+    Cell,
+    Html,
+    Series,
+    charts,
+    details,
+    line_chart,
+    number,
+    page,
+    prompt_text,
+    table,
+    video_pair,
+)
 from sage_fast.run.progress import format_seconds
 from sage_fast.run.run_status import Status, read_status
 
@@ -278,7 +290,7 @@ def _caption(file: Path, compared: Compared | None) -> str:
         return file.stem
     position = compared.after.numbers().index(row)
     gain = compared.after.reward[position] - compared.before.reward[position]
-    return Html(f'{escape(compared.after.prompts[position])} <span class="{_way(gain)}">{gain:+.4f}</span>')
+    return Html(f'{prompt_text(compared.after.prompts[position])} <span class="{_way(gain)}">{gain:+.4f}</span>')
 
 
 def _way(gain: float) -> str:
@@ -302,7 +314,7 @@ def _prompts(compared: Compared | None) -> str:
 def _prompt_table(compared: Compared, pairs: Sequence[tuple[float, int]]) -> str:
     rows: list[list[Cell]] = [
         [
-            (compared.after.prompts[row], "prompt"),
+            (prompt_text(compared.after.prompts[row]), "prompt"),
             (f"{gain:+.4f}", _way(gain)),
             number(compared.before.reward[row]),
             number(compared.after.reward[row]),

@@ -37,6 +37,7 @@ from sage_fast.run import run as training
 from sage_fast.run.callbacks import Callback
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
+from sage_fast.run.prompt_files import text_prompts
 from sage_fast.run.resume import check_same_run
 from sage_fast.tools import generation
 from sage_fast.tools.generation import Generator, check_request, load_generator
@@ -261,10 +262,13 @@ def generate(
 
 def _prompt_records(prompts: str | Sequence[str] | Sequence[Prompt]) -> list[Prompt]:
     texts: Sequence[str | Prompt] = [prompts] if isinstance(prompts, str) else prompts
-    records = [p if isinstance(p, Prompt) else Prompt(text=p.strip(), index=i) for i, p in enumerate(texts)]
-    if not records or not all(record.text for record in records):
-        raise ConfigError("prompts is empty, or one of its prompts is; give at least one text.")
-    return records
+    if not texts:
+        raise ConfigError("prompts is empty; give at least one text.")
+    try:
+        numbered = text_prompts([p.text if isinstance(p, Prompt) else p for p in texts])
+    except ValueError as error:
+        raise ConfigError(f"prompts: {error}") from error
+    return [given if isinstance(given, Prompt) else made for given, made in zip(texts, numbered, strict=True)]
 
 
 def _one_process() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,6 +120,11 @@ def _notes(result: Export, config: RunConfig) -> list[str]:
             "The file has every tensor under two names, for `prefix=None` too. diffusers then logs the other names as "
             "unexpected, which does no harm."
         )
+    if result.layout == "diffusers":
+        notes.append(
+            f"Written for diffusers {metadata.version('diffusers')}. The type of a pipeline is `torch_dtype` before "
+            "0.40, and `dtype` from then on."
+        )
     return [*notes, "The base model and its licence are not part of this folder."]
 
 
@@ -174,7 +180,7 @@ def _diffusers_code(result: Export, config: RunConfig, where: str) -> str:
         if base:
             lines.append(
                 f"pipeline = HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, transformer=transformer, "
-                f"torch_dtype={dtype}\n)"
+                f"{_pipeline_dtype(dtype)}\n)"
             )
             lines.append(_scheduler_code(config))
         return "\n".join(lines)
@@ -182,7 +188,7 @@ def _diffusers_code(result: Export, config: RunConfig, where: str) -> str:
         lines += [
             "from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline",
             "",
-            f"pipeline = HunyuanVideo15Pipeline.from_pretrained({base!r}, torch_dtype={dtype})",
+            f"pipeline = HunyuanVideo15Pipeline.from_pretrained({base!r}, {_pipeline_dtype(dtype)})",
             _scheduler_code(config),
             "transformer = pipeline.transformer",
         ]
@@ -196,6 +202,16 @@ def _diffusers_code(result: Export, config: RunConfig, where: str) -> str:
         ]
     lines.append(f"transformer.load_lora_adapter({where!r}, weight_name={ADAPTER_FILE!r})")
     return "\n".join(lines)
+
+
+def _pipeline_dtype(dtype: str) -> str:
+    """The argument that sets the type of a pipeline, for the diffusers that is installed.
+
+    Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other; models take
+    `torch_dtype` in all of them.
+    """
+    release = tuple(map(int, metadata.version("diffusers").split(".")[:2]))
+    return f"{'dtype' if release >= (0, 40) else 'torch_dtype'}={dtype}"
 
 
 def _scheduler_code(config: RunConfig) -> str:

@@ -2,7 +2,8 @@
 
 evaluation.json     every number, also per prompt
 evaluation.md       the tables, for a README or an issue
-evaluation.html     one file with everything, pictures included: opens offline, and plays the videos beside it
+evaluation.html     one page with everything, which opens offline, in light and dark; it plays the videos of base/ and
+                    trained/ beside it, two at a time
 contact_sheet.png   frames of both models, side by side
 """
 
@@ -20,13 +21,14 @@ from sage_fast.config.files import replacing
 from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Evaluation, ScoreComparison
 from sage_fast.models import video_files
 from sage_fast.rewards.base import Scale
-from sage_fast.run import media
-from sage_fast.run.pages import Cell, Html, details, page, table, video_pair
+from sage_fast.run import media, pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownVideo:
-    """A prompt whose videos are in the report. `base`, `trained`: paths of the mp4s. `difference`: of the reward.
+    """A prompt whose videos are in the report.
+
+    `base`, `trained`: paths of the mp4s, in the folders of these names beside the page. `difference`: of the reward.
 
     Example: `ShownVideo(prompt="a red circle", base=Path("base/00-a-red-circle.mp4"), ..., difference=0.4)`
     """
@@ -217,21 +219,25 @@ def _footnotes(report: Report, marked: str) -> list[str]:
 
 
 def to_html(report: Report) -> str:
-    """One page: style, charts and pictures are inside. The videos beside it are shown where they are still there."""
-    sections = [
-        "<h1>Evaluation: base and trained</h1>",
-        f"<p>{escape(headline(report))}</p>",
-        _html_table(report),
-        *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
-        _html_scales(report),
-        "<h2>Gain, score by score</h2>",
-        _html_intervals(report),
-        _html_videos(report),
-        _html_prompts(report),
-        details("Settings", f"<pre>{escape(json.dumps(dict(report.settings), indent=1))}</pre>"),
-        f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
-    ]
-    return page("Evaluation: base and trained", sections)
+    """One page: style, chart and pictures are inside, and nothing is fetched but the videos in base/ and trained/."""
+    return pages.page(
+        "Evaluation: base and trained",
+        [
+            "<h1>Evaluation: base and trained</h1>",
+            f"<p>{escape(headline(report))}</p>",
+            _html_table(report),
+            *(f'<p class="faint">{escape(line)}</p>' for line in _footnotes(report, "set off")),
+            _html_scales(report),
+            "<h2>Gain, score by score</h2>",
+            _html_intervals(report),
+            _html_videos(report),
+            _html_prompts(report),
+            pages.details(
+                "Settings", f"<pre>{escape(json.dumps(dict(report.settings), indent=1, ensure_ascii=False))}</pre>"
+            ),
+            f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
+        ],
+    )
 
 
 def _direction(score: ScoreComparison) -> str:
@@ -242,19 +248,19 @@ def _direction(score: ScoreComparison) -> str:
 
 
 def _html_table(report: Report) -> str:
-    rows: list[list[Cell]] = []
-    for label, cells in _rows(report):
-        marks = [_direction(s) if label == "difference" else "" for s in report.scores]
-        rows.append([label, *zip(cells, marks, strict=True)])
-    return table(["model", *(s.label for s in report.scores)], rows, row_headers=True)
+    """The main table with a line for every score, which fits a page better than a column does."""
+    found = _rows(report)
+    rows: list[list[pages.Cell]] = [
+        [s.label, *((cells[i], _direction(s) if label == "difference" else "") for label, cells in found)]
+        for i, s in enumerate(report.scores)
+    ]
+    return pages.table(["score", *(label for label, _ in found)], rows, row_headers=True)
 
 
 def _html_scales(report: Report) -> str:
     """How the scores compare with published ones."""
     rows = _scale_rows(report)
-    if not rows:
-        return ""
-    return f"<h2>On the scales of the paper</h2>{table(SCALE_HEAD, rows)}"
+    return f"<h2>On the scales of the paper</h2>{pages.table(SCALE_HEAD, rows)}" if rows else ""
 
 
 def _html_intervals(report: Report) -> str:
@@ -267,7 +273,7 @@ def _html_intervals(report: Report) -> str:
         d, factor = score.difference, score.sign / unit
         low, high = sorted((factor * d.low, factor * d.high))
         rows.append((score, low, factor * d.mean, high))
-    left, width, height = 190, 520, 30
+    left, width, height = 10, 320, 44
     reach = max(1e-9, *(max(abs(low), abs(high)) for _, low, _, high in rows)) * 1.08
 
     def x(value: float) -> float:
@@ -276,41 +282,47 @@ def _html_intervals(report: Report) -> str:
     bottom = height * len(rows) + 8
     parts = [f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="4" y2="{bottom}" stroke-dasharray="3 3"/>']
     for number, (score, low, mean, high) in enumerate(rows):
-        y = height * number + height / 2 + 4
+        y = height * number + 32
         way = _direction(score)
         parts.append(
-            f'<text x="0" y="{y + 4:.1f}">{escape(score.label)}</text>'
-            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y:.1f}" r="5"/>'
-            f'<text x="{left + width + 12}" y="{y + 4:.1f}">{mean:+.2f}</text>'
+            f'<text x="0" y="{y - 14}">{escape(score.label)}</text>'
+            f'<line class="bar {way}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}"/>'
+            f'<circle class="dot {way}" cx="{x(mean):.1f}" cy="{y}" r="5"/>'
+            f'<text x="{left + width + 12}" y="{y + 4}">{mean:+.2f}</text>'
         )
     text = "; ".join(f"{s.label} {mean:+.2f}, {low:+.2f} to {high:+.2f}" for s, low, mean, high in rows)
     return (
-        f'<div class="scroll"><svg width="{left + width + 70}" height="{bottom + 8}" role="img" '
-        f'aria-label="{escape(text)}">{"".join(parts)}</svg></div>'
+        f'<svg viewBox="0 0 {left + width + 60} {bottom + 8}" style="width: 100%; max-width: 30rem" role="img" '
+        f'aria-label="{escape(text)}">{"".join(parts)}</svg>'
         '<p class="faint">Mean gain and 95 % interval, in standard deviations of the base model\'s scores over '
         "prompts; right of the dashed line the trained model scores better.</p>"
     )
 
 
 def _html_videos(report: Report) -> str:
+    """Pairs of videos, and frames of them for a page that was sent on alone."""
     if not report.videos:
         return ""
-    figures = []
+    pairs = []
     for video in report.videos:
         strips = "".join(
-            f'<div class="strip"><span>{label}</span><img alt="{escape(label)}: frames of the video for: '
+            f'<div class="strip"><span>{label}</span><img alt="{label}: frames of the video for: '
             f'{escape(video.prompt)}" src="data:image/jpeg;base64,{_strip(path)}"></div>'
             for label, path in (("base", video.base), ("trained", video.trained))
         )
-        way = "gain" if video.difference > 0 else "loss" if video.difference < 0 else "faint"
-        caption = Html(f'{escape(video.prompt)} <span class="{way}">{video.difference:+.4f}</span>')
-        base, trained = (PurePath(path.parent.name, path.name) for path in (video.base, video.trained))
-        figures.append(video_pair(caption, base, trained, ("base", "trained"), pictures=strips))
+        pairs.append(
+            pages.video_pair(
+                pages.Html(f"{pages.prompt_text(video.prompt)} {_html_difference(video.difference)}"),
+                PurePath("base", video.base.name),
+                PurePath("trained", video.trained.name),
+                ("base", "trained"),
+                pictures=pages.details("Frames", strips),
+            )
+        )
     return (
         "<h2>Videos, from the largest gain to the largest loss</h2>"
-        f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}. The videos themselves '
-        f'are in base/ and trained/.</p><div class="pairs">{"".join(figures)}</div>'
+        f'<p class="faint">Same prompt, same noise. The number is the difference in {REWARD}.</p>'
+        f'<div class="pairs">{"".join(pairs)}</div>'
     )
 
 
@@ -318,20 +330,20 @@ def _strip(path: Path) -> str:
     return base64.b64encode(media.filmstrip(video_files.read_video(path))).decode("ascii")
 
 
+def _html_difference(value: float) -> pages.Html:
+    way = "gain" if value > 0 else "loss" if value < 0 else "faint"
+    return pages.Html(f'<span class="{way}">{value:+.4f}</span>')
+
+
 def _html_prompts(report: Report) -> str:
     """Every prompt with the reward of both models, worst difference first."""
     rows = sorted(
         zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
     )
-    cells: list[list[Cell]] = [
-        [
-            (prompt, "prompt"),
-            f"{b:.4f}",
-            f"{a:.4f}",
-            (f"{a - b:+.4f}", "gain" if a > b else "loss" if a < b else "faint"),
-        ]
-        for prompt, b, a in rows
+    body: list[list[pages.Cell]] = [
+        [(pages.prompt_text(p), "prompt"), f"{b:.4f}", f"{a:.4f}", _html_difference(a - b)] for p, b, a in rows
     ]
-    return details(
-        f"All {len(rows)} prompts, the largest loss first", table(["prompt", "base", "trained", "difference"], cells)
+    return pages.details(
+        f"All {len(rows)} prompts, the largest loss first",
+        pages.table(["prompt", "base", "trained", "difference"], body),
     )

@@ -186,6 +186,26 @@ def test_a_base_model_generates_without_a_run_and_without_its_rewards(
     assert record["weights"] == "base" and record["sampler"] == "ode" and record["num_steps"] == 4
 
 
+def test_prompts_are_given_as_texts(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(config_file), "--checkpoint", "none", "--data.prompts=gone.csv"]
+    texts = ["--prompt", " a blue square moving up ", "--prompt=a red circle moving left"]
+    assert main([*command, *texts, "--seed", "3", "--num-videos", "2", "--output", str(tmp_path / "v")]) == 0
+    words = ["00-a-blue-square-moving-up", "01-a-red-circle-moving-left"]
+    names = {path.name for path in (tmp_path / "v").iterdir()}
+    assert names == {f"{word}-{i}.mp4" for word in words for i in (0, 1)} | {"contact_sheet.png", "generation.json"}
+    record = json.loads((tmp_path / "v/generation.json").read_text())[f"{words[0]}-1.mp4"]
+    assert record["noise_seed"] == 3 and record["prompt"]["text"] == "a blue square moving up"
+    for more, message in (
+        (["--prompt", " "], "--prompt: a prompt is empty"),
+        (["--prompt", "a \udcff cat"], "is no UTF-8"),
+        (["--prompt", "一只猫"], "Unknown word '一只猫' in the toy prompt"),
+        ([*texts, "--prompts", "mine.txt"], "--prompt and --prompts were both given"),
+    ):
+        assert main([*command, *more, "--output", str(tmp_path / "w")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()
+
+
 def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
     config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.models.video_files import read_video, write_video
+from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run.media import (
     CAPTION_WIDTH,
     MARGIN,
@@ -67,6 +67,28 @@ def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor)
 def test_video_frame_rates_that_are_no_integers(tmp_path):
     write_video(tmp_path / "v.mp4", colour_blocks(3, 16, 16), fps=23.976)
     assert float(decode(tmp_path / "v.mp4")[1].average_rate) == pytest.approx(23.976, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("A red circle, moving LEFT!", "03-a-red-circle-moving-left.mp4"),
+        ("一只猫在雪地里奔跑，阳光", "03-一只猫在雪地里奔跑-阳光.mp4"),
+        ("قطة حمراء", "03-قطة-حمراء.mp4"),
+        ("नमस्ते दुनिया", "03-नमस्ते-दुनिया.mp4"),
+        ("cafe\u0301", "03-café.mp4"),
+        ("🦊", "03-🦊.mp4"),
+        ("../\u202e\n\0", "03-prompt.mp4"),
+        ("x" * 500, f"03-{'x' * 60}.mp4"),
+        ("猫" * 500, f"03-{'猫' * 30}.mp4"),
+        ("a" + "🦊" * 500, f"03-a{'🦊' * 22}.mp4"),
+    ],
+)
+def test_file_names_keep_every_script_and_fit_on_a_disk(tmp_path, prompt, name):
+    assert video_file_name(3, prompt) == name
+    assert video_file_name(3, prompt, 1, 2) == name.replace(".mp4", "-1.mp4")
+    write_video(tmp_path / name, colour_blocks(1, 16, 16), fps=4)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
 def test_single_frame_video(tmp_path):
@@ -162,6 +184,14 @@ def test_captions_of_any_length_and_script(tmp_path):
     captions = ["word " * 200, "x" * 500, "一只猫在雪地里奔跑" * 20, 'a "sign"\nin two lines', "\U0001f600"]
     contact_sheet(tmp_path / "s.png", [(c, colour_blocks(2, 16, 16)) for c in captions], title="title " * 100)
     assert Image.open(tmp_path / "s.png").size[0] < 600
+
+
+def test_a_sheet_whose_captions_cannot_be_drawn_has_them_beside_it(tmp_path):
+    rows = [(caption, colour_blocks(2, 16, 16)) for caption in ("a red circle", "a \ue000 sign")]
+    contact_sheet(tmp_path / "s.png", rows[:1])
+    assert not (tmp_path / "s.txt").exists()
+    contact_sheet(tmp_path / "s.png", rows)
+    assert (tmp_path / "s.txt").read_text("utf-8").splitlines() == ["1. a red circle", "2. a \ue000 sign"]
 
 
 def test_before_after_sheet_has_the_second_strip_under_the_first(tmp_path):

@@ -1,5 +1,6 @@
 """Exports: what diffusers loads computes exactly what was trained."""
 
+import inspect
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
@@ -240,6 +241,8 @@ def test_the_readme_names_the_base_model_of_the_run(
     export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", *words])
     code = code_of(tmp_path / "o")
     assert f"HunyuanVideo15Pipeline.from_pretrained({base!r}, " in code and "shift=9.0" in code
+    deprecated = '_resolve_dtype(kwargs.pop("dtype"' in inspect.getsource(DiffusionPipeline.from_pretrained)
+    assert ("torch_dtype" in code) is not deprecated, "the installed diffusers would warn, or ignore it"
     record = json.loads((tmp_path / "o/export.json").read_text())["base_model"]
     assert record == {"family": "hunyuan15", "path": path, "variant": recorded}
 

@@ -203,7 +203,7 @@ def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
         ).frames.float()
 
     with_adapter = sample(pipeline)
-    stock = HunyuanVideo15Pipeline.from_pretrained(world.model, torch_dtype=torch.bfloat16)
+    stock = HunyuanVideo15Pipeline.from_pretrained(world.model, dtype=torch.bfloat16)
     stock.set_progress_bar_config(disable=True)
     assert (with_adapter - sample(stock)).abs().max() > 1e-2, "the export changes nothing"
 
@@ -223,7 +223,7 @@ def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world:
     generator = load_generator(config, [Prompt(text='a sign that says "OPEN"', index=0)])
     checkpoint = open_checkpoint(world.run / "checkpoints/update-000002")
     generator.use_weights(checkpoint.tensors["ema"])
-    stock = HunyuanVideo15Pipeline.from_pretrained(world.model, torch_dtype=torch.float32).transformer
+    stock = HunyuanVideo15Pipeline.from_pretrained(world.model).transformer
     x = torch.randn(1, *generator.latent_shape, generator=torch.Generator().manual_seed(0))
 
     def probe(transformer: Any) -> torch.Tensor:

@@ -120,3 +120,12 @@ def test_load_errors_name_the_file_and_the_way_out(tmp_path):
     (tmp_path / CONFIG_NAME).write_text(json.dumps(TRANSFORMER_CONFIG))
     with pytest.raises(ValueError, match=r"missing \['proj_out.weight'\]"):
         load_components(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"variant": "720p_t2v"}, "model.variant is '720p_t2v'"), ({"text_encoder_dtype": "float16"}, "float32 table")],
+)
+def test_settings_that_a_toy_model_does_not_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_components(ModelConfig(**options))

@@ -85,7 +85,7 @@ def _draw_fig9(findings: Findings) -> "Figure":
     for sampler in SAMPLERS:
         _line(left, *_over(findings, "fig9", "high_noise_variance", sampler, "shift"), sampler)
     left.set_yscale("log")
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.36))
     margins = [arm for arm in findings.arms("fig9", "std") if "margin=" in arm]
     for number, arm in enumerate(margins):
         (row,) = findings.select("fig9", "std", arm)

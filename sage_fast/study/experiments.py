@@ -159,10 +159,10 @@ def _spread_over(experiment: str, prefix: str) -> Callable[[Findings], Evidence]
 def _steadier(findings: Findings) -> Evidence:
     ratios = []
     for name in ("sage_grpo", "flow_grpo", "dance_grpo"):
-        (row,) = findings.select("fig1a", "std", name) or [None]
-        if row is None:
+        rows = findings.select("fig1a", "std", name)
+        if not rows:
             raise KeyError("fig1a")
-        ratios.append(max(row.parts) / min(row.parts))
+        ratios.append(max(rows[0].parts) / min(rows[0].parts))
     return Evidence(ours=", ".join(f"{ratio:.1f}" for ratio in ratios), holds=ratios[0] < min(ratios[1:]))
 
 

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES, resolve
-from sage_fast.config.schema import RunConfig, VideoConfig
+from sage_fast.config.schema import RunConfig, SDEType, VideoConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import initial_latents, sample_trajectory
@@ -31,7 +31,7 @@ from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
 from sage_fast.study.findings import Finding, made_with
 
-SAMPLERS = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
+SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""
 
 STEPS, SHIFT, ETA = 20, 5.0, 0.5
@@ -171,7 +171,7 @@ def measure_exact_policy(
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-def measure_gradients(config: RunConfig, *, seed: int, samplers: Sequence[str] = SAMPLERS) -> Iterator[Finding]:
+def measure_gradients(config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS) -> Iterator[Finding]:
     """Gradient norm of every step of one rollout of the base model, with the equalizer and without it."""
     config = replace(
         config,
@@ -232,7 +232,11 @@ def measure_speed(config: RunConfig, *, seed: int) -> Iterator[Finding]:
         yield Finding(experiment="speed", quantity=quantity, arm="base", seed=seed, value=value)
 
 
-MEASURES = {"exact": measure_exact_policy, "gradients": measure_gradients, "speed": measure_speed}
+MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {
+    "exact": measure_exact_policy,
+    "gradients": measure_gradients,
+    "speed": measure_speed,
+}
 
 
 def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[str]) -> None:

@@ -302,7 +302,7 @@ class Study:
     def findings(self) -> Findings:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
         rows: list[Finding] = []
-        environment = made_with(describe_environment())
+        environment: dict[str, Any] = made_with(describe_environment())
         digest = settings_digest({"files": self.files, "overrides": self.overrides})
         for experiment in EXPERIMENTS:
             if experiment.key in TABLES:

@@ -163,7 +163,7 @@ def draw_comparison(comparison: Comparison) -> dict[str, "Figure"]:
     """Figures by file name: rewards, their components, KL and gradient norm."""
     keys = {key for arm in comparison.arms for run in arm.runs for row in run.rows for key in row}
     components = sorted(k for k in keys if k.startswith("eval/") and k.endswith("_mean") and k != "eval/reward_mean")
-    panels = {
+    panels: dict[str, list[str]] = {
         "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
         "components": components,
         "kl_and_gradient": [

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOUR = dict(zip((*SAMPLERS, "ode"), COLOURS, strict=False))
+COLOUR: dict[str, str] = dict(zip((*SAMPLERS, "ode"), COLOURS, strict=False))
 """Of a sampler, the same in all figures."""
 
 

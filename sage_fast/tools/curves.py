@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sage_fast.config.files import replacing
 from sage_fast.tools.arms import Arm
@@ -34,7 +34,7 @@ def style_axes(axes: "Axes", title: str = "", x: str = "", y: str = "") -> None:
     axes.set_ylabel(y)
 
 
-def line_style(number: int) -> dict[str, str]:
+def line_style(number: int) -> dict[str, Any]:
     """Colour and dashes of the arm with this number."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if number >= len(COLOURS) else "-"}
 

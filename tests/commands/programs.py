@@ -13,6 +13,7 @@ from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
 from sage_fast.commands.cli import parse
+from sage_fast.commands.reproduce import DEFAULT_CONFIG
 from sage_fast.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,9 @@ def _check_own(arguments: list[str]) -> None:
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command == "prompts" or (options.command == "train" and options.keys):
+        return
+    if options.command == "reproduce":
+        load_config(files or DEFAULT_CONFIG, overrides)
         return
     if files and files[0].startswith("configs/"):
         load_config(files, overrides)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sage_fast.study.findings import Findings
     from sage_fast.study.runner import Study
 
+RESULTS, PAGE = "results.jsonl", "reproduction.md"
+
 DEFAULT_CONFIG = ["configs/toy_cpu.yaml", "configs/study_cpu.yaml"]
 
 EPILOG = """\
@@ -80,9 +82,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     processes = 1 if launcher else options.processes
     complete = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
     findings = study.findings()
-    _write(study.folder, findings, "results.jsonl")
+    _write(study.folder, findings)
     if options.publish is not None:
-        _write(options.publish, findings, "results/reproduction.jsonl")
+        _publish(study.folder, options.publish)
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
     if not complete:
@@ -107,8 +109,8 @@ def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
     return 0
 
 
-def _write(folder: Path, findings: "Findings", results: str) -> None:
-    """Page, figures and results."""
+def _write(folder: Path, findings: "Findings") -> None:
+    """Page, figures and results of a study's folder."""
     from sage_fast.config.files import replacing
     from sage_fast.study.document import IMAGES, render
     from sage_fast.study.drawings import draw_experiment
@@ -116,14 +118,26 @@ def _write(folder: Path, findings: "Findings", results: str) -> None:
     from sage_fast.study.findings import read_findings, write_findings
     from sage_fast.tools.curves import save_figure
 
-    write_findings(folder / results, findings.rows)
-    kept = read_findings(folder / results)  # rounded: the page is made of what is in the file
-    with replacing(folder / "reproduction.md") as partial:
+    write_findings(folder / RESULTS, findings.rows)
+    kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file
+    with replacing(folder / PAGE) as partial:
         partial.write_text(render(kept), encoding="utf-8")
     for experiment in EXPERIMENTS:
         figure = draw_experiment(experiment, kept)
         if figure is not None:
             save_figure(folder / IMAGES, experiment.key, figure)
+
+
+def _publish(folder: Path, docs: Path) -> None:
+    """Copy page, figures and results of a study's folder to where the documents are."""
+    from sage_fast.config.files import replacing
+    from sage_fast.study.document import IMAGES, PUBLISHED_RESULTS
+
+    files = {PAGE: PAGE, RESULTS: PUBLISHED_RESULTS}
+    files |= {f"{IMAGES}/{path.name}": f"{IMAGES}/{path.name}" for path in sorted((folder / IMAGES).iterdir())}
+    for source, target in files.items():
+        with replacing(docs / target) as partial:
+            partial.write_bytes((folder / source).read_bytes())
 
 
 def _print_verdicts(experiments: "Sequence[Experiment]", findings: "Findings") -> None:

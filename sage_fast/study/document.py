@@ -9,6 +9,9 @@ from sage_fast.study.findings import COST, Findings
 IMAGES = "images/reproduction"
 """Folder of the figures beside the page."""
 
+PUBLISHED_RESULTS = "results/reproduction.jsonl"
+"""Where the findings are beside the page, when it is one of the documents."""
+
 HEAD = """# The paper's claims, tested
 
 Written by `sage-fast reproduce` from `results/reproduction.jsonl`; to change a number, run it again:

@@ -367,7 +367,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         claims=(
             Claim(
                 key="law",
-                text="Without the equalizer the gradient norm of a step is proportional to the gain |b|/std (slope "
+                text="Without the equalizer the gradient norm of a step is proportional to its gain b/std (slope "
                 "between their logarithms 1 ± 0.25).",
                 measure=_slope_is_one,
             ),

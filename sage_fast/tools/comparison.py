@@ -6,7 +6,6 @@ FOLDER/
     reward.png  components.png  kl_and_gradient.png     with their SVGs
 """
 
-import base64
 import json
 import math
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
-from sage_fast.evaluation import REWARD
+from sage_fast.evaluation import REWARD, direction_label
+from sage_fast.run import pages
 from sage_fast.tools.arms import Arm, TrainedRun, final_difference, group_into_arms, last_shared_update, paired_runs
-from sage_fast.tools.curves import draw_arms, new_figure, save_figure, style_axes, to_png
+from sage_fast.tools.curves import draw_arms, new_figure, save_figure, style_axes
 from sage_fast.tools.effects import LEVEL, Effect, holm
-from sage_fast.tools.report import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +119,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> list[Path]:
     """Write all files and return their paths. OSError when the folder cannot be written."""
     figures = draw_comparison(comparison)
     texts = {
-        "comparison.html": to_html(comparison, figures),
+        "comparison.html": to_html(comparison),
         "comparison.json": json.dumps(to_json(comparison), indent=1) + "\n",
     }
     for name, text in texts.items():
@@ -159,18 +158,22 @@ def sentence(difference: Difference, first: str) -> str:
 # ------------------------------------------------------------------------------------------------ pictures
 
 
-def draw_comparison(comparison: Comparison) -> dict[str, "Figure"]:
-    """Figures by file name: rewards, their components, KL and gradient norm."""
+def panels(comparison: Comparison) -> dict[str, list[str]]:
+    """Metrics that are shown, by the name of their picture: rewards, their components, KL and gradient norm."""
     keys = {key for arm in comparison.arms for run in arm.runs for row in run.rows for key in row}
     components = sorted(k for k in keys if k.startswith("eval/") and k.endswith("_mean") and k != "eval/reward_mean")
-    panels: dict[str, list[str]] = {
+    wanted = ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm")
+    found = {
         "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
         "components": components,
-        "kl_and_gradient": [
-            k for k in ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm") if k in keys
-        ],
+        "kl_and_gradient": [k for k in wanted if k in keys],
     }
-    return {name: _panels(comparison.arms, shown) for name, shown in panels.items() if shown}
+    return {name: shown for name, shown in found.items() if shown}
+
+
+def draw_comparison(comparison: Comparison) -> dict[str, "Figure"]:
+    """Figures by file name."""
+    return {name: _panels(comparison.arms, shown) for name, shown in panels(comparison).items()}
 
 
 def _panels(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
@@ -190,39 +193,46 @@ def _panels(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
 # ------------------------------------------------------------------------------------------------ page
 
 
-def to_html(comparison: Comparison, figures: dict[str, "Figure"]) -> str:
+def to_html(comparison: Comparison) -> str:
     """One self-contained page."""
     first = comparison.arms[0].name
     rewards = [d for d in comparison.differences if d.column == REWARD]
     of_update = "" if comparison.update is None else f" after update {comparison.update}"
-    pictures = "".join(
-        f'<figure><img style="width:100%" alt="{escape(name)}" '
-        f'src="data:image/png;base64,{base64.b64encode(to_png(figure)).decode()}"></figure>'
-        for name, figure in figures.items()
-    )
+    drawn = [
+        pages.line_chart(key, [_series(arm, number, key) for number, arm in enumerate(comparison.arms)])
+        for keys in panels(comparison).values()
+        for key in keys
+    ]
     sections = [
         "<h1>Comparison of runs</h1>",
         *(f"<p>{escape(sentence(d, first))}</p>" for d in rewards),
         *(f'<p class="faint">{escape(note)}</p>' for note in comparison.notes),
         f"<h2>Arms{escape(of_update)}</h2>",
-        _table(*_arm_rows(comparison)),
+        pages.table(*_arm_rows(comparison), row_headers=True),
         f"<h2>Differences to {escape(first)}</h2>" if comparison.differences else "",
-        _table(*_difference_rows(comparison)) if comparison.differences else "",
+        pages.table(*_difference_rows(comparison), row_headers=True) if comparison.differences else "",
         '<p class="faint">Runs that differ in their seed alone are one arm. Differences are of the same prompts, noise '
         "and seeds; their intervals are for other seeds and prompts (crossed random effects, Student's t over the "
         "seeds). p is adjusted by Holm over the arms. Detectable: the smallest difference that four of five such "
         "studies would find.</p>",
         "<h2>Over the updates</h2>",
         '<p class="faint">Mean over the seeds; the band is one standard deviation of the seeds.</p>',
-        pictures,
+        pages.charts(drawn),
         f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Comparison of runs</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(s for s in sections if s)
-        + "\n</body>\n</html>\n"
+    return pages.page("Comparison of runs", sections)
+
+
+def _series(arm: Arm, number: int, key: str) -> pages.Series:
+    updates, means, spreads = arm.band(key)
+    banded = len(arm.runs) > 1
+    return pages.Series(
+        label=arm.name,
+        x=updates,
+        y=means,
+        low=[m - s for m, s in zip(means, spreads, strict=True)] if banded else None,
+        high=[m + s for m, s in zip(means, spreads, strict=True)] if banded else None,
+        colour=number % pages.NUM_COLOURS,
     )
 
 
@@ -233,14 +243,23 @@ def _arm_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         found = comparison.means.get(arm.name, {})
         cells = [f"{found[c]:.4f}" if c in found else "" for c in columns]
         rows.append([arm.name, ", ".join(map(str, arm.seeds)), *cells])
-    return ["arm", "seeds", *columns], rows
+    lower = _lower_is_better(comparison)
+    return ["arm", "seeds", *(direction_label(name, name in lower) for name in columns)], rows
+
+
+def _lower_is_better(comparison: Comparison) -> set[str]:
+    if comparison.update is None:
+        return set()
+    runs = [run for arm in comparison.arms for run in arm.runs]
+    return {name for run in runs for name in run.evaluation(comparison.update).lower_is_better}
 
 
 def _difference_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    lower = _lower_is_better(comparison)
     rows = [
         [
             d.arm,
-            d.column,
+            direction_label(d.column, d.column in lower),
             f"{d.effect.mean:+.4f} ± {d.effect.stderr:.4f}",
             f"{d.effect.low:+.4f} .. {d.effect.high:+.4f}",
             f"{d.p:.3f}",
@@ -250,12 +269,6 @@ def _difference_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]
         for d in comparison.differences
     ]
     return ["arm", "score", "difference", "95 %", "p", "detectable", ""], rows
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def to_text(comparison: Comparison) -> str:

@@ -80,32 +80,28 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _print_commands(study, experiments)
     study.begin()
     processes = 1 if launcher else options.processes
-    complete = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
+    outcome = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
     findings = study.findings()
     _write(study.folder, findings)
     if options.publish is not None:
         _publish(study.folder, options.publish)
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
-    if not complete:
+    if not outcome.complete:
         print(f"Not finished. Go on with:\n  {command_line(*sys.argv[1:])}")
-    return 0 if complete else 1
+    return 1 if outcome.failed else 0
 
 
 def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
     from sage_fast.study.trainings import PROBE
 
     missing = study.missing_trainings(experiments)
-    waits = missing and missing[0].arm == PROBE
+    waiting = [t for t in missing if t.kl_share is not None] if missing and missing[0].arm == PROBE else []
     for training in missing:
-        if training.kl_share is None:
+        if training not in waiting:
             print(study.trainings.shown_command(training))
-    later = sum(training.kl_share is not None for training in missing) if waits else 0
-    for training in missing if not waits else []:
-        if training.kl_share is not None:
-            print(study.trainings.shown_command(training))
-    if later:
-        print(f"# {later} more get the weight of their KL from {PROBE}: once it is done, call this again.")
+    if waiting:
+        print(f"# {len(waiting)} more get the weight of their KL from {PROBE}: once it is done, call this again.")
     return 0
 
 

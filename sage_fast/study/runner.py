@@ -23,6 +23,7 @@ from typing import Any
 from sage_fast.config.errors import ConfigError, RunDirectoryError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
+from sage_fast.config.registry import EXACT_POLICIES
 from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
 from sage_fast.run.provenance import describe_environment
@@ -73,6 +74,11 @@ class Outcome:
 
     failed: Sequence[str]
     stopped: bool
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them were finished."""
+        return not self.failed and not self.stopped
 
 
 def run_jobs(jobs: Sequence[Job], processes: int, tell: Callable[[str], None]) -> Outcome:
@@ -232,26 +238,27 @@ class Study:
         with replacing(file) as partial:
             partial.write_text(json.dumps({"base": base, "environment": describe_environment()}, indent=1), "utf-8")
 
-    def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Callable[[str], None]) -> bool:
-        """Run what is missing: measurements, then trainings. Returns whether everything is done now."""
+    def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Callable[[str], None]) -> Outcome:
+        """Run what is missing: measurements, then trainings. What fails or is stopped keeps what waits for it waiting."""
 
-        def run(jobs: Sequence[Job], what: str) -> bool:
-            if not jobs:
-                return True
-            tell(f"{what}, {processes} at a time")
-            outcome = run_jobs(jobs, processes, tell)
-            return not outcome.failed and not outcome.stopped
+        def run(jobs: Sequence[Job], what: str) -> Outcome:
+            if jobs:
+                tell(f"{what}, {processes} at a time")
+            return run_jobs(jobs, processes, tell)
 
+        for experiment in experiments:
+            if not self.can_measure(experiment):
+                tell(f"{experiment.title}: left out, model.family {self.config.model.family!r} has no exact policy")
         missing = self.missing_trainings(experiments)
         jobs = self.measurements(experiments)
         if missing and self.local and self.speed() is None:
             jobs.append(self.speed_job())
-        if not run(jobs, f"{len(jobs)} measurements"):
-            return False
-        if missing and missing[0].arm == PROBE:
-            if not run(self.training_jobs(missing[:1]), f"{PROBE}, the training that other trainings wait for"):
-                return False
+        outcome = run(jobs, f"{len(jobs)} measurements")
+        if outcome.complete and missing and missing[0].arm == PROBE:
+            outcome = run(self.training_jobs(missing[:1]), f"{PROBE}, the training that other trainings wait for")
             missing = missing[1:]
+        if not outcome.complete:
+            return outcome
         trainings = self.training_jobs(missing)
         seconds = sum(job.seconds * (1 - job.share_done()) for job in trainings) / processes
         estimate = f" (about {duration(seconds)} by the measured speed)" if seconds else ""
@@ -259,10 +266,14 @@ class Study:
 
     def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:
         """Jobs of the measurements that are missing."""
-        requests = {name: request for e in experiments for name, request in e.requests().items()}
+        requests = {name: r for e in experiments if self.can_measure(e) for name, r in e.requests().items()}
         return [
             self._measurement(name, request) for name, request in requests.items() if not self._result(name).is_file()
         ]
+
+    def can_measure(self, experiment: Experiment) -> bool:
+        """Whether the model's family has what the experiment measures: the exact policy is known of few data."""
+        return experiment.measure != "exact" or self.config.model.family in EXACT_POLICIES
 
     def speed(self) -> dict[str, float] | None:
         """Seconds of one core per rollout and evaluation; None before they were measured."""

@@ -5,9 +5,10 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
@@ -60,6 +61,7 @@ class Trainings:
     files: Sequence[str]
     overrides: Sequence[str] = ()
     launcher: Sequence[str] = ()
+    _configs: dict[str, RunConfig] = field(default_factory=dict, init=False)
 
     def run(self, training: Training) -> TrainedRun:
         """The directory of a training, which may not be there yet."""
@@ -87,8 +89,10 @@ class Trainings:
 
     def config(self, training: Training) -> RunConfig:
         """The resolved configuration. ConfigError where it cannot run."""
-        words = self.words(training)
-        return load_config(self.files, words[len(self.files) :])
+        if training.name not in self._configs:
+            words = self.words(training)
+            self._configs[training.name] = load_config(self.files, words[len(self.files) :])
+        return self._configs[training.name]
 
     def is_finished(self, training: Training) -> bool:
         """Whether its last update was evaluated.
@@ -134,18 +138,16 @@ class Trainings:
         last = run.evaluation(max(run.evaluations))
         for column, values in last.columns().items():
             name = {REWARD: "reward", OVERALL: "overall"}.get(column, column)
-            mean = sum(values) / len(values)
-            square = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
             yield Finding(
                 quantity=PER_PROMPT + name,
-                value=mean,
+                value=fmean(values),
                 n=len(values),
-                stderr=(square / len(values)) ** 0.5,
+                stderr=stdev(values) / len(values) ** 0.5,
                 parts=tuple(values) if name in ("reward", "overall") else (),
                 **common,
             )
         curve = list(run.curve("reward/mean").values())
-        yield Finding(quantity="area", value=sum(curve) / len(curve), n=len(curve), parts=tuple(curve), **common)
+        yield Finding(quantity="area", value=fmean(curve), n=len(curve), parts=tuple(curve), **common)
         yield Finding(quantity="unsteadiness", value=_unsteadiness(curve), n=len(curve), **common)
         seconds = sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation"))
         yield Finding(quantity=COST, value=seconds, **common)
@@ -180,10 +182,7 @@ class Trainings:
 def _unsteadiness(curve: Sequence[float]) -> float:
     """Standard deviation of a curve from one update to the next, without its trend: of its differences over sqrt 2."""
     steps = [after - before for before, after in pairwise(curve)]
-    if len(steps) < 2:
-        return 0.0
-    mean = sum(steps) / len(steps)
-    return (sum((step - mean) ** 2 for step in steps) / (len(steps) - 1) / 2) ** 0.5
+    return stdev(steps) / 2**0.5 if len(steps) > 1 else 0.0
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:

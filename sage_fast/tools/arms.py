@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
@@ -89,10 +90,8 @@ class Arm:
         means, spreads = [], []
         for update in updates:
             values = [curve[update] for curve in curves]
-            mean = sum(values) / len(values)
-            means.append(mean)
-            squares = sum((value - mean) ** 2 for value in values)
-            spreads.append((squares / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0)
+            means.append(fmean(values))
+            spreads.append(stdev(values) if len(values) > 1 else 0.0)
         return updates, means, spreads
 
 

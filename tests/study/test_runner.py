@@ -219,9 +219,9 @@ def test_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
     study = Study(tmp_path / "study", [str(file)])
     study.begin()
     said: list[str] = []
-    assert study.run_missing([mini], 2, said.append), said
+    assert study.run_missing([mini], 2, said.append).complete, said
     assert any("4 trainings (about" in text for text in said)
     evidence = claim(study.findings())
     assert evidence.effect is not None and evidence.effect.num_seeds == 2
     again: list[str] = []
-    assert study.run_missing([mini], 2, again.append) and not again
+    assert study.run_missing([mini], 2, again.append).complete and not again

@@ -239,7 +239,7 @@ class Study:
             partial.write_text(json.dumps({"base": base, "environment": describe_environment()}, indent=1), "utf-8")
 
     def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Callable[[str], None]) -> Outcome:
-        """Run what is missing: measurements, then trainings. What fails or is stopped keeps what waits for it waiting."""
+        """Run what is missing: measurements, then trainings; nothing is begun that waits for what did not finish."""
 
         def run(jobs: Sequence[Job], what: str) -> Outcome:
             if jobs:

@@ -163,7 +163,7 @@ def panels(comparison: Comparison) -> dict[str, list[str]]:
     keys = {key for arm in comparison.arms for run in arm.runs for row in run.rows for key in row}
     components = sorted(k for k in keys if k.startswith("eval/") and k.endswith("_mean") and k != "eval/reward_mean")
     wanted = ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm")
-    found = {
+    found: dict[str, list[str]] = {
         "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
         "components": components,
         "kl_and_gradient": [k for k in wanted if k in keys],

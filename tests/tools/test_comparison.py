@@ -49,7 +49,7 @@ def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
     found = {d.column: d for d in comparison.differences}
     assert found.keys() == {REWARD, OVERALL, "VQ", "MQ", "TA"}
     effect = found[REWARD].effect
-    assert (effect.mean, effect.num_seeds) == (pytest.approx(1.5), 2)
+    assert effect.mean == pytest.approx(1.5) and effect.num_seeds == 2
     assert effect.stderr == pytest.approx(0.5)  # seeds differ by 1, prompts not at all
     assert found[REWARD].p == pytest.approx(0.2048, abs=1e-3) and found[REWARD].verdict == "not told apart"
     assert found["VQ"].effect.mean == pytest.approx(0.5)

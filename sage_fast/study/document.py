@@ -66,7 +66,7 @@ def _section(experiment: Experiment, findings: Findings) -> str:
         "",
         experiment.caption,
         "",
-        "| claim | here | difference in its favour, 95 % | the paper reports | verdict | smallest effect seen |",
+        "| claim | here | difference in its favour, 95 % | the paper reports | verdict | detectable |",
         "|---|---|---|---|---|---|",
         *(_row(judgement) for judgement in judge(experiment.claims, findings)),
         "",

@@ -171,13 +171,13 @@ def _less_in_high_noise(findings: Findings) -> Evidence:
     return Evidence(ours=f"{values[0]:.3f} and {values[1]:.3f}", holds=values[0] < values[1])
 
 
-def _margin_is_a_detail(findings: Findings) -> Evidence:
+def _margin_decides(findings: Findings) -> Evidence:
     arms = [arm for arm in findings.arms("fig9", "first") if "margin=" in arm]
     variances = [findings.mean("fig9", "first", arm) ** 2 for arm in arms]
     if not variances:
         raise KeyError("fig9")
     text = ", ".join(f"{v:.2g} ({arm.partition('=')[2]})" for v, arm in zip(variances, arms, strict=True))
-    return Evidence(ours=text, holds=max(variances) < 1.1 * min(variances))
+    return Evidence(ours=text, holds=max(variances) > 10 * min(variances))
 
 
 def _nearer_at_equal_exploration(findings: Findings) -> Evidence:
@@ -310,9 +310,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             ),
             Claim(
                 key="margin",
-                text="The margin that keeps SAGE's first step finite is a detail: its variance changes by less than "
-                "10 % from margin 0.001 to 0.01.",
-                measure=_margin_is_a_detail,
+                text="The margin that keeps SAGE's first step finite decides its variance, which changes more than tenfold "
+                "from margin 0.001 to 0.01.",
+                measure=_margin_decides,
                 by="this project",
             ),
         ),

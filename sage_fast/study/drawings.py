@@ -36,7 +36,9 @@ def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure | Non
 
 
 def _line(axes: "Axes", x: Sequence[float], y: Sequence[float], sampler: str) -> None:
-    axes.plot(x, y, label=sampler, color=COLOUR[sampler], marker="o", ms=3.5, linewidth=1.5)
+    # Where lines lie on each other, the first sampler of the legend is on top.
+    order = 3 - list(COLOUR).index(sampler) / len(COLOUR)
+    axes.plot(x, y, label=sampler, color=COLOUR[sampler], marker="o", ms=3.5, linewidth=1.5, zorder=order)
 
 
 def _over(

@@ -1,7 +1,7 @@
 """Runs what a study is missing: some processes at a time, each a job that can be stopped and gone on with.
 
 FOLDER/
-    study.json              which base model and versions it was begun with
+    study.json              which base model and configuration it is of
     measures/NAME.json      findings of a measurement
     trainings/ARM/seed-N/   run directories of `sage-fast train`
     logs/                   what the processes said
@@ -24,6 +24,7 @@ from sage_fast.config.errors import ConfigError, RunDirectoryError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES
+from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
 from sage_fast.run.provenance import describe_environment
@@ -31,6 +32,7 @@ from sage_fast.study.experiments import EXPERIMENTS, Experiment, needs_probe, pr
 from sage_fast.study.findings import COST, Finding, Findings, made_with
 from sage_fast.study.measures import TABLES
 from sage_fast.study.trainings import PROBE, Training, Trainings, settings_digest
+from sage_fast.tools.arms import WHOLE
 
 POLL = 0.3
 REPORT_EVERY = 60.0
@@ -212,6 +214,7 @@ class Study:
         self.files = list(files)
         self.overrides = list(overrides)
         self.config = load_config(self.files, self.overrides)
+        self.digest = settings_digest(by_dotted_key(to_dict(self.config), whole=WHOLE))
         self.local = not launcher
         self.trainings = Trainings(
             folder=folder / "trainings",
@@ -222,21 +225,22 @@ class Study:
         )
 
     def begin(self) -> None:
-        """Note which base model the folder is of. ConfigError where it is of another one."""
+        """Note the base model and the configuration. ConfigError where the folder is of others."""
         components = open_components(self.config.model)
-        base = base_digest(components.transformer, components.weights)
+        own = {"base": base_digest(components.transformer, components.weights), "settings": self.digest}
         file = self.folder / "study.json"
         if file.is_file():
-            found = json.loads(file.read_text("utf-8"))["base"]
-            if found != base:
-                raise ConfigError(
-                    f"{self.folder} holds results of another base model. Choose another --output, or move it away."
-                )
+            found = json.loads(file.read_text("utf-8"))
+            for key, what in (("base", "base model"), ("settings", "configuration")):
+                if found.get(key) != own[key]:
+                    raise ConfigError(
+                        f"{self.folder} holds results of another {what}. Choose another --output, or move it away."
+                    )
             return
         if (self.folder / "trainings").exists() or (self.folder / "measures").exists():
             raise RunDirectoryError(f"{self.folder} holds results, but no study.json. Choose another --output.")
         with replacing(file) as partial:
-            partial.write_text(json.dumps({"base": base, "environment": describe_environment()}, indent=1), "utf-8")
+            partial.write_text(json.dumps(own, indent=1), "utf-8")
 
     def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Callable[[str], None]) -> Outcome:
         """Run what is missing: measurements, then trainings; nothing is begun that waits for what did not finish."""
@@ -314,12 +318,11 @@ class Study:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
         rows: list[Finding] = []
         environment: dict[str, Any] = made_with(describe_environment())
-        digest = settings_digest({"files": self.files, "overrides": self.overrides})
         for experiment in EXPERIMENTS:
             if experiment.key in TABLES:
                 rows += [replace(row, **environment) for row in TABLES[experiment.key]()]
             for name in experiment.requests():
-                rows += self._measured(name, experiment, digest)
+                rows += self._measured(name, experiment)
             for training in experiment.trainings():
                 if self._finished(training):
                     rows += self.trainings.findings(experiment.key, training)
@@ -330,12 +333,12 @@ class Study:
             return False
         return self.trainings.is_finished(training)
 
-    def _measured(self, name: str, experiment: Experiment, settings: str) -> list[Finding]:
+    def _measured(self, name: str, experiment: Experiment) -> list[Finding]:
         file = self._result(name)
         if not file.is_file():
             return []
         tree = json.loads(file.read_text("utf-8"))
-        common = {"settings": settings, **tree["made_with"]}
+        common = {"settings": self.digest, **tree["made_with"]}
         rows = [Finding(**(row | {"parts": tuple(row["parts"])} | common)) for row in tree["findings"]]
         seed, seconds = rows[0].seed, tree["core_seconds"]
         cost = Finding(experiment=experiment.key, quantity=COST, arm="all", seed=seed, value=seconds, **common)

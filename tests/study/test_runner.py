@@ -161,7 +161,9 @@ def test_the_command_writes_page_results_and_figures(
     assert render(found) == (docs / "reproduction.md").read_text("utf-8")
     pictures = sorted(path.name for path in (docs / "images/reproduction").iterdir())
     assert pictures == [f"{key}.{kind}" for key in ("fig1a", "fig9", "table1") for kind in ("png", "svg")]
-    # The same folder with another base model.
+    # The same folder with another configuration, and with another base model.
+    assert main([*words, "--config", str(file), "--rollout.eta=0.4"]) == 2
+    assert "holds results of another configuration" in capsys.readouterr().err
     (output / "study.json").write_text('{"base": "another"}')
     assert main([*words, "--config", str(file)]) == 2
     assert "holds results of another base model" in capsys.readouterr().err

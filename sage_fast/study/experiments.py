@@ -325,8 +325,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         measure="exact",
         caption="Left and middle: distance from the nearest legal video (in latents; dashed: the data's own 0.02) "
         "against the number of distinct videos that 32 samples from one start reach, for eta 0.25, 0.5 and 0.75. "
-        "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step: samples "
-        "of one start share little of it.",
+        "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step; "
+        "samples of one start share little of it.",
         claims=(
             _distance_below("flow_grpo", "FlowGRPO"),
             _distance_below("dance_grpo", "DanceGRPO"),

@@ -1,4 +1,4 @@
-"""The command line: `sage-fast {train,status,generate,evaluate,export,plan,profile,doctor,prompts,configs}`.
+"""The command line: `sage-fast COMMAND`, see `COMMANDS`.
 
 What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
@@ -13,7 +13,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sage_fast import __version__
-from sage_fast.commands import configs, doctor, evaluate, export, generate, plan, profile, prompts, status, train
+from sage_fast.commands import (
+    compare,
+    configs,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    plan,
+    profile,
+    prompts,
+    reproduce,
+    status,
+    train,
+)
 from sage_fast.commands.common import split_words
 from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.launch import (
@@ -30,12 +43,14 @@ COMMANDS = {
     "status": status,
     "generate": generate,
     "evaluate": evaluate,
+    "compare": compare,
     "export": export,
     "plan": plan,
     "profile": profile,
     "doctor": doctor,
     "prompts": prompts,
     "configs": configs,
+    "reproduce": reproduce,
 }
 
 

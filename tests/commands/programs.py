@@ -13,6 +13,7 @@ from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
 from sage_fast.commands.cli import parse
+from sage_fast.commands.reproduce import DEFAULT_CONFIG
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 
@@ -121,6 +122,9 @@ def _check_own(arguments: list[str]) -> None:
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command in ("prompts", "configs") or (options.command == "train" and options.keys):
+        return
+    if options.command == "reproduce":
+        load_config(files or DEFAULT_CONFIG, overrides)
         return
     if files and not files[0].startswith("runs/"):
         load_config(files, overrides)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sage_fast.config.schema import VideoConfig
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.manifold import Manifold
+from sage_fast.models.toy.manifold import Manifold, manifold_for
 from sage_fast.records import Trajectory
 
 SPREAD = 0.02
@@ -99,3 +100,17 @@ def measure_sampler(trajectory: Trajectory, policy: ExactPolicy, manifold: Manif
         exploration=sum(len(row.unique()) for row in groups) / len(groups),
         group_spread=float((members - members.mean(1, keepdim=True)).square().mean().sqrt()),
     )
+
+
+class ExactWorld:
+    """The exact policy of the legal videos of one size, and what it measures, as a study of samplers asks for it."""
+
+    def __init__(self, video: VideoConfig) -> None:
+        self.manifold = manifold_for(video.num_frames, video.height, video.width)
+        self.policy = exact_policy(self.manifold)
+        self.velocity = self.policy.velocity
+        self.latent_shape = PatchCodec().latent_shape(video.num_frames, video.height, video.width)
+
+    def measure(self, trajectory: Trajectory, group: int) -> SamplerMeasures:
+        """See `measure_sampler`."""
+        return measure_sampler(trajectory, self.policy, self.manifold, group)

@@ -1,0 +1,146 @@
+"""`sage-fast reproduce`: the paper's tables and figures, measured, judged and written down."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sage_fast.commands.common import command_line
+
+if TYPE_CHECKING:
+    from sage_fast.study.experiments import Experiment
+    from sage_fast.study.findings import Findings
+    from sage_fast.study.runner import Study
+
+RESULTS, PAGE = "results.jsonl", "reproduction.md"
+
+DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
+
+EPILOG = """\
+examples:
+  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9: minutes on two cores
+  sage-fast reproduce --tier standard                  adds trainings: a night on two cores; Ctrl-C, then the same again
+  sage-fast reproduce --only fig4
+  sage-fast reproduce --tier quick --publish docs      and write the page, its figures and results into docs/
+  sage-fast reproduce --tier standard --commands --config hv15_480p_lora_1gpu
+  sage-fast reproduce --tier standard --config hv15_480p_lora_8gpu \\
+      --launcher 'configs/launch/torchrun.sh hosts.txt'
+
+Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
+results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "reproduce",
+        usage="sage-fast reproduce [--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]",
+        help="the paper's tables and figures, with a verdict on each claim",
+        description="Run the experiments of the SAGE-GRPO paper, and write down what they find.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--tier", choices=("quick", "standard", "full"), default="quick", help="how much; default quick"
+    )
+    parser.add_argument("--only", default="", metavar="KEY,KEY", help="these experiments, whatever their tier")
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="CONFIG",
+        help=f"configuration that all trainings share; default {' '.join(DEFAULT_CONFIG)}",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/reproduction"), help="folder; default runs/reproduction"
+    )
+    parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
+    parser.add_argument(
+        "--launcher", help="words before the configuration of a training; trainings then run one by one"
+    )
+    parser.add_argument("--commands", action="store_true", help="print the commands of what is missing; run nothing")
+    parser.add_argument("--publish", type=Path, metavar="DOCS", help="also write page, figures and results into DOCS")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run what is missing, and write what is there."""
+    from sage_fast.config.errors import ConfigError
+    from sage_fast.study.experiments import chosen_experiments
+    from sage_fast.study.runner import Study
+
+    if options.processes < 1:
+        raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
+    experiments = chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
+    launcher = shlex.split(options.launcher or "")
+    study = Study(options.output, options.config or DEFAULT_CONFIG, overrides, launcher)
+    if options.commands:
+        return _print_commands(study, experiments)
+    study.begin()
+    processes = 1 if launcher else options.processes
+    outcome = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
+    findings = study.findings()
+    _write(study.folder, findings)
+    if options.publish is not None:
+        _publish(study.folder, options.publish)
+    _print_verdicts(experiments, findings)
+    print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
+    if not outcome.complete:
+        print(f"Not finished. Go on with:\n  {command_line(*sys.argv[1:])}")
+    return 1 if outcome.failed else 0
+
+
+def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
+    from sage_fast.study.trainings import PROBE
+
+    missing = study.missing_trainings(experiments)
+    waiting = [t for t in missing if t.kl_share is not None] if missing and missing[0].arm == PROBE else []
+    for training in missing:
+        if training not in waiting:
+            print(study.trainings.shown_command(training))
+    if waiting:
+        print(f"# {len(waiting)} more get the weight of their KL from {PROBE}: once it is done, call this again.")
+    return 0
+
+
+def _write(folder: Path, findings: "Findings") -> None:
+    """Page, figures and results of a study's folder."""
+    from sage_fast.config.files import replacing
+    from sage_fast.study.document import IMAGES, render
+    from sage_fast.study.drawings import draw_experiment
+    from sage_fast.study.experiments import EXPERIMENTS
+    from sage_fast.study.findings import read_findings, write_findings
+    from sage_fast.tools.curves import save_figure
+
+    write_findings(folder / RESULTS, findings.rows)
+    kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file
+    with replacing(folder / PAGE) as partial:
+        partial.write_text(render(kept), encoding="utf-8")
+    for experiment in EXPERIMENTS:
+        figure = draw_experiment(experiment, kept)
+        if figure is not None:
+            save_figure(folder / IMAGES, experiment.key, figure)
+
+
+def _publish(folder: Path, docs: Path) -> None:
+    """Copy page, figures and results of a study's folder to where the documents are."""
+    from sage_fast.config.files import replacing
+    from sage_fast.study.document import IMAGES, PUBLISHED_RESULTS
+
+    files = {PAGE: PAGE, RESULTS: PUBLISHED_RESULTS}
+    files |= {f"{IMAGES}/{path.name}": f"{IMAGES}/{path.name}" for path in sorted((folder / IMAGES).iterdir())}
+    for source, target in files.items():
+        with replacing(docs / target) as partial:
+            partial.write_bytes((folder / source).read_bytes())
+
+
+def _print_verdicts(experiments: "Sequence[Experiment]", findings: "Findings") -> None:
+    from sage_fast.study.claims import judge
+
+    for experiment in experiments:
+        print(experiment.title)
+        for judgement in judge(experiment.claims, findings):
+            ours = judgement.evidence.ours if judgement.evidence else ""
+            print(f"  {judgement.verdict:<13} {judgement.claim.text}" + (f" [{ours}]" if ours else ""))

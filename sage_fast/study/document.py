@@ -1,0 +1,123 @@
+"""The page of a study, made from its findings alone: the same findings give the same bytes."""
+
+from collections.abc import Sequence
+
+from sage_fast.study.claims import Judgement, judge
+from sage_fast.study.experiments import EXPERIMENTS, TIERS, Experiment
+from sage_fast.study.findings import COST, Findings
+
+IMAGES = "images/reproduction"
+"""Folder of the figures beside the page."""
+
+PUBLISHED_RESULTS = "results/reproduction.jsonl"
+"""Where the findings are beside the page, when it is one of the documents."""
+
+HEAD = """# The paper's claims, tested
+
+Written by `sage-fast reproduce` from `results/reproduction.jsonl`; to change a number, run it again:
+
+    sage-fast reproduce --tier quick --publish docs
+
+The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers, the gradient equalizer and the KL, where the data
+manifold is known: in the built-in world of rendered videos, with its base model or, for Figure 2, with the exact policy
+([algorithm.md](algorithm.md), section 5). What holds here need not hold for an 8.3 B model; what is refuted here is
+refuted as a general statement. `sage-fast reproduce --config configs/hv15_480p_lora_8gpu.yaml` has the same table for
+a cluster.
+
+**Verdicts.** *Confirmed* and *refuted*: the difference is told apart from zero at 5 %, after Holm's adjustment over the
+claims of its table, or is a computed number without uncertainty. *Undetectable*: neither; the last column then says
+which difference four of five such studies would have found. Differences are of the same seeds and noise. Intervals are
+Student's over the seeds; scores of trained models count seeds and prompts as crossed random effects. "-": no figure of
+the paper is known here.
+"""
+
+
+def render(findings: Findings) -> str:
+    """The page. Experiments without findings are listed at its end."""
+    done = [e for e in EXPERIMENTS if any(row.experiment == e.key for row in findings.rows)]
+    parts = [HEAD, _summary(done, findings)]
+    parts += [_section(experiment, findings) for experiment in done]
+    if left := [e for e in EXPERIMENTS if e not in done]:
+        parts.append(_left_out(left))
+    return "\n".join(parts)
+
+
+def _summary(experiments: Sequence[Experiment], findings: Findings) -> str:
+    lines = [
+        "| table, figure | claims confirmed | refuted | undetectable | seeds | cost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for experiment in experiments:
+        verdicts = [judgement.verdict for judgement in judge(experiment.claims, findings)]
+        seeds = findings.seeds(experiment.key)
+        counts = [str(verdicts.count(name)) for name in ("confirmed", "refuted", "undetectable")]
+        anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+        cells = [f"[{experiment.title}](#{anchor})", *counts, str(len(seeds) or "-"), _cost(experiment, findings)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _section(experiment: Experiment, findings: Findings) -> str:
+    seeds = findings.seeds(experiment.key)
+    lines = [
+        f"## {experiment.title}",
+        "",
+        f"![{experiment.title}]({IMAGES}/{experiment.key}.png)",
+        "",
+        experiment.caption,
+        "",
+        "| claim | here | difference in its favour, 95 % | the paper reports | verdict | detectable |",
+        "|---|---|---|---|---|---|",
+        *(_row(judgement) for judgement in judge(experiment.claims, findings)),
+        "",
+        " ".join(
+            [*_seeds(experiment, seeds), f"Cost: {_cost(experiment, findings)}.", *_made_with(experiment, findings)]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(judgement: Judgement) -> str:
+    claim, evidence = judgement.claim, judgement.evidence
+    text = claim.text if claim.by == "paper" else f"{claim.text} *(this project's)*"
+    if evidence is None:
+        return f"| {text} | | | {claim.reported or '-'} | not run | |"
+    effect = evidence.effect
+    size = "exact" if effect is None else f"{_signed(effect.mean)} ({_signed(effect.low)} .. {_signed(effect.high)})"
+    seen = "" if effect is None else f"{effect.detectable:.2g}"
+    return f"| {text} | {evidence.ours} | {size} | {claim.reported or '-'} | **{judgement.verdict}** | {seen} |"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}"
+
+
+def _seeds(experiment: Experiment, seeds: Sequence[int]) -> list[str]:
+    if not experiment.seeds:
+        return ["Computed, not sampled."]
+    text = f"Seeds: {', '.join(map(str, seeds))}"
+    missing = len(experiment.seeds) - len(seeds)
+    return [f"{text} ({missing} of {len(experiment.seeds)} not run yet)." if missing else f"{text}."]
+
+
+def _cost(experiment: Experiment, findings: Findings) -> str:
+    seconds = sum(row.value for row in findings.select(experiment.key, COST))
+    if not seconds:
+        return "none"
+    return f"{seconds / 60:.1f} core-minutes" if seconds < 5400 else f"{seconds / 3600:.1f} core-hours"
+
+
+def _made_with(experiment: Experiment, findings: Findings) -> list[str]:
+    rows = [row for row in findings.rows if row.experiment == experiment.key]
+    commits = sorted({row.commit.partition("-")[0][:9] + row.commit[40:] for row in rows if row.commit})
+    versions = sorted({f"SAGE-Fast {row.version}, torch {row.torch}" for row in rows if row.version})
+    text = "; ".join(versions) + (f", commit {', '.join(commits)}" if commits else "")
+    return [f"{text}."] if text else []
+
+
+def _left_out(experiments: Sequence[Experiment]) -> str:
+    lines = ["## Not run yet", "", "| table, figure | `--tier` | trainings |", "|---|---|---|"]
+    for experiment in sorted(experiments, key=lambda e: TIERS.index(e.tier)):
+        lines.append(f"| {experiment.title} | `{experiment.tier}` | {len(experiment.trainings())} |")
+    return "\n".join([*lines, ""])

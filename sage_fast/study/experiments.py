@@ -1,0 +1,516 @@
+"""The table of experiments, in the paper's numbering: what is claimed, what is measured, and what settles it.
+
+What the paper reports stands here only where a figure of it is known; the order that it claims is in the sentences.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.study.claims import Claim, Evidence, larger, smaller
+from sage_fast.study.findings import Findings
+from sage_fast.study.measures import SAMPLERS
+from sage_fast.study.trainings import PROBE, PROBE_WEIGHT, Training
+from sage_fast.tools.effects import seed_effect
+
+Tier = Literal["quick", "standard", "full"]
+TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
+"""Each includes those before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One table or figure of the paper.
+
+    caption: of its picture. seeds: of what it measures; none where nothing is random. measure: key of
+    `measures.MEASURES`, for what needs samples but no training. arms: of `ARMS`.
+
+    Example: `experiment("fig4").seeds` is `(0, 1, 2)`.
+    """
+
+    key: str
+    title: str
+    tier: Tier
+    caption: str
+    claims: Sequence[Claim]
+    seeds: tuple[int, ...] = ()
+    measure: str | None = None
+    arms: tuple[str, ...] = ()
+
+    def requests(self) -> dict[str, dict[str, Any]]:
+        """Measurements by name; each is made in a process of its own."""
+        if self.measure is None:
+            return {}
+        return {f"{self.key}-seed-{seed}": {"measure": self.measure, "seed": seed} for seed in self.seeds}
+
+    def trainings(self) -> list[Training]:
+        """Trainings, seed by seed, so that a study that is stopped early has all arms."""
+        return [ARMS[arm](seed) for seed in self.seeds for arm in self.arms]
+
+
+# ------------------------------------------------------------------------------------------------ arms
+
+
+def _arm(name: str, *overrides: str, kl_share: float | None = None) -> tuple[str, Callable[[int], Training]]:
+    return name, lambda seed: Training(arm=name, overrides=overrides, seed=seed, kl_share=kl_share)
+
+
+SETTING_A = "--reward.weights={VQ: 1.0, MQ: 1.0, TA: 1.0}"
+SETTING_B = "--reward.weights={VQ: 0.5, MQ: 0.5, TA: 1.0}"
+LONG = ("--training.updates_per_rollout=2", "--training.num_updates=150")
+SHARES = (0.1, 1.0)
+ANCHORED = ("fixed", "stepwise", "moving", "dual")
+PAIR = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
+"""Samplers that the equalizer is switched off for."""
+
+
+def _kl_arm(mode: str, share: float | None) -> str:
+    return f"kl-{mode}-{'published' if share is None else f'{share:g}'}"
+
+
+def _sampler(name: str) -> tuple[str, str]:
+    return f"--rollout.sde_type={name}", "--objective.equalizer=true"
+
+
+ARMS: Mapping[str, Callable[[int], Training]] = dict(
+    [
+        *(_arm(name, *_sampler(name)) for name in SAMPLERS),
+        *(_arm(f"{name}-plain", f"--rollout.sde_type={name}", "--objective.equalizer=false") for name in PAIR),
+        *(_arm(f"B-{name}", *_sampler(name), SETTING_B) for name in SAMPLERS),
+        *(_arm(f"A-{name}", *_sampler(name), SETTING_A) for name in SAMPLERS),
+        _arm("kl-none", *LONG, "--objective.kl_mode=none"),
+        *(
+            _arm(_kl_arm(mode, share), *LONG, f"--objective.kl_mode={mode}", kl_share=share)
+            for share in (None, *SHARES)
+            for mode in ANCHORED
+        ),
+        _arm("lambda-tighten", *LONG, "--objective.kl_mode=dual", "--kl_weight.direction=tighten"),
+        _arm("lambda-constant", *LONG, "--objective.kl_mode=dual", "--kl_weight.minimum=1e-5"),
+        _arm(
+            PROBE,
+            *("--training.updates_per_rollout=2", "--training.num_updates=20", "--training.kl_share_every=1"),
+            *(
+                "--objective.kl_mode=fixed",
+                f"--kl_weight.minimum={PROBE_WEIGHT}",
+                f"--kl_weight.maximum={PROBE_WEIGHT}",
+            ),
+        ),
+    ]
+)
+"""Trainings of a seed by the name of their arm."""
+
+
+# ------------------------------------------------------------------------------------------------ exact evidence
+
+
+def _below(findings: Findings, experiment: str, quantity: str, one: str, other: str) -> bool:
+    return findings.mean(experiment, quantity, one) < findings.mean(experiment, quantity, other)
+
+
+def _below_flow(first: bool) -> Callable[[Findings], Evidence]:
+    """Whether SAGE's noise is below FlowGRPO's at the first step, or at all others, for every number of steps."""
+
+    def measure(findings: Findings) -> Evidence:
+        steps: list[tuple[str, float, float]] = []
+        for arm in findings.arms("table1", "std"):
+            name, _, count = arm.partition(", ")
+            if name == "sage_grpo":
+                (ours,), (theirs,) = (findings.select("table1", "std", f"{n}, {count}") for n in (name, "flow_grpo"))
+                chosen = slice(0, 1) if first else slice(1, None)
+                steps += [(count, *pair) for pair in zip(ours.parts[chosen], theirs.parts[chosen], strict=True)]
+        if not steps:
+            raise KeyError("table1")
+        below = sum(one < other for _, one, other in steps)
+        text = "; ".join(f"{count}: {one:.2f} and {other:.2f}" for count, one, other in steps)
+        return Evidence(ours=text if first else f"at {below} of {len(steps)} steps", holds=below == len(steps))
+
+    return measure
+
+
+def _last_smallest(findings: Findings) -> Evidence:
+    rows = [
+        [findings.mean("table1", "last", f"{name}, T=20") for name in ("sage_grpo", "flow_grpo", "dance_grpo")],
+        [findings.mean("table1", "last", f"{name}, T=100") for name in ("sage_grpo", "flow_grpo", "dance_grpo")],
+    ]
+    text = "; ".join(f"T = {t}: {a:.3f}, {b:.3f}, {c:.3f}" for t, (a, b, c) in zip((20, 100), rows, strict=True))
+    return Evidence(ours=text, holds=all(a < b < c for a, b, c in rows))
+
+
+def _spread_over(experiment: str, prefix: str) -> Callable[[Findings], Evidence]:
+    """Whether the noise of the high-noise region varies less for SAGE than for FlowGRPO over a schedule setting."""
+
+    def measure(findings: Findings) -> Evidence:
+        ratios = []
+        for name in ("sage_grpo", "flow_grpo"):
+            arms = [a for a in findings.arms(experiment, "high_noise_variance") if a.startswith(f"{name}, {prefix}")]
+            values = [findings.mean(experiment, "high_noise_variance", arm) for arm in arms]
+            if not values:
+                raise KeyError(experiment)
+            ratios.append((max(values) / min(values), min(values), max(values)))
+        (sage, low, high), (flow, flow_low, flow_high) = ratios
+        text = f"{low:.2f} to {high:.2f} and {flow_low:.2f} to {flow_high:.2f}"
+        return Evidence(ours=text, holds=sage < flow)
+
+    return measure
+
+
+def _steadier(findings: Findings) -> Evidence:
+    ratios = []
+    for name in ("sage_grpo", "flow_grpo", "dance_grpo"):
+        rows = findings.select("fig1a", "std", name)
+        if not rows:
+            raise KeyError("fig1a")
+        ratios.append(max(rows[0].parts) / min(rows[0].parts))
+    return Evidence(ours=", ".join(f"{ratio:.1f}" for ratio in ratios), holds=ratios[0] < min(ratios[1:]))
+
+
+def _less_in_high_noise(findings: Findings) -> Evidence:
+    values = [findings.mean("fig1a", "high_noise_variance", name) for name in ("sage_grpo", "flow_grpo")]
+    return Evidence(ours=f"{values[0]:.3f} and {values[1]:.3f}", holds=values[0] < values[1])
+
+
+def _margin_decides(findings: Findings) -> Evidence:
+    arms = [arm for arm in findings.arms("fig9", "first") if "margin=" in arm]
+    variances = [findings.mean("fig9", "first", arm) ** 2 for arm in arms]
+    if not variances:
+        raise KeyError("fig9")
+    text = ", ".join(f"{v:.2g} ({arm.partition('=')[2]})" for v, arm in zip(variances, arms, strict=True))
+    return Evidence(ours=text, holds=max(variances) > 10 * min(variances))
+
+
+def _nearer_at_equal_exploration(findings: Findings) -> Evidence:
+    """FlowGRPO's distance, interpolated over eta to where it explores as much as SAGE, minus SAGE's."""
+    seeds = findings.seeds("fig2")
+    ours, theirs = [], []
+    for seed in seeds:
+        points = sorted(
+            (
+                findings.by_seed("fig2", "exploration", arm)[seed].value,
+                findings.by_seed("fig2", "distance", arm)[seed].value,
+            )
+            for arm in findings.arms("fig2", "distance")
+            if arm.startswith("flow_grpo, T=20")
+        )
+        wanted = findings.by_seed("fig2", "exploration", _at("sage_grpo"))[seed].value
+        ours.append(findings.by_seed("fig2", "distance", _at("sage_grpo"))[seed].value)
+        theirs.append(_interpolate(points, wanted))
+    if len(seeds) < 2:
+        raise KeyError("fig2")
+    effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])
+    return Evidence(ours=f"{sum(ours) / len(ours):.4f} and {sum(theirs) / len(theirs):.4f}", effect=effect)
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The y at an x between points that ascend in x; that of the nearest end outside of them."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[0][1] if x < points[0][0] else points[-1][1]
+
+
+def _slope_is_one(findings: Findings) -> Evidence:
+    """Positive as far as the slope lies inside 1 +- 0.25."""
+    values = [row.value for row in findings.select("fig4", "slope", "sage_grpo, plain")]
+    if len(values) < 2:
+        raise KeyError("fig4")
+    effect = seed_effect([0.25 - abs(value - 1) for value in values])
+    return Evidence(ours=f"slope {sum(values) / len(values):.2f}", effect=effect)
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+REFERENCE = "T=20, eta=0.5"
+
+
+def _at(name: str) -> str:
+    return f"{name}, {REFERENCE}"
+
+
+def _ordered(experiment: str, quantity: str, prefix: str, digits: int = 3) -> list[Claim]:
+    """SAGE against each of the others, in the order of the paper's Table 2."""
+    names = {"cps": "CPS", "flow_grpo": "FlowGRPO", "dance_grpo": "DanceGRPO"}
+    return [
+        Claim(
+            key=f"beats_{name}",
+            text=f"SAGE reaches a higher score than {label} at equal eta.",
+            measure=larger((experiment, quantity, f"{prefix}sage_grpo"), (experiment, quantity, prefix + name), digits),
+            reported="the order; Overall of one row: 0.8067",
+        )
+        for name, label in names.items()
+    ]
+
+
+def _distance_below(other: str, label: str) -> Claim:
+    return Claim(
+        key=f"nearer_than_{other}",
+        text=f"SAGE's samples lie nearer to the manifold than {label}'s.",
+        measure=smaller(("fig2", "distance", _at("sage_grpo")), ("fig2", "distance", _at(other)), 4),
+    )
+
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    Experiment(
+        key="table1",
+        title="Table 1: noise per step over the number of steps",
+        tier="quick",
+        caption="Shift 5, eta 0.5. Left: variance of all steps from sigma 0.9 up. Right: noise of the last step, which "
+        "stays in the sample.",
+        claims=(
+            Claim(
+                key="first",
+                text="SAGE's first step has a smaller standard deviation than FlowGRPO's (T = 10, 20, 40, 100).",
+                measure=_below_flow(first=True),
+            ),
+            Claim(key="later", text="So has every later step.", measure=_below_flow(first=False)),
+            Claim(
+                key="last",
+                text="SAGE's last step, whose noise stays in the sample, has a smaller standard deviation than "
+                "FlowGRPO's, and that than DanceGRPO's.",
+                measure=_last_smallest,
+            ),
+            Claim(
+                key="stable",
+                text="The variance that SAGE adds at high noise depends less on the number of steps than FlowGRPO's.",
+                measure=_spread_over("table1", "T="),
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig1a",
+        title="Figure 1a: noise per step at the reference's settings",
+        tier="quick",
+        caption="Standard deviation of the noise of every step; T = 20, shift 5, eta 0.5.",
+        claims=(
+            Claim(
+                key="high_noise",
+                text="From sigma 0.9 up SAGE adds less variance than FlowGRPO.",
+                measure=_less_in_high_noise,
+            ),
+            Claim(
+                key="steady",
+                text="Within a rollout SAGE's noise is steadier (largest over smallest step) than FlowGRPO's and "
+                "DanceGRPO's.",
+                measure=_steadier,
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig9",
+        title="Figure 9: noise over the time shift and the margin",
+        tier="quick",
+        caption="T = 20, eta 0.5. Left: variance of all steps from sigma 0.9 up. Right: SAGE's steps by the margin at "
+        "sigma = 1.",
+        claims=(
+            Claim(
+                key="stable",
+                text="The variance that SAGE adds at high noise depends less on the shift than FlowGRPO's.",
+                measure=_spread_over("fig9", "shift="),
+            ),
+            Claim(
+                key="margin",
+                text="The margin that keeps SAGE's first step finite decides its variance, which changes more than "
+                "tenfold from margin 0.001 to 0.01.",
+                measure=_margin_decides,
+                by="this project",
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig2",
+        title="Figure 2: exploration near the manifold, with the exact policy",
+        tier="quick",
+        seeds=(0, 1, 2, 3, 4),
+        measure="exact",
+        caption="Left and middle: distance from the nearest legal video (in latents; dashed: the data's own 0.02) "
+        "against the number of distinct videos that 32 samples from one start reach, for eta 0.25, 0.5 and 0.75. "
+        "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step; "
+        "samples of one start share little of it.",
+        claims=(
+            _distance_below("flow_grpo", "FlowGRPO"),
+            _distance_below("dance_grpo", "DanceGRPO"),
+            _distance_below("cps", "CPS"),
+            Claim(
+                key="explores",
+                text="From one start SAGE reaches more distinct videos than FlowGRPO at equal eta.",
+                measure=larger(("fig2", "exploration", _at("sage_grpo")), ("fig2", "exploration", _at("flow_grpo")), 1),
+            ),
+            Claim(
+                key="frontier",
+                text="Where both reach as many videos from one start (T = 20), SAGE lies nearer to the manifold than "
+                "FlowGRPO.",
+                measure=_nearer_at_equal_exploration,
+            ),
+            Claim(
+                key="exact_nearer",
+                text="`sage_exact` lies nearer to the manifold than SAGE.",
+                measure=smaller(("fig2", "distance", _at("sage_exact")), ("fig2", "distance", _at("sage_grpo")), 4),
+                by="this project",
+            ),
+            Claim(
+                key="exact_explores",
+                text="`sage_exact` reaches more distinct videos from one start than SAGE.",
+                measure=larger(
+                    ("fig2", "exploration", _at("sage_exact")), ("fig2", "exploration", _at("sage_grpo")), 1
+                ),
+                by="this project",
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig4",
+        title="Figure 4: gradient norm of the steps",
+        tier="quick",
+        seeds=(0, 1, 2),
+        measure="gradients",
+        caption="Norm of the gradient of each step of one rollout of the base model, over its median; mean of the "
+        "seeds. Dotted: the gain |b|/std, which predicts it.",
+        claims=(
+            Claim(
+                key="law",
+                text="Without the equalizer the gradient norm of a step is proportional to its gain b/std (slope "
+                "between their logarithms 1 ± 0.25).",
+                measure=_slope_is_one,
+            ),
+            Claim(
+                key="equalizer",
+                text="With the equalizer the steps pull more evenly (largest over smallest norm).",
+                measure=smaller(("fig4", "spread", "sage_grpo, equalizer"), ("fig4", "spread", "sage_grpo, plain"), 2),
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig3",
+        title="Figure 3: training with the equalizer and without",
+        tier="standard",
+        seeds=(0, 1, 2, 3, 4, 5),
+        arms=(*PAIR, *(f"{name}-plain" for name in PAIR)),
+        caption="Mean reward of the training batches, mean and standard deviation over the seeds.",
+        claims=(
+            Claim(
+                key="area",
+                text="With the equalizer SAGE's reward is higher on average over the training.",
+                measure=larger(("fig3", "area", "sage_grpo"), ("fig3", "area", "sage_grpo-plain")),
+            ),
+            Claim(
+                key="final",
+                text="With the equalizer SAGE ends at a higher reward.",
+                measure=larger(("fig3", "final_reward", "sage_grpo"), ("fig3", "final_reward", "sage_grpo-plain")),
+            ),
+            Claim(
+                key="steadier",
+                text="With the equalizer SAGE's reward is steadier from update to update.",
+                measure=smaller(("fig3", "unsteadiness", "sage_grpo"), ("fig3", "unsteadiness", "sage_grpo-plain")),
+            ),
+        ),
+    ),
+    Experiment(
+        key="samplers",
+        title="Three samplers, trained",
+        tier="standard",
+        seeds=(0, 1, 2, 3, 4, 5),
+        arms=("sage_grpo", "sage_exact", "cps"),
+        caption="Final evaluation by the ODE: one dot per seed, bar: mean.",
+        claims=(
+            Claim(
+                key="exact",
+                text="Trained with `sage_exact`, the model ends at a higher reward than with SAGE.",
+                measure=larger(("samplers", "final_reward", "sage_exact"), ("samplers", "final_reward", "sage_grpo")),
+                by="this project",
+            ),
+            Claim(
+                key="cps",
+                text="Trained with SAGE, the model ends at a higher reward than with CPS.",
+                measure=larger(("samplers", "final_reward", "sage_grpo"), ("samplers", "final_reward", "cps")),
+            ),
+        ),
+    ),
+    Experiment(
+        key="fig8",
+        title="Figure 8: what the KL holds on to",
+        tier="standard",
+        seeds=(0, 1, 2, 3),
+        arms=("kl-none", *(_kl_arm(mode, share) for share in (None, *SHARES) for mode in ANCHORED)),
+        caption="Final evaluation by the ODE, for lambda as published and for lambdas that give the KL to the initial "
+        "weights a tenth of the policy's gradient, and as much as it: one dot per seed, bar: mean.",
+        claims=tuple(
+            Claim(
+                key=f"dual_over_{mode}_{'published' if share is None else f'{share:g}'}",
+                text=f"Dual KL ends at a higher reward than {label}"
+                + (", lambda as published." if share is None else f", at a gradient share of {share:g}."),
+                measure=larger(
+                    ("fig8", "final_reward", _kl_arm("dual", share)),
+                    ("fig8", "final_reward", "kl-none" if mode == "none" else _kl_arm(mode, share)),
+                ),
+            )
+            for share in (None, *SHARES)
+            for mode, label in (("none", "no KL"), ("fixed", "the KL to the initial weights"))
+        ),
+    ),
+    Experiment(
+        key="table2",
+        title="Table 2, Setting B: five samplers",
+        tier="standard",
+        seeds=(0, 1, 2, 3, 4, 5),
+        arms=tuple(f"B-{name}" for name in SAMPLERS),
+        caption="Overall (VQ + MQ + TA, unweighted) of the final evaluation: one dot per seed, bar: mean.",
+        claims=(
+            *_ordered("table2", "final_overall", "B-"),
+            Claim(
+                key="exact",
+                text="`sage_exact` reaches a higher score than SAGE.",
+                measure=larger(("table2", "final_overall", "B-sage_exact"), ("table2", "final_overall", "B-sage_grpo")),
+                by="this project",
+            ),
+        ),
+    ),
+    Experiment(
+        key="table2a",
+        title="Table 2, Setting A: five samplers",
+        tier="full",
+        seeds=(0, 1, 2, 3, 4, 5),
+        arms=tuple(f"A-{name}" for name in SAMPLERS),
+        caption="Overall (VQ + MQ + TA, unweighted) of the final evaluation: one dot per seed, bar: mean.",
+        claims=_ordered("table2a", "final_overall", "A-"),
+    ),
+    Experiment(
+        key="fig7",
+        title="Figure 7: how lambda moves",
+        tier="full",
+        seeds=(0, 1, 2, 3),
+        arms=("kl-dual-published", "lambda-constant", "lambda-tighten"),
+        caption="Final evaluation by the ODE, dual KL, lambda as published, constant at its maximum, and moved the "
+        "other way: one dot per seed, bar: mean.",
+        claims=(
+            Claim(
+                key="schedule",
+                text="The paper's schedule of lambda ends at a higher reward than a constant lambda.",
+                measure=larger(
+                    ("fig7", "final_reward", "kl-dual-published"), ("fig7", "final_reward", "lambda-constant")
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def chosen_experiments(tier: Tier, only: Sequence[str] = ()) -> list[Experiment]:
+    """Those of a tier and the tiers below it, or those named, whatever their tier. ConfigError for an unknown name."""
+    by_key = {experiment.key: experiment for experiment in EXPERIMENTS}
+    if unknown := [key for key in only if key not in by_key]:
+        raise ConfigError(f"--only names {', '.join(unknown)}; choose among {', '.join(by_key)}.")
+    if only:
+        return [experiment for experiment in EXPERIMENTS if experiment.key in only]
+    allowed = TIERS[: TIERS.index(tier) + 1]
+    return [experiment for experiment in EXPERIMENTS if experiment.tier in allowed]
+
+
+def needs_probe(experiments: Sequence[Experiment]) -> bool:
+    """Whether a training among them gets the weight of its KL from the probe."""
+    return any(training.kl_share is not None for e in experiments for training in e.trainings())
+
+
+def probe() -> Training:
+    """The training that measures the share of the KL in the gradient."""
+    return ARMS[PROBE](0)

@@ -1,0 +1,111 @@
+"""A measured number with what it was made with, and many of them as JSON lines."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import replacing
+
+COST = "core_seconds"
+"""Quantity of an experiment's cost: seconds of one core, for all its arms and seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One number of a study.
+
+    experiment: key in the table. quantity: what was measured. arm: of what, such as a sampler. seed: None for what has
+    none. n: samples, prompts or steps behind it. stderr: of the value within its seed, None where it is exact or is to
+    be taken over seeds. parts: numbers behind it, such as one per step, update or prompt. settings: digest of the
+    configuration. version, torch, commit: of the code.
+
+    Example: `Finding(experiment="fig4", quantity="spread", arm="sage_grpo", seed=0, value=36.1, n=8, settings="1f0c")`
+    """
+
+    experiment: str
+    quantity: str
+    arm: str
+    value: float
+    seed: int | None = None
+    n: int = 1
+    stderr: float | None = None
+    parts: tuple[float, ...] = ()
+    settings: str = ""
+    version: str = ""
+    torch: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The numbers of a study, by experiment, quantity, arm and seed."""
+
+    rows: Sequence[Finding]
+
+    def select(self, experiment: str, quantity: str, arm: str | None = None) -> list[Finding]:
+        """The rows of one quantity, of one arm or of all."""
+        return [
+            row
+            for row in self.rows
+            if row.experiment == experiment and row.quantity == quantity and arm in (None, row.arm)
+        ]
+
+    def by_seed(self, experiment: str, quantity: str, arm: str) -> dict[int | None, Finding]:
+        """The rows of one quantity and arm by their seed."""
+        return {row.seed: row for row in self.select(experiment, quantity, arm)}
+
+    def mean(self, experiment: str, quantity: str, arm: str) -> float:
+        """Mean over the seeds. KeyError where nothing was measured."""
+        values = [row.value for row in self.select(experiment, quantity, arm)]
+        if not values:
+            raise KeyError(f"{experiment}: no {quantity} of {arm}")
+        return sum(values) / len(values)
+
+    def arms(self, experiment: str, quantity: str) -> list[str]:
+        """Arms that were measured, in the order of the file."""
+        return list(dict.fromkeys(row.arm for row in self.select(experiment, quantity)))
+
+    def seeds(self, experiment: str) -> list[int]:
+        """Seeds that an experiment has, ascending."""
+        return sorted({row.seed for row in self.rows if row.experiment == experiment and row.seed is not None})
+
+
+def rounded(value: float) -> float:
+    """A number to six significant digits, as the file has it."""
+    return float(f"{value:.6g}")
+
+
+def write_findings(path: Path, rows: Iterable[Finding]) -> None:
+    """One line per number. OSError when the file cannot be written."""
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for row in rows:
+            tree = {key: value for key, value in asdict(row).items() if value not in (None, (), "")}
+            tree["value"] = rounded(row.value)
+            if row.parts:
+                tree["parts"] = [rounded(part) for part in row.parts]
+            file.write(json.dumps(tree, allow_nan=False) + "\n")
+
+
+def read_findings(path: Path) -> Findings:
+    """The inverse of `write_findings`. ConfigError names a line that is something else."""
+    rows = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        try:
+            tree = json.loads(line)
+            rows.append(Finding(**(tree | {"parts": tuple(tree.get("parts", ()))})))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number} is no finding of a study: {error}") from error
+    return Findings(rows)
+
+
+def made_with(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The part of a description of the environment that a finding carries."""
+    packages = environment.get("packages") or {}
+    return {
+        "version": environment.get("sage_fast") or "",
+        "torch": packages.get("torch") or "",
+        "commit": environment.get("commit") or "",
+    }

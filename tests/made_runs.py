@@ -1,0 +1,50 @@
+"""Run directories as a training leaves them, with numbers that a test chooses."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast.config.load import load_config, save_config
+from sage_fast.evaluation import Evaluation
+
+PROMPTS = [f"prompt {i}" for i in range(6)]
+
+
+def make_run(
+    folder: Path,
+    *overrides: str,
+    seed: int = 0,
+    final: Sequence[float] = (0.0,) * 6,
+    updates: int = 4,
+    prompts: Sequence[str] = PROMPTS,
+    files: Sequence[str] = ("configs/toy_cpu.yaml",),
+) -> Path:
+    """A finished run whose final rewards are given; its training rewards rise by 0.1 an update."""
+    words = [f"--output_dir={folder}", f"--seed={seed}", f"--training.num_updates={updates}", *overrides]
+    config = load_config(list(files), words)
+    folder.mkdir(parents=True)
+    save_config(config, folder / "config.yaml")
+    rows = [{"update": 0, "eval/reward_mean": 0.0}]
+    rows += [
+        {
+            "update": update,
+            "reward/mean": 0.1 * update + 0.01 * seed,
+            "grad_norm": 1.0 / update,
+            "kl/position": 1e-3 * update,
+            "kl/grad_share": 0.2,
+            "time/iteration": 2.0,
+        }
+        for update in range(1, updates + 1)
+    ]
+    rows[-1]["eval/reward_mean"] = sum(final) / len(final)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for update, values in ((0, [0.0] * len(prompts)), (updates, list(final))):
+        scores = {name: [value / 3 for value in values] for name in ("VQ", "MQ", "TA")}
+        Evaluation(prompts=list(prompts), scores=scores, reward=values).save(
+            folder / "evaluation" / f"update-{update:06d}.json"
+        )
+    (folder / "evaluation" / "result.json").write_text(json.dumps({"before": 0, "after": updates}))
+    (folder / "environment.json").write_text(
+        json.dumps({"sage_fast": "1.2", "commit": "c" * 40, "packages": {"torch": "2.x"}})
+    )
+    return folder

@@ -1,0 +1,87 @@
+"""What is measured without training, in miniature."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.run.run import build_trainer
+from sage_fast.study import measures
+from sage_fast.study.findings import Findings
+from sage_fast.study.measures import (
+    SAMPLERS,
+    log_slope,
+    make_measurement,
+    measure_exact_policy,
+    measure_gradients,
+    measure_speed,
+)
+
+MakeRun = Callable[..., RunConfig]
+
+
+def test_the_exact_policy_in_miniature(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "STEPS", 6)
+    arguments = {"starts": 3, "groups": 1, "members": 4, "steps": (3, 6), "etas": (0.5,)}
+    rows = Findings(list(measure_exact_policy(tiny_run(), seed=0, **arguments)))  # type: ignore[arg-type]
+    distance = {name: rows.mean("fig2", "distance", f"{name}, T=6, eta=0.5") for name in ("ode", *SAMPLERS)}
+    assert max(distance[name] for name in ("ode", "cps", "sage_exact")) < 0.01 < distance["sage_grpo"]
+    assert distance["sage_grpo"] < min(distance["flow_grpo"], distance["dance_grpo"])
+    assert rows.mean("fig2", "exploration", "ode, T=6, eta=0.5") == 1
+    assert rows.mean("fig2", "exploration", "sage_exact, T=6, eta=0.5") > 1
+    (row,) = rows.select("fig2", "distance", "cps, T=6, eta=0.5")
+    (grouped,) = rows.select("fig2", "distance", "cps, T=3, eta=0.5")
+    assert (row.n, grouped.n) == (3, 4)
+
+
+def test_a_family_without_an_exact_policy_is_told(tiny_run: MakeRun) -> None:
+    config = tiny_run()
+    other = replace(config, model=replace(config.model, family="hunyuan15"))
+    with pytest.raises(ConfigError, match="has no exact policy"):
+        list(measure_exact_policy(other, seed=0))
+
+
+def test_the_gradient_follows_the_gain_unless_it_is_equalized(tiny_run: MakeRun) -> None:
+    rows = Findings(list(measure_gradients(tiny_run(), seed=0, samplers=("sage_grpo", "cps"))))
+    for sampler, steps in (("sage_grpo", 4), ("cps", 3)):
+        (plain,) = rows.select("fig4", "spread", f"{sampler}, plain")
+        (equal,) = rows.select("fig4", "spread", f"{sampler}, equalizer")
+        (slope,) = rows.select("fig4", "slope", f"{sampler}, plain")
+        assert len(plain.parts) == len(equal.parts) == len(slope.parts) == steps
+        assert plain.value == pytest.approx(max(plain.parts) / min(plain.parts))
+        # On policy the equalizer multiplies a step by a number, so its norm is known from the other.
+        scaled = [norm / gain for norm, gain in zip(plain.parts, slope.parts, strict=True)]
+        ratios = [b / a for a, b in zip(scaled, equal.parts, strict=True)]
+        assert max(ratios) == pytest.approx(min(ratios), rel=1e-4)
+
+
+def test_norms_of_single_steps_leave_the_trainer_as_it_was(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--training.permute_timesteps=false"))
+    before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    assert trainer.step_gradient_norms() == trainer.step_gradient_norms()
+    assert trainer.update == 0 and all(bool((before[n] == p).all()) for n, p in trainer.parameters.items())
+    assert all(p.grad is None or not p.grad.any() for p in trainer.parameters.values())
+    with pytest.raises(ValueError, match="in the same order"):
+        build_trainer(tiny_run()).step_gradient_norms()
+
+
+def test_the_slope_between_logarithms() -> None:
+    x = [1.0, 2.0, 4.0, 8.0]
+    assert log_slope(x, [3 * value**1.5 for value in x]) == pytest.approx(1.5)
+
+
+def test_a_measurement_is_a_file_with_its_cost(tiny_run: MakeRun, tmp_path: Path) -> None:
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
+    result = tmp_path / "measures" / "speed.json"
+    make_measurement(result, {"measure": "speed", "seed": 1, "overrides": ["--rollout.num_steps=3"]}, [str(file)])
+    tree = json.loads(result.read_text())
+    assert tree["core_seconds"] > 0 and tree["made_with"]["torch"]
+    assert {row["quantity"] for row in tree["findings"]} == {"rollout", "evaluation"}
+    rows = {row.quantity: row.value for row in measure_speed(tiny_run(), seed=0)}
+    assert min(rows.values()) > 0

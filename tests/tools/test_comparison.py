@@ -1,0 +1,110 @@
+"""Runs beside each other: which are one arm, how their final scores differ, and a page that is complete in itself."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.evaluation import OVERALL, REWARD
+from sage_fast.tools.arms import TrainedRun, group_into_arms
+from sage_fast.tools.comparison import compare_runs, to_text
+from tests.made_runs import make_run
+
+CPS = "--rollout.sde_type=cps"
+# Final rewards of 6 prompts: cps is 1 better in seed 0, 2 better in seed 1, on every prompt.
+SAGE_FINALS = ([0.0, 0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+CPS_FINALS = ([v + 1 for v in SAGE_FINALS[0]], [v + 2 for v in SAGE_FINALS[1]])
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two seeds of two samplers; the seeds of the second in the other order."""
+    return [
+        *(make_run(tmp_path / f"sage-{seed}", seed=seed, final=SAGE_FINALS[seed]) for seed in (0, 1)),
+        *(make_run(tmp_path / f"cps-{seed}", CPS, seed=seed, final=CPS_FINALS[seed]) for seed in (1, 0)),
+    ]
+
+
+def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
+    arms = group_into_arms([TrainedRun(folder) for folder in runs])
+    assert [arm.name for arm in arms] == ["sde_type=sage_grpo", "sde_type=cps"]
+    assert [arm.seeds for arm in arms] == [[0, 1], [0, 1]]
+    updates, means, spreads = arms[0].band("reward/mean")
+    assert updates == [1, 2, 3, 4] and means[0] == pytest.approx(0.105) and spreads[0] == pytest.approx(0.01 / 2**0.5)
+
+
+def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "--rollout.batch_size=64", seed=1)]
+    folders.append(make_run(tmp_path / "c", "--checkpoint.every=3", seed=2))
+    arms = group_into_arms([TrainedRun(folder) for folder in folders])
+    assert [(arm.name, arm.seeds) for arm in arms] == [("batch_size=128", [0, 2]), ("batch_size=64", [1])]
+
+
+def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
+    comparison = compare_runs(runs)
+    assert comparison.update == 4
+    found = {d.column: d for d in comparison.differences}
+    assert found.keys() == {REWARD, OVERALL, "VQ", "MQ", "TA"}
+    effect = found[REWARD].effect
+    assert effect.mean == pytest.approx(1.5) and effect.num_seeds == 2
+    assert effect.stderr == pytest.approx(0.5)  # seeds differ by 1, prompts not at all
+    assert found[REWARD].p == pytest.approx(0.2048, abs=1e-3) and found[REWARD].verdict == "not told apart"
+    assert found["VQ"].effect.mean == pytest.approx(0.5)
+    assert comparison.means["sde_type=cps"][REWARD] == pytest.approx(1.75)
+    assert "is not told apart from sde_type=sage_grpo" in to_text(comparison)
+
+
+def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "a", seed=0)
+    other = make_run(tmp_path / "b", CPS, seed=5, final=[1.0, 1.1, 0.9, 1.0, 1.2, 0.8], updates=4)
+    comparison = compare_runs([one, other])
+    assert "has no seed of" in comparison.notes[0] and "says nothing of other seeds" in comparison.notes[1]
+    assert comparison.differences[0].verdict == "higher"
+    for file in (other / "evaluation").glob("update-000004.json"):
+        file.unlink()
+    comparison = compare_runs([one, other])
+    assert comparison.update is None and "no evaluation after update 0 in common" in comparison.notes[0]
+
+
+def test_evaluations_of_other_prompts_are_refused(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "a")
+    other = make_run(tmp_path / "b", CPS, prompts=[f"other {i}" for i in range(6)])
+    with pytest.raises(ConfigError, match="not of the same prompts"):
+        compare_runs([one, other])
+
+
+def test_the_command_writes_one_page_and_pictures(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "compared"
+    assert main(["compare", *map(str, runs), "--output", str(output)]) == 0
+    assert "2 seeds, reward 1.7500" in capsys.readouterr().out
+    written = {path.name for path in output.iterdir()}
+    pictures = {f"{name}.{kind}" for name in ("reward", "kl_and_gradient") for kind in ("png", "svg")}
+    assert written == {"comparison.html", "comparison.json"} | pictures
+    page = (output / "comparison.html").read_text("utf-8")
+    assert page.count('class="plot"') == 5  # two rewards, a KL, its share, a gradient norm
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    tree = json.loads((output / "comparison.json").read_text("utf-8"))
+    assert tree["differences"][0]["effect"]["mean"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{0}"], "at least 2 runs"),
+        (["{0}", "{empty}"], "no config.yaml"),
+        (["{0}", "{0}"], "same configuration and seed 0"),
+        (["{0}", "{1}", "--seed=1"], "takes no configuration keys"),
+    ],
+)
+def test_what_cannot_be_compared_is_explained(
+    words: list[str], message: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    filled = [word.format(*runs, empty=tmp_path / "empty") for word in words]
+    assert main(["compare", *filled, "--output", str(tmp_path / "o")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "o").exists()

@@ -1,0 +1,73 @@
+"""Student's t against its tables, crossed effects against a bootstrap, and what Holm's adjustment gives."""
+
+import math
+
+import pytest
+import torch
+
+from sage_fast.tools.effects import Effect, crossed_effect, holm, seed_effect, student_p, student_quantile
+
+
+@pytest.mark.parametrize(
+    ("df", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (59, 2.001)]
+)
+def test_quantiles_are_those_of_the_tables(df: int, quantile: float) -> None:
+    assert student_quantile(0.05, df) == pytest.approx(quantile, abs=6e-4)
+    assert student_p(-quantile, df) == student_p(quantile, df) == pytest.approx(0.05, abs=5e-5)
+
+
+def test_an_effect_over_seeds_by_hand() -> None:
+    effect = seed_effect([1.0, 2.0, 3.0])
+    assert (effect.mean, effect.num_seeds, effect.df) == (2.0, 3, 2)
+    assert effect.stderr == pytest.approx(3**-0.5)
+    assert effect.low == pytest.approx(2 - 4.3027 * 3**-0.5, abs=1e-4)
+    assert effect.high == pytest.approx(2 + 4.3027 * 3**-0.5, abs=1e-4)
+    assert effect.p == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-12)  # df 2 has a closed form
+    with pytest.raises(ValueError, match="at least 2"):
+        seed_effect([1.0])
+
+
+def test_without_any_scatter_a_difference_is_certain() -> None:
+    assert (seed_effect([0.5, 0.5]).p, seed_effect([0.0, 0.0]).p) == (0.0, 1.0)
+
+
+def test_the_smallest_effect_of_many_seeds_is_that_of_the_normal_law() -> None:
+    assert Effect(mean=0, stderr=1, num_seeds=10_000, df=9_999, p=1).detectable == pytest.approx(2.802, abs=1e-3)
+
+
+def crossed(seeds: int, prompts: int, of_seeds: float, of_prompts: float, rest: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seeds)
+    parts = torch.randn(seeds, 1, generator=generator, dtype=torch.float64) * of_seeds
+    parts = parts + torch.randn(1, prompts, generator=generator, dtype=torch.float64) * of_prompts
+    return parts + torch.randn(seeds, prompts, generator=generator, dtype=torch.float64) * rest
+
+
+def test_a_crossed_effect_is_what_a_bootstrap_over_seeds_and_prompts_finds() -> None:
+    values = crossed(30, 40, 0.3, 0.5, 0.2)
+    generator = torch.Generator().manual_seed(0)
+    means = [
+        values[torch.randint(30, (30,), generator=generator)][:, torch.randint(40, (40,), generator=generator)].mean()
+        for _ in range(2000)
+    ]
+    assert crossed_effect(values.tolist()).stderr == pytest.approx(float(torch.stack(means).std()), rel=0.08)
+
+
+def test_an_effect_is_no_surer_than_its_seeds_nor_than_its_prompts() -> None:
+    values = crossed(6, 20, 1.0, 0.0, 0.1)
+    by_seed = seed_effect(values.mean(1).tolist())
+    effect = crossed_effect(values.tolist())
+    assert effect.stderr >= by_seed.stderr * (1 - 1e-12) and effect.df == 5
+    one = crossed_effect(values[:1].tolist())
+    assert (one.num_seeds, one.df) == (1, 19)
+    assert one.stderr == pytest.approx(float(values[0].std()) / 20**0.5)
+
+
+@pytest.mark.parametrize("rows", [[], [[1.0]], [[1.0, 2.0], [1.0]]])
+def test_rows_that_do_not_pair_are_refused(rows: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="same prompts"):
+        crossed_effect(rows)
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.5]) == [1.0, 1.0] and holm([]) == []

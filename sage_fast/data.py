@@ -1,4 +1,8 @@
-"""Which prompts an update sees and in which order its steps are trained: functions of the seed and a counter."""
+"""Which prompts an update sees, in which order its steps are trained, and what each of them counts: functions of the
+seed and a counter.
+
+Shapes: V videos of a rollout on all ranks, K trained steps per video.
+"""
 
 import hashlib
 import itertools
@@ -6,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
@@ -84,6 +89,21 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
     generator = _generator("steps", key.seed, key.update, key.prompt_index, key.sample_index)
     order = torch.randperm(len(trainable), generator=generator)[:count]
     return [trainable[i] for i in order.tolist()]
+
+
+def pair_weights(advantages: Tensor, trained: Tensor, num_steps: int, *, has_kl: bool) -> Tensor:
+    """What the pair of a video and a trained step counts in the sum of losses: 1, or 0 where it has no gradient.
+
+    Args:
+        advantages: (V,). trained: (V,) bool, False for dropped groups.
+        num_steps: K.
+        has_kl: the loss has a KL term.
+
+    Returns:
+        (V, K) float64.
+    """
+    pulled = trained if has_kl else trained & (advantages != 0)
+    return pulled.double()[:, None].repeat(1, num_steps)
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

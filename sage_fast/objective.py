@@ -36,6 +36,7 @@ __all__ = [
     "clipped_surrogate",
     "gaussian_kl",
     "group_advantages",
+    "kl_pulls",
     "kl_uses",
     "log_ratio",
     "loss_columns",
@@ -235,6 +236,21 @@ class ObjectiveConfig:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative (0 switches the term off)")
         if self.kl_velocity not in ("estimator", "exact"):
             raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
+
+
+def kl_pulls(settings: ObjectiveConfig, *, moved: bool, anchor_behind: bool) -> bool:
+    """Whether a pair's KL terms have a gradient, or a value that only the policy's own velocity tells.
+
+    Args:
+        moved: the policy is no longer the one that made the rollout.
+        anchor_behind: the anchor's velocity is at hand, and differs from the rollout's.
+    """
+    uses_position, uses_velocity = kl_uses(settings.kl_mode)
+    if moved:
+        return uses_position or uses_velocity
+    position = uses_position and anchor_behind and settings.kl_position_weight > 0
+    # At the rollout's policy the exact KL is at its minimum; the estimator has the gradient of a log-ratio.
+    return position or (uses_velocity and settings.kl_velocity == "estimator" and settings.kl_velocity_weight > 0)
 
 
 def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, make_groups, split_evenly
+from sage_fast.data import PromptSchedule, make_groups, pair_weights, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import check_lockstep, parallelize
@@ -39,6 +39,7 @@ from sage_fast.objective import (
     PolicyTerms,
     anchor_kind,
     initial_kl_weight,
+    kl_uses,
     next_kl_weight,
     weighted_advantages,
 )
@@ -364,12 +365,15 @@ class Trainer:
             )
         )
         trained = trained_groups.repeat_interleave(groups[1])
+        orders = [trained_steps(key, table, config.training) for t in trajectories for key in t.keys]
+        has_kl = any(kl_uses(config.objective.kl_mode))
         return ScoredRollout(
             trajectories=trajectories,
-            advantages=advantages.flatten()[self.own_videos],
-            trained=trained[self.own_videos],
-            num_trained=int(trained.sum()),
-            orders=[trained_steps(key, table, config.training) for t in trajectories for key in t.keys],
+            orders=orders,
+            own=self.own_videos,
+            all_advantages=advantages.flatten(),
+            all_trained=trained,
+            all_weights=pair_weights(advantages.flatten(), trained, len(orders[0]), has_kl=has_kl),
         )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
@@ -381,7 +385,7 @@ class Trainer:
             metrics |= {"kl/grad_share": share} if math.isfinite(share) else {}
         own = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.engine.clip_gradients()
-        terms, fault = gather_terms(scored, own, len(positions), self.world)
+        terms, weights, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
             fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
         if fault is None:
@@ -390,12 +394,12 @@ class Trainer:
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(self.config.training.ema_decay)
-            kl = weighted_kl(terms, self.config.objective)
+            kl = weighted_kl(terms, weights, self.config.objective)
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
             for _ in range(moves):
                 self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
             # With several updates per rollout the last one's values stand for the iteration.
-            metrics |= update_metrics(terms) | {"kl/weight": weight, "grad_norm": grad_norm}
+            metrics |= update_metrics(terms, weights) | {"kl/weight": weight, "grad_norm": grad_norm}
         else:
             self._skip_update(fault)
             metrics["kl/weight"] = weight

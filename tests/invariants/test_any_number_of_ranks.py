@@ -148,11 +148,22 @@ def test_groups_span_ranks_in_the_single_pass_too(update: str, tiny_model_4_head
             assert float((own_weights[name] - value).norm() / value.norm().clamp(min=1e-3)) < 1e-5, name
 
 
-def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    """Two ranks with a group each; the single pass leaves nothing in `.grad` where no group is kept."""
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ("single_pass", []),
+        ("two_phase", []),
+        ("two_phase", ["--distributed.dp_shard=2", "--distributed.keep_gathered=never"]),
+    ],
+    ids=["single-pass", "two-phase", "two-phase-fsdp"],
+)
+def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(
+    update: str, words: list[str], tiny_model_4_heads: Path, tmp_path: Path
+) -> None:
+    """Two ranks with a group each; nothing is left in `.grad` where no group is kept, unless ranks keep step."""
     sections = settings(tiny_model_4_heads, tmp_path, "lora")
     sections["rollout"] |= {"num_generations": 2, "batch_size": 4, "micro_batch_size": 1}
-    sections["training"] |= {"update": "single_pass"}
+    sections["training"] |= {"update": update}
     sections["reward"] |= {"rewards": ["tests.distributed.rewards:NoTriangles"], "on_failure": "drop_group"}
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(sections))
@@ -160,7 +171,7 @@ def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(tiny_model_4
     dropped = [["triangle" in rollout[i][0] for i in (0, 2)] for rollout in seen]
     assert [True, False] in dropped and [False, True] in dropped
     assert [r["reward/dropped_groups"] for r in records[:-1]] == [sum(groups) for groups in dropped]
-    for own_records, _, own_weights in run_ranks(train, 2, str(file), ["--rollout.batch_size=2"]):
+    for own_records, _, own_weights in run_ranks(train, 2, str(file), ["--rollout.batch_size=2", *words]):
         assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
         for name, value in weights.items():
             assert float((own_weights[name] - value).norm() / value.norm().clamp(min=1e-3)) < 1e-5, name

@@ -91,6 +91,25 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
     return [trainable[i] for i in order.tolist()]
 
 
+def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[float]:
+    """What the position KL counts at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
+
+    The positions are the same for all videos of a rollout, so a micro-batch runs as a whole and ranks keep step. With
+    permuted steps they are other steps of every video.
+
+    Args:
+        seed: of the run.
+        update: of the rollout.
+        num_steps: K.
+        fraction: q before it is rounded, see `num_trained`.
+    """
+    count = num_trained(fraction, num_steps)
+    drawn = torch.randperm(num_steps, generator=_generator("position KL", seed, update))[:count]
+    factors = torch.zeros(num_steps, dtype=torch.float64)
+    factors[drawn] = num_steps / count
+    return factors.tolist()
+
+
 def pair_weights(advantages: Tensor, trained: Tensor, num_steps: int, *, has_kl: bool) -> Tensor:
     """What the pair of a video and a trained step counts in the sum of losses: 1, or 0 where it has no gradient.
 

@@ -39,13 +39,14 @@ def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfi
 class PolicyGradient(Protocol):
     """A way to compute the gradient of a rollout's objective."""
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """A rollout starts.
 
         Args:
             kl_weight: lambda of its first update.
             anchor: weights that the position KL is measured from; None if the KL mode has no anchor, or if the anchor
                 is the policy that makes the rollout.
+            kl_factors: K numbers, what the position KL counts at each position of a sample's order.
         """
         ...
 
@@ -75,7 +76,7 @@ class StepLoss:
     """Loss of one step of every sample of a micro-batch, as a function of the guided velocity.
 
     step: the step as the rollout took it. keys: B noise keys. velocity_anchor: like the velocity; None if the anchor is
-    the rollout policy. advantage: (B,). kl_weight: lambda.
+    the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
 
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
@@ -87,18 +88,20 @@ class StepLoss:
     velocity_anchor: Tensor | None
     advantage: Tensor
     kl_weight: float
+    position_factor: float = 1.0
 
     def terms(self, velocity: Tensor) -> PolicyTerms:
-        """The loss and its parts at a velocity (B, C, F, H, W); each (B,)."""
+        """The loss and its parts at a velocity (B, C, F, H, W); each (B,). The position KL is times its factor."""
         step = self.step
-        return self.kernels.policy_loss(
+        terms = self.kernels.policy_loss(
             velocity,
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
             noise_ids(self.keys, step.steps, velocity.device),
             step.columns(self.advantage.to(velocity.device), self.settings),
-            loss_settings(self.settings, self.kl_weight),
+            loss_settings(self.settings, self.kl_weight, self.position_factor),
         )
+        return terms._replace(kl_position=terms.kl_position * self.position_factor)
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
         """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
@@ -136,11 +139,12 @@ class TwoPhaseGradient:
         self._anchor: Snapshot | None = None
         self._anchor_velocities: dict[tuple[int, int], Tensor] = {}
         """By micro-batch and position."""
+        self._kl_factors: Sequence[float] = ()
         self._on_policy = True
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
-        self._anchor, self._anchor_velocities = anchor, {}
+        self._anchor, self._anchor_velocities, self._kl_factors = anchor, {}, kl_factors
         self._on_policy = True
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
@@ -149,10 +153,11 @@ class TwoPhaseGradient:
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
-        """Velocities (B, C, F, H, W) of the anchor weights at the trained steps of every micro-batch."""
+        """Velocities (B, C, F, H, W) of the anchor weights at the steps of every micro-batch that the KL counts."""
         if self._anchor is None:
             return
-        due = self._passes(scored, scored.all_weights > 0, range(scored.all_weights.shape[1]))
+        positions = [position for position, factor in enumerate(self._kl_factors) if factor]
+        due = self._passes(scored, scored.all_weights[:, positions] > 0, positions)
         batches = list(scored.batches())
         with self._anchor.applied():
             for done, (number, position) in enumerate(due):
@@ -178,6 +183,7 @@ class TwoPhaseGradient:
                     velocity_anchor=self._anchor_velocities.get((number, position)),
                     advantage=scored.advantages[rows],
                     kl_weight=kl_weight,
+                    position_factor=self._kl_factors[position],
                 )
                 done = due.get((number, position))
                 if done is None:
@@ -193,9 +199,13 @@ class TwoPhaseGradient:
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
         """Which pairs (V, len(positions)) have a loss that the weights of the policy can change, bool."""
-        pulls = kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=self._anchor is not None)
-        pulled = (scored.all_advantages != 0)[:, None] | torch.tensor([pulls] * len(positions))
-        return (scored.all_weights[:, list(positions)] > 0) & pulled
+        pulls = torch.tensor(
+            [
+                kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=self._anchor is not None and factor > 0)
+                for factor in (self._kl_factors[position] for position in positions)
+            ]
+        )
+        return (scored.all_weights[:, list(positions)] > 0) & ((scored.all_advantages != 0)[:, None] | pulls)
 
     def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[tuple[int, int]]:
         """Micro-batches and positions at which this rank runs the model for the wanted pairs (V, len(positions)).

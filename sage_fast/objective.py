@@ -211,6 +211,10 @@ class ObjectiveConfig:
     """One of KL_MODES."""
     kl_position_weight: float = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
+    kl_position_fraction: float = 1.0
+    """Share q of a video's trained steps, drawn anew in every rollout, at which the KL to the anchor is measured; it
+    counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
+    single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
     kl_velocity_weight: float = 0.1
     """Weight of the KL to the rollout policy, inside the KL weight lambda."""
     kl_velocity: Literal["estimator", "exact"] = "estimator"
@@ -230,6 +234,13 @@ class ObjectiveConfig:
                 "gaussian, or ratio to bias_corrected"
             )
         _check_kl_mode(self.kl_mode)
+        if not 0 < self.kl_position_fraction <= 1:
+            raise ValueError(f"kl_position_fraction is {self.kl_position_fraction}; it must be in (0, 1] (1 is all steps)")
+        if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
+            raise ValueError(
+                f"kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no KL to an "
+                "anchor; set it to 1, or kl_mode to fixed, fixed_stepwise, moving or dual"
+            )
         for name in ("kl_position_weight", "kl_velocity_weight"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
@@ -253,12 +264,13 @@ def kl_pulls(settings: ObjectiveConfig, *, moved: bool, anchor_behind: bool) -> 
     return position or (uses_velocity and settings.kl_velocity == "estimator" and settings.kl_velocity_weight > 0)
 
 
-def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
+def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0) -> LossSettings:
     """What the loss of an update consists of.
 
     Args:
         settings: of the run.
         kl_weight: lambda of the update, see `next_kl_weight`.
+        position_factor: what the KL to the anchor counts at this step, see `kl_position_fraction`; 0 leaves it out.
 
     Raises:
         ValueError: for a KL weight that is negative or not finite.
@@ -269,7 +281,9 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
     published = settings.ratio == "ratio_norm"
     return LossSettings(
         clip_range=settings.clip_range,
-        position_weight=kl_weight * settings.kl_position_weight if uses_position else None,
+        position_weight=kl_weight * settings.kl_position_weight * position_factor
+        if uses_position and position_factor
+        else None,
         velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
         ratio_norm=settings.ratio != "gaussian",
         # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, make_groups, pair_weights, split_evenly
+from sage_fast.data import PromptSchedule, kl_factors, make_groups, num_trained, pair_weights, split_evenly
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import check_lockstep, parallelize
@@ -201,7 +201,14 @@ class Trainer:
         """The engine of `distributed.engine` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
         sections = config.distributed, config.model, config.training
-        gathering = parallelize(transformer, *sections, world, self.device, weights)
+        gathering = parallelize(
+            transformer,
+            *sections,
+            world,
+            self.device,
+            weights,
+            kl_position_fraction=config.objective.kl_position_fraction,
+        )
         if config.distributed.engine == "deepspeed":
             from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
@@ -248,7 +255,7 @@ class Trainer:
         training = self.config.training
         self._seconds = {}
         metrics: dict[str, float] = {}
-        self.gradient.begin(self.kl_weight.weight, self._due_anchor())
+        self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"):
             trajectories = self._rollout()
         with self._phase("reward"):
@@ -272,6 +279,13 @@ class Trainer:
             self.anchor.refresh()
             self.anchor_update = self.update
         return None if self.anchor_update == self.update else self.anchor
+
+    def _kl_factors(self) -> list[float]:
+        """What the position KL of the coming rollout counts at each position of a sample's order."""
+        config = self.config
+        trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
+        num_steps = num_trained(config.training.timestep_fraction, trainable)
+        return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
         """Sample this rank's videos, decode them, and submit them to the rewards.

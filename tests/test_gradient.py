@@ -1,5 +1,7 @@
 """What the update of a rollout computes, and that what it leaves out changes nothing."""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.gradient import TwoPhaseGradient
+from sage_fast.data import kl_factors
+from sage_fast.gradient import TwoPhaseGradient, gather_terms
+from sage_fast.objective import kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import ScoredRollout
+from sage_fast.records import ScoredRollout, update_metrics
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
-from tests.tiny.velocity_field import move_weights
+from tests.tiny.velocity_field import move_weights, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
 
@@ -146,3 +151,111 @@ def test_ranks_that_keep_step_make_as_many_passes() -> None:
             nothing = TwoPhaseGradient._passes(gradient, scored, torch.zeros_like(wanted), [1, 2])  # type: ignore[arg-type]
             assert len(nothing) == (1 if lockstep else 0)
         assert found == [first, second]
+
+
+# ------------------------------------------------------------------------------------------ estimates of the gradient
+
+STRONG_KL = ["--kl_weight.minimum=0.5", "--kl_weight.maximum=0.5", "--objective.kl_velocity_weight=0.7"]
+EVERY_SDE = ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps")
+EVERY_KL = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
+
+
+class Estimates:
+    """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64, with the anchor behind."""
+
+    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer = build_trainer(config)
+        use_smooth_velocity(self.trainer, monkeypatch)
+        move_weights(self.trainer)
+
+    def gradient(self, factors: Sequence[float] | None = None) -> tuple[Tensor, dict[str, float]]:
+        """Of a draw of positions for the KL; None is all."""
+        trainer = self.trainer
+        num_steps = len(trainer._kl_factors())
+        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor, factors or [1.0] * num_steps)
+        scored = trainer._score(trainer._rollout(), {})
+        trainer.gradient.measure_anchor(scored)
+        terms = trainer.gradient.accumulate(scored, range(num_steps), trainer.kl_weight.weight)
+        terms, weights, fault = gather_terms(scored, terms, range(num_steps), trainer.world)
+        assert fault is None
+        found = torch.cat([p.grad.flatten() for p in trainer.parameters.values()])  # type: ignore[union-attr]
+        trainer.engine.zero_grad()
+        return found, update_metrics(terms, weights)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+@pytest.mark.parametrize(
+    ("sde_type", "kl_mode"),
+    [("sage_grpo", mode) for mode in EVERY_KL if kl_uses(mode)[0]] + [(sde_type, "dual") for sde_type in EVERY_SDE[1:]],
+)
+def test_the_kl_at_a_share_of_the_steps_is_unbiased(
+    update: str, sde_type: str, kl_mode: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over all draws is the whole gradient, and so is that of the KL which the controller watches."""
+    config = tiny_run(
+        *STRONG_KL,
+        "--rollout.micro_batch_size=1",
+        f"--training.update={update}",
+        f"--rollout.sde_type={sde_type}",
+        f"--objective.kl_mode={kl_mode}",
+        "--objective.kl_position_fraction=0.5",
+    )
+    estimates = Estimates(config, monkeypatch)
+    whole, metrics = estimates.gradient()
+    num_steps = len(estimates.trainer._kl_factors())
+    count = num_steps // 2
+    draws = [
+        [num_steps / count if position in drawn else 0.0 for position in range(num_steps)]
+        for drawn in itertools.combinations(range(num_steps), count)
+    ]
+    found = [estimates.gradient(factors) for factors in draws]
+    assert relative(torch.stack([gradient for gradient, _ in found]).mean(0), whole) < 1e-10
+    assert relative(found[0][0], whole) > 1e-3
+    assert sum(m["kl/position"] for _, m in found) / len(found) == pytest.approx(metrics["kl/position"], rel=1e-6)
+    assert all(m["ratio/mean"] == 1.0 for _, m in found)
+    assert estimates.trainer._kl_factors() in draws
+
+
+def test_every_draw_of_positions_is_as_likely() -> None:
+    seen = Counter(tuple(kl_factors(7, update, 4, 0.5)) for update in range(3000))
+    assert len(seen) == 6 and all(abs(count - 500) < 100 for count in seen.values())
+    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
+    assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
+    assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+def test_the_anchor_is_measured_where_the_kl_counts(
+    update: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 videos of 4 steps, one at a time: 4 forwards of the anchor in place of 16, and 4 second backward passes."""
+    config = tiny_run(
+        "--rollout.micro_batch_size=1", f"--training.update={update}", "--objective.kl_position_fraction=0.25"
+    )
+    trainer = build_trainer(config)
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    pulled: list[int] = []
+    pull = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *given, **options: (pulled.append(len(given)), pull(*given, **options))[1]
+    )
+    trainer.iterate()
+    if update == "two_phase":
+        assert counts == {"rollout": 16, "anchor": 4, "update": 16}
+    else:
+        assert counts == {"rollout": 20, "anchor": 0, "update": 0}
+        # Autograd is asked for a product by three arguments, and for a cotangent by three: c_1, and c_2 where it counts.
+        assert len(pulled) == 2 * (16 + 4)
+
+
+def test_a_share_of_a_kl_that_is_not_there_is_refused(tiny_run: MakeRun) -> None:
+    for mode in ("none", "stepwise"):
+        with pytest.raises(ConfigError, match=r"objective.kl_position_fraction is 0.5, but kl_mode .* set it to 1, or"):
+            tiny_run("--objective.kl_position_fraction=0.5", f"--objective.kl_mode={mode}")
+    with pytest.raises(ConfigError, match=r"objective.kl_position_fraction is 0.0; it must be in \(0, 1\]"):
+        tiny_run("--objective.kl_position_fraction=0")

@@ -93,7 +93,8 @@ def visits(config: RunConfig) -> Visits:
     ]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     steps = sum(trained) / len(trained) if trained else 0.0
-    behind = steps * anchor_share(training, config.objective.kl_mode)
+    measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
+    behind = sum(measured) / max(1, len(measured)) * anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(

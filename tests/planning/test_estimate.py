@@ -183,8 +183,10 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 10, 10)),
         (["--training.update=single_pass"], (0, 20, 18, 18, 0, 0)),
         (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
+        (["--objective.kl_position_fraction=0.25"], (20, 0, 4.5, 0, 20, 0)),
+        (["--objective.kl_position_fraction=0.25", "--training.update=single_pass"], (0, 20, 4.5, 4.5, 0, 0)),
     ],
-    ids=["reference", "no-kl", "fraction", "two-updates", "single-pass", "window"],
+    ids=["reference", "no-kl", "fraction", "two-updates", "single-pass", "window", "kl-share", "kl-share-single-pass"],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
     found = visits(load_config(B, overrides))

@@ -33,7 +33,9 @@ from sage_fast.sde import TransitionTable
 def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
     """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
     trainable = table.trainable.nonzero().flatten().tolist()
-    return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
+    if training.pairs == "uniform" and not training.permute_timesteps:
+        return sorted(step_order(key, trainable, training.step_fraction, permute=True))
+    return step_order(key, trainable, training.step_fraction, training.permute_timesteps)
 
 
 class PolicyGradient(Protocol):
@@ -199,11 +201,9 @@ class TwoPhaseGradient:
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
         """Which pairs (V, len(positions)) have a loss that the weights of the policy can change, bool."""
+        measured = [self._anchor is not None and self._kl_factors[position] > 0 for position in positions]
         pulls = torch.tensor(
-            [
-                kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=self._anchor is not None and factor > 0)
-                for factor in (self._kl_factors[position] for position in positions)
-            ]
+            [kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=behind) for behind in measured]
         )
         return (scored.all_weights[:, list(positions)] > 0) & ((scored.all_advantages != 0)[:, None] | pulls)
 

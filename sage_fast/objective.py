@@ -24,6 +24,7 @@ from sage_fast.kernels import (
     policy_loss_of_noise,
     ratio_norm_log_ratio,
 )
+from sage_fast.sde import TransitionTable
 
 __all__ = [
     "KL_MODES",
@@ -44,6 +45,8 @@ __all__ = [
     "next_kl_weight",
     "policy_loss",
     "ratio_norm_log_ratio",
+    "step_pulls",
+    "surrogate_factor",
     "weighted_advantages",
 ]
 
@@ -235,7 +238,9 @@ class ObjectiveConfig:
             )
         _check_kl_mode(self.kl_mode)
         if not 0 < self.kl_position_fraction <= 1:
-            raise ValueError(f"kl_position_fraction is {self.kl_position_fraction}; it must be in (0, 1] (1 is all steps)")
+            raise ValueError(
+                f"kl_position_fraction is {self.kl_position_fraction}; it must be in (0, 1] (1: all steps)"
+            )
         if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
             raise ValueError(
                 f"kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no KL to an "
@@ -291,6 +296,28 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: 
         equalizer=published or settings.equalizer,
         exact=settings.kl_velocity == "exact",
     )
+
+
+def step_pulls(settings: ObjectiveConfig, table: TransitionTable) -> Tensor:
+    """How strongly each step's surrogate pulls at the rollout's policy, (T,) float64: |dL/dv| over |A eps| / numel.
+
+    With the equalizer it is the same at all trainable steps; at the others it means nothing.
+    """
+    ones = torch.ones_like(table.gain)
+    columns = loss_columns(
+        settings, gain=table.gain, std=table.std, scale=table.scale, size=-table.sigmas.diff(), advantage=ones
+    )
+    return columns.gain.abs().double() * surrogate_factor(columns, loss_settings(settings, 0.0))
+
+
+def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
+    """What multiplies -A r eps / numel in the surrogate's gradient at the rollout's policy, (B,)."""
+    factor = torch.ones_like(columns.scale)
+    if settings.equalizer:
+        factor = factor * columns.scale
+    if settings.unnormalized:
+        factor = factor * (2 * columns.std.square())
+    return factor
 
 
 def loss_columns(

@@ -3,8 +3,9 @@
     Prompt -> PromptEmbeds -> Trajectory -> videos -> rewards -> GroupAdvantages -> ScoredRollout -> PolicyTerms
     -> metrics
 
-Shapes: B samples of a micro-batch, N samples of a rollout, V of all ranks, T rollout steps, K trained steps per sample;
-C F H W latent channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos per prompt.
+Shapes: B samples of a micro-batch, N of a rollout, V of a rollout on all ranks; T rollout steps, K trained steps per
+sample; C F H W latent channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos
+per prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ class ScoredRollout:
     """Everything one rollout hands to its optimizer updates on this rank.
 
     trajectories: micro-batches that together hold the N samples, group after group.
-    orders: N lists of K step indices, each sample's own order.
+    all_orders: V lists of K step indices, each sample's own order.
     own: which of the V samples of all ranks are the N of this one.
     all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed.
     all_weights: (V, K) float64, what the pair of a sample and a position in its order counts in the sum of losses; the
@@ -116,11 +117,16 @@ class ScoredRollout:
     """
 
     trajectories: Sequence[Trajectory]
-    orders: Sequence[Sequence[int]]
+    all_orders: Sequence[Sequence[int]]
     own: slice
     all_advantages: Tensor
     all_trained: Tensor
     all_weights: Tensor
+
+    @property
+    def orders(self) -> Sequence[Sequence[int]]:
+        """N of them, of this rank."""
+        return self.all_orders[self.own]
 
     @property
     def advantages(self) -> Tensor:
@@ -247,6 +253,6 @@ def update_metrics(terms: PolicyTerms, weights: Tensor) -> dict[str, float]:
 
 
 def weighted_kl(terms: PolicyTerms, weights: Tensor, settings: ObjectiveConfig) -> float:
-    """Mean of the weighted KL terms, which the controller of the KL weight watches; arguments as in `update_metrics`."""
+    """Mean of the weighted KL terms, which the KL weight's controller watches; arguments as in `update_metrics`."""
     kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
     return float((kl * weights).mean())

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
-from sage_fast.kernels import Kernels
+from sage_fast.kernels import Kernels, StepColumns
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings, surrogate_factor
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
@@ -126,16 +126,16 @@ class SinglePassGradient:
         self._kl_weight = 0.0
         self._kl_factors: Sequence[float] = ()
         self._videos: list[VideoGradient] = []
-        if anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
-            # A backward pass costs some three forwards.
-            if settings.kl_position_fraction > 1 / 3:
-                logger.info(
-                    "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second "
-                    "backward pass in every rollout that does not follow a refresh, which costs more than the forward "
-                    "that is saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise, or "
-                    "with objective.kl_position_fraction 0.25.",
-                    settings.kl_mode,
-                )
+        # A backward pass costs some three forwards.
+        slower = settings.kl_position_fraction > 1 / 3
+        if slower and anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
+            logger.info(
+                "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second backward "
+                "pass in every rollout that does not follow a refresh, which costs more than the forward that is "
+                "saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise, or with "
+                "objective.kl_position_fraction 0.25.",
+                settings.kl_mode,
+            )
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
@@ -258,10 +258,8 @@ class SinglePassGradient:
             return 0.0
         numbers = torch.zeros(1)
         columns = trajectory_step(table, [step], numbers, numbers).columns(numbers, settings)
-        resolved = loss_settings(settings, self._kl_weight)
-        surrogate = float(columns.scale) if resolved.equalizer else 1.0
-        if resolved.unnormalized:
-            surrogate *= 2 * float(columns.std) ** 2
+        columns = StepColumns(*(column.double() for column in columns))
+        surrogate = float(surrogate_factor(columns, loss_settings(settings, self._kl_weight)))
         return self._kl_weight * settings.kl_velocity_weight / surrogate
 
 

@@ -21,7 +21,15 @@ from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, kl_factors, make_groups, num_trained, pair_weights, split_evenly
+from sage_fast.data import (
+    PromptSchedule,
+    group_members,
+    kl_factors,
+    make_groups,
+    num_trained,
+    pair_weights,
+    split_evenly,
+)
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import check_lockstep, parallelize
@@ -41,6 +49,7 @@ from sage_fast.objective import (
     initial_kl_weight,
     kl_uses,
     next_kl_weight,
+    step_pulls,
     weighted_advantages,
 )
 from sage_fast.policy.guidance import GuidedPolicy
@@ -66,6 +75,7 @@ from sage_fast.rollout import (
     check_trainable_steps,
     initial_latents,
     micro_batches,
+    noise_key,
     noise_keys,
     rollout_table,
     sample_trajectory,
@@ -284,7 +294,7 @@ class Trainer:
         """What the position KL of the coming rollout counts at each position of a sample's order."""
         config = self.config
         trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
-        num_steps = num_trained(config.training.timestep_fraction, trainable)
+        num_steps = num_trained(config.training.step_fraction, trainable)
         return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
@@ -379,15 +389,24 @@ class Trainer:
             )
         )
         trained = trained_groups.repeat_interleave(groups[1])
-        orders = [trained_steps(key, table, config.training) for t in trajectories for key in t.keys]
-        has_kl = any(kl_uses(config.objective.kl_mode))
+        members = group_members(self._prompts(), groups[1])
+        keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
+        orders = [trained_steps(key, table, config.training) for key in keys]
         return ScoredRollout(
             trajectories=trajectories,
-            orders=orders,
+            all_orders=orders,
             own=self.own_videos,
             all_advantages=advantages.flatten(),
             all_trained=trained,
-            all_weights=pair_weights(advantages.flatten(), trained, len(orders[0]), has_kl=has_kl),
+            all_weights=pair_weights(
+                advantages.flatten(),
+                trained,
+                step_pulls(config.objective, table)[torch.tensor(orders)],
+                config.training,
+                has_kl=any(kl_uses(config.objective.kl_mode)),
+                seed=config.seed,
+                update=self.update,
+            ),
         )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:

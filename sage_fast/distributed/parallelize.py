@@ -275,19 +275,20 @@ def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig,
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
-    shares = {
-        "training.timestep_fraction": training.timestep_fraction,
-        "objective.kl_position_fraction": kl_position_fraction,
-    }
-    given = [f"{name} {share}" for name, share in shares.items() if share < 1]
-    if training.update == "single_pass" and training.permute_timesteps and given:
+    shares = {"objective.kl_position_fraction": kl_position_fraction, "training.pair_fraction": training.pair_fraction}
+    if training.permute_timesteps:
+        shares["training.timestep_fraction"] = training.timestep_fraction
+    given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
+    differ = training.permute_timesteps or training.pairs == "uniform"
+    if training.update == "single_pass" and given and differ:
+        remedied = "training.pairs to all" if training.pairs == "uniform" else "training.permute_timesteps to false"
         remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
         raise ConfigError(
             f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "
-            "permute_timesteps), but every pass gathers layers from all ranks "
-            f"(distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
+            f"permute_timesteps {str(training.permute_timesteps).lower()}), but every pass gathers layers from all "
+            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
             f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same ones. {remedy}, "
-            "training.permute_timesteps to false, or training.update to two_phase."
+            f"{remedied}, or training.update to two_phase."
         )
 
 

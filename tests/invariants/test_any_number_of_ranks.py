@@ -132,6 +132,37 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
             assert error < 1e-5, (rank, name, error)
 
 
+DRAWS = {
+    "weighted": ["--training.pairs=weighted", "--training.pair_fraction=0.4", "--objective.kl_position_fraction=0.5"],
+    "single-pass": [
+        "--training.update=single_pass",
+        "--training.pairs=uniform",
+        "--training.pair_fraction=0.5",
+        "--objective.kl_position_fraction=0.5",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_does_not_depend_on_the_ranks(name: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    """Two ranks that share weights, with groups that lie on both, and as many passes on each."""
+    sections = settings(tiny_model_4_heads, tmp_path, "lora")
+    sections["rollout"] |= {"batch_size": 4, "micro_batch_size": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(sections))
+    records, _, weights = train(str(file), DRAWS[name])
+    keep = "never" if name == "weighted" else "rollout"
+    words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
+    for own_records, _, own_weights in run_ranks(train, 2, str(file), [*DRAWS[name], *words]):
+        assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
+        assert [r.get("kl/position") for r in own_records] == pytest.approx(
+            [r.get("kl/position") for r in records], rel=1e-4
+        )
+        for parameter, value in weights.items():
+            error = float((own_weights[parameter] - value).norm() / value.norm().clamp(min=1e-3))
+            assert error < 1e-5, parameter
+
+
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
 def test_groups_span_ranks_in_the_single_pass_too(update: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
     """Four ranks with one video each of a group of four; weights sharded and gathered for every layer."""

@@ -449,8 +449,8 @@ class TrainingConfig:
     """Which pairs of a video and a trainable step are trained: `all`; `uniform`, a random share pair_fraction of the
     steps of each video; `weighted`, a share pair_fraction of all pairs, drawn with a probability that grows with the
     advantage and with the step's pull, and weighted by its inverse. The gradient is unbiased either way."""
-    pair_fraction: float = 1.0
-    """Share of the pairs that is trained, rounded down, at least one; less than 1 with pairs uniform and weighted."""
+    pair_fraction: float = 0.5
+    """Share of the pairs that uniform and weighted train, rounded down, at least one."""
     timestep_fraction: float = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one: the published name of
     pairs uniform. With permute_timesteps false these are the first steps, and the gradient is that of them alone."""
@@ -477,11 +477,11 @@ class TrainingConfig:
             f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
         )
         _require(0 < self.timestep_fraction <= 1, "training.timestep_fraction", self.timestep_fraction, "in (0, 1]")
-        _require(0 < self.pair_fraction <= 1, "training.pair_fraction", self.pair_fraction, "in (0, 1]")
-        if (self.pairs == "all") != (self.pair_fraction == 1):
+        _require(0 < self.pair_fraction < 1, "training.pair_fraction", self.pair_fraction, "between 0 and 1")
+        if self.pairs == "all" and self.pair_fraction != 0.5:
             raise ConfigError(
-                f"training.pairs is {self.pairs} with training.pair_fraction {self.pair_fraction:g}. For a share of "
-                "the pairs set pairs to uniform or weighted and pair_fraction below 1; for all of them, to all and 1."
+                f"training.pair_fraction {self.pair_fraction:g} does nothing with training.pairs all. Set pairs to "
+                "uniform or weighted, or leave pair_fraction at 0.5."
             )
         if self.pairs != "all" and self.timestep_fraction != 1:
             raise ConfigError(

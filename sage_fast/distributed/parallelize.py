@@ -275,13 +275,14 @@ def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig,
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
-    shares = {"objective.kl_position_fraction": kl_position_fraction, "training.pair_fraction": training.pair_fraction}
-    if training.permute_timesteps:
-        shares["training.timestep_fraction"] = training.timestep_fraction
+    uniform = training.pairs == "uniform"
+    shares = {
+        "objective.kl_position_fraction": kl_position_fraction,
+        "training.pair_fraction" if uniform else "training.timestep_fraction": training.step_fraction,
+    }
     given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
-    differ = training.permute_timesteps or training.pairs == "uniform"
-    if training.update == "single_pass" and given and differ:
-        remedied = "training.pairs to all" if training.pairs == "uniform" else "training.permute_timesteps to false"
+    if training.update == "single_pass" and given and (training.permute_timesteps or uniform):
+        remedied = "training.pairs to all" if uniform else "training.permute_timesteps to false"
         remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
         raise ConfigError(
             f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "

@@ -93,7 +93,9 @@ def visits(config: RunConfig) -> Visits:
     ]
     trained = [num_trained(training.step_fraction, count) for count in trainable if count]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
-    drawn = training.pair_fraction if training.pairs == "weighted" else 1.0
+    # A micro-batch runs where any of its videos is drawn.
+    missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
+    drawn = 1 - missed**rollout.micro_batch_size
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":

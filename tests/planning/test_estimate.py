@@ -187,6 +187,7 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--objective.kl_position_fraction=0.25", "--training.update=single_pass"], (0, 20, 4.5, 4.5, 0, 0)),
         (["--training.pairs=uniform", "--training.pair_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
         (["--training.pairs=weighted", "--training.pair_fraction=0.3"], (20, 0, 5.4, 0, 6, 0)),
+        (["--training.pairs=weighted", "--rollout.micro_batch_size=2"], (20, 0, 13.5, 0, 15, 0)),
     ],
     ids=[
         "reference",
@@ -199,6 +200,7 @@ def test_the_tracer_counts_what_is_alive() -> None:
         "kl-single-pass",
         "uniform",
         "weighted",
+        "in-twos",
     ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:

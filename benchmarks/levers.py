@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import harness
 from sage_fast.config.load import load_config
@@ -27,12 +27,16 @@ FILE = harness.RESULTS / "predicted" / "levers.json"
 TRANSFORMER_PHASES = ("rollout", "anchor", "update")
 
 
+Kind = Literal["exact", "unbiased", "other"]
+
+
 @dataclass(frozen=True)
 class Lever:
     """An option and what it is compared with.
 
     name, note: for the reader. option: override with it. without: override in its place; None is the recipe as it is.
-    both: overrides on both sides. exact: whether the objective's gradient stays what it is.
+    both: overrides on both sides. kind: whether the objective's gradient stays what it is, stays so on average, or does
+    not.
 
     Example: `Lever("split guidance", "training.guidance=split", "training.guidance=paired", note="for memory")`
     """
@@ -42,7 +46,7 @@ class Lever:
     without: str | None = None
     note: str = ""
     both: tuple[str, ...] = ()
-    exact: bool = True
+    kind: Kind = "exact"
 
     def overrides(self, *, on: bool) -> list[str]:
         """Of the recipe, on one side."""
@@ -71,13 +75,28 @@ EXACT = (
         both=(_NO_KL,),
     ),
 )
+_QUARTER = "objective.kl_position_fraction=0.25"
+UNBIASED = (
+    Lever("KL at a quarter of the steps", _QUARTER, note="the anchor pass at 5 of 20 steps", kind="unbiased"),
+    Lever(
+        "KL at a quarter, single pass",
+        "training.update=single_pass",
+        "training.update=two_phase",
+        "against two phases with the same share",
+        both=(_QUARTER,),
+        kind="unbiased",
+    ),
+    Lever("uniform pairs", "training.pairs=uniform", note="half of the steps of each video", kind="unbiased"),
+    Lever("weighted pairs", "training.pairs=weighted", note="half of the pairs, by advantage", kind="unbiased"),
+)
 OTHER = (
-    Lever("no KL to an anchor", _NO_KL, "objective.kl_mode=dual", "no anchor pass", exact=False),
-    Lever("SDE window", "rollout.sde_window.size=5", note="noise and gradient in 5 of 20 steps", exact=False),
-    Lever("timestep fraction", "training.timestep_fraction=0.5", note="half of the steps trained", exact=False),
-    Lever("guidance off", "rollout.guidance_scale=1", note="another policy: the conditional branch alone", exact=False),
-    Lever("condition-only gradient", "training.guidance=conditional", note=_CONDITIONAL, exact=False),
-    Lever("fewer steps", "rollout.num_steps=10", note="10 in place of 20", exact=False),
+    Lever("no KL to an anchor", _NO_KL, "objective.kl_mode=dual", "no anchor pass", kind="other"),
+    Lever("SDE window", "rollout.sde_window.size=5", note="noise and gradient in 5 of 20 steps", kind="other"),
+    Lever(
+        "guidance off", "rollout.guidance_scale=1", note="another policy: the conditional branch alone", kind="other"
+    ),
+    Lever("condition-only gradient", "training.guidance=conditional", note=_CONDITIONAL, kind="other"),
+    Lever("fewer steps", "rollout.num_steps=10", note="10 in place of 20", kind="other"),
 )
 
 
@@ -103,7 +122,7 @@ def side(overrides: Sequence[str], file: str = RECIPE) -> tuple[Plan, dict[str, 
 def record(lever: Lever) -> dict[str, Any]:
     """A lever with its factor."""
     without, with_it = (side(lever.overrides(on=on))[1] for on in (False, True))
-    head = {"name": lever.name, "option": lever.option.replace("=", ": "), "exact": lever.exact, "note": lever.note}
+    head = {"name": lever.name, "option": lever.option.replace("=", ": "), "kind": lever.kind, "note": lever.note}
     return head | {"without": without, "with": with_it, "factor": without["seconds"] / with_it["seconds"]}
 
 
@@ -115,7 +134,7 @@ def fresh_anchor() -> dict[str, Any]:
     return {
         "name": "anchor pass skipped after a refresh",
         "option": f"training.anchor_interval: {plan.config.training.anchor_interval}",
-        "exact": True,
+        "kind": "exact",
         "note": "always on; one rollout in ten",
         "without": given | {"seconds": without},
         "with": given,
@@ -128,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks levers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=FILE, help="JSON file")
     options = parser.parse_args(argv)
-    rows = [*map(record, EXACT), fresh_anchor(), *map(record, OTHER)]
+    rows = [*map(record, EXACT), fresh_anchor(), *map(record, UNBIASED), *map(record, OTHER)]
     device = DEVICES[DEVICE]
     result: dict[str, Any] = {"predicted": True, "commit": git_commit(ROOT), "recipe": RECIPE, "device": device.name}
     result |= {"source": device.source, "recipes": {file: side((), file)[1] for file in RECIPES}, "levers": rows}

@@ -169,8 +169,8 @@ def targets_block(found: Results) -> str:
     return markdown(head, rows)
 
 
-def levers_block(found: Results, *, exact: bool) -> str:
-    """Levers that leave the gradient what it is, or those that change the mathematics."""
+def levers_block(found: Results, *, kind: str) -> str:
+    """Levers that leave the gradient what it is, those that leave its mean, or those that change the mathematics."""
     if "levers" not in found.predicted:
         return "Not predicted yet: `python -m benchmarks levers`.\n"
     rows = []
@@ -178,7 +178,7 @@ def levers_block(found: Results, *, exact: bool) -> str:
         before, after = row["without"], row["with"]
         seconds = f"{before['seconds']:.0f} → {after['seconds']:.0f}"
         memory = f"{before['peak_gb']:.0f} → {after['peak_gb']:.0f}"
-        if row["exact"] == exact:
+        if row["kind"] == kind:
             rows.append((row["name"], f"`{row['option']}`", f"{row['factor']:.2f}x", seconds, memory, row["note"]))
     return markdown(("lever", "option", "factor", "seconds per video", "peak GB", ""), rows)
 
@@ -222,8 +222,9 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "toy": partial(suite_block, suites=("toy",), gpu=False),
     "costs": partial(suite_block, suites=("checkpoint", "host"), gpu=False),
     "recipes": recipes_block,
-    "levers-exact": partial(levers_block, exact=True),
-    "levers-other": partial(levers_block, exact=False),
+    "levers-exact": partial(levers_block, kind="exact"),
+    "levers-unbiased": partial(levers_block, kind="unbiased"),
+    "levers-other": partial(levers_block, kind="other"),
 }
 """Name in a document -> its Markdown."""
 

@@ -1,4 +1,8 @@
-"""Which prompts an update sees and in which order its steps are trained: functions of the seed and a counter."""
+"""Which prompts an update sees, in which order its steps are trained, and what each of them counts: functions of the
+seed and a counter.
+
+Shapes: V videos of a rollout on all ranks, K trained steps per video.
+"""
 
 import hashlib
 import itertools
@@ -6,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from sage_fast.config.schema import TrainingConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -44,24 +50,32 @@ def make_groups(
 ) -> list[Sample]:
     """The samples of one rollout that are this rank's, group after group.
 
-    A prompt that occurs twice gets two groups with consecutive member numbers, so no two samples share noise.
-
     Args:
         prompts: of the rollout, one per group.
         embed: conditioning of a prompt; called once for every group that has samples here.
         own: which of all samples are this rank's.
     """
-    seen: Counter[int] = Counter()
+    members = group_members(prompts, num_generations)
     samples = []
-    numbers = range(len(prompts) * num_generations)[own]
-    for group, prompt in enumerate(prompts):
+    for _, numbers in itertools.groupby(range(len(members))[own], lambda number: number // num_generations):
+        group = [members[number] for number in numbers]
+        embeds = embed(group[0][0])
+        samples += [Sample(prompt=prompt, embeds=embeds, member=member) for prompt, member in group]
+    return samples
+
+
+def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple[Prompt, int]]:
+    """Prompt and member of every sample of a rollout, on all ranks.
+
+    A prompt that occurs twice gets two groups with consecutive member numbers, so no two samples share noise.
+    """
+    seen: Counter[int] = Counter()
+    found = []
+    for prompt in prompts:
         first = seen[prompt.index]
         seen[prompt.index] += num_generations
-        members = [g for g in range(num_generations) if group * num_generations + g in numbers]
-        if members:
-            embeds = embed(prompt)
-            samples += [Sample(prompt=prompt, embeds=embeds, member=first + g) for g in members]
-    return samples
+        found += [(prompt, first + g) for g in range(num_generations)]
+    return found
 
 
 def num_trained(fraction: float, trainable: int) -> int:
@@ -84,6 +98,104 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
     generator = _generator("steps", key.seed, key.update, key.prompt_index, key.sample_index)
     order = torch.randperm(len(trainable), generator=generator)[:count]
     return [trainable[i] for i in order.tolist()]
+
+
+def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[float]:
+    """What the position KL counts at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
+
+    The positions are the same for all videos of a rollout, so a micro-batch runs as a whole and ranks keep step. With
+    permuted steps they are other steps of every video.
+
+    Args:
+        seed: of the run.
+        update: of the rollout.
+        num_steps: K.
+        fraction: q before it is rounded, see `num_trained`.
+    """
+    count = num_trained(fraction, num_steps)
+    drawn = torch.randperm(num_steps, generator=_generator("position KL", seed, update))[:count]
+    factors = torch.zeros(num_steps, dtype=torch.float64)
+    factors[drawn] = num_steps / count
+    return factors.tolist()
+
+
+PAIR_FLOOR = 0.2
+"""Share of the draws of `training.pairs: weighted` that goes evenly to all pairs. No pair then counts more than
+1 / PAIR_FLOOR times what it counts in an even draw of as many."""
+
+
+def draw_pairs(weights: Tensor, pulls: Tensor, count: int, start: float) -> Tensor:
+    """Weights of `count` drawn pairs, of which the mean over all draws is `weights`.
+
+    Of n pairs each is drawn with probability pi = count p, p = (1 - PAIR_FLOOR) pull / sum(pulls) + PAIR_FLOOR / n, and
+    then counts 1 / pi. Where pi is above 1 the pair is certain, and the others share what is left. The draw is
+    systematic: the pairs are laid end to end, each as long as its pi, and those at start, start + 1, ... are taken.
+
+    Args:
+        weights: (V, K) of 0 and 1; only pairs of weight 1 are drawn from.
+        pulls: (V, K), not negative: how strongly a pair is expected to pull.
+        count: pairs to draw; all of them where there are no more.
+        start: in [0, 1), drawn evenly.
+    """
+    candidates = weights > 0
+    chances = inclusion_chances(pulls[candidates].double(), count)
+    taken = chances >= 1
+    ends = chances[~taken].cumsum(0)
+    ends[-1:] = ends[-1:].round()  # a whole number but for rounding, so that any start draws as many
+    passed = (ends - start).ceil()
+    taken[~taken] = passed.diff(prepend=passed.new_zeros(1)) > 0
+    drawn = torch.zeros_like(weights)
+    drawn[candidates] = torch.where(taken, 1 / chances, 0.0)
+    return drawn
+
+
+def inclusion_chances(pulls: Tensor, count: int) -> Tensor:
+    """The probabilities (n,) of `draw_pairs`, whose sum is `count` unless there are fewer pairs."""
+    if count >= len(pulls):
+        return torch.ones_like(pulls)
+    even = torch.full_like(pulls, 1 / len(pulls))
+    p = (1 - PAIR_FLOOR) * pulls / pulls.sum() + PAIR_FLOOR * even if pulls.any() else even
+    chances = count * p
+    while (above := chances > 1).any():
+        certain = above | (chances == 1)
+        left = (count - int(certain.sum())) / p[~certain].sum()
+        chances = torch.where(certain, 1.0, left * p)
+    return chances
+
+
+def pair_weights(
+    advantages: Tensor,
+    trained: Tensor,
+    pulls: Tensor,
+    training: TrainingConfig,
+    *,
+    has_kl: bool,
+    seed: int,
+    update: int,
+) -> Tensor:
+    """What the pair of a video and a position in its order counts in the sum of losses, as `training.pairs` says.
+
+    Args:
+        advantages: (V,). trained: (V,) bool, False for dropped groups.
+        pulls: (V, K), see `step_pulls`.
+        has_kl: the loss has a KL term; without one a video without advantage has no gradient.
+        seed: of the run.
+        update: of the rollout; each of its updates draws for itself.
+
+    Returns:
+        (V, K) float64; 0 is a pair that is not trained.
+    """
+    pulled = trained if has_kl else trained & (advantages != 0)
+    weights = pulled.double()[:, None].repeat(1, pulls.shape[1])
+    if training.pairs != "weighted":
+        return weights
+    pulls = advantages.abs().double()[:, None] * pulls
+    for number, positions in enumerate(split_evenly(pulls.shape[1], training.updates_per_rollout)):
+        part = slice(positions.start, positions.stop)
+        count = num_trained(training.pair_fraction, int(trained.sum()) * len(positions))
+        start = float(torch.rand((), generator=_generator("pairs", seed, update + number), dtype=torch.float64))
+        weights[:, part] = draw_pairs(weights[:, part], pulls[:, part], count, start)
+    return weights
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

@@ -7,6 +7,7 @@ and return the same `PolicyTerms`; all that the trainer knows of them is `Policy
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey, noise_ids
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, loss_settings
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, kl_pulls, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
 from sage_fast.rewards.base import describe_batch
@@ -32,19 +33,22 @@ from sage_fast.sde import TransitionTable
 def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
     """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
     trainable = table.trainable.nonzero().flatten().tolist()
-    return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
+    if training.pairs == "uniform" and not training.permute_timesteps:
+        return sorted(step_order(key, trainable, training.step_fraction, permute=True))
+    return step_order(key, trainable, training.step_fraction, training.permute_timesteps)
 
 
 class PolicyGradient(Protocol):
     """A way to compute the gradient of a rollout's objective."""
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """A rollout starts.
 
         Args:
             kl_weight: lambda of its first update.
             anchor: weights that the position KL is measured from; None if the KL mode has no anchor, or if the anchor
                 is the policy that makes the rollout.
+            kl_factors: K numbers, what the position KL counts at each position of a sample's order.
         """
         ...
 
@@ -59,11 +63,12 @@ class PolicyGradient(Protocol):
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """Add to `.grad` the gradient of the mean loss over the steps at `positions` of every trained sample's order.
 
-        The loss is a sum over samples and steps divided by their global count, so it depends on neither the micro-batch
-        size nor the number of ranks.
+        The loss is a sum over samples and steps, with their weights, divided by their global count, so it depends on
+        neither the micro-batch size nor the number of ranks.
 
         Returns:
-            Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples.
+            Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples. Those of
+            pairs that are not computed are the terms at the rollout's velocity.
         """
         ...
 
@@ -73,7 +78,7 @@ class StepLoss:
     """Loss of one step of every sample of a micro-batch, as a function of the guided velocity.
 
     step: the step as the rollout took it. keys: B noise keys. velocity_anchor: like the velocity; None if the anchor is
-    the rollout policy. advantage: (B,). kl_weight: lambda.
+    the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
 
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
@@ -85,18 +90,20 @@ class StepLoss:
     velocity_anchor: Tensor | None
     advantage: Tensor
     kl_weight: float
+    position_factor: float = 1.0
 
     def terms(self, velocity: Tensor) -> PolicyTerms:
-        """The loss and its parts at a velocity (B, C, F, H, W); each (B,)."""
+        """The loss and its parts at a velocity (B, C, F, H, W); each (B,). The position KL is times its factor."""
         step = self.step
-        return self.kernels.policy_loss(
+        terms = self.kernels.policy_loss(
             velocity,
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
             noise_ids(self.keys, step.steps, velocity.device),
             step.columns(self.advantage.to(velocity.device), self.settings),
-            loss_settings(self.settings, self.kl_weight),
+            loss_settings(self.settings, self.kl_weight, self.position_factor),
         )
+        return terms._replace(kl_position=terms.kl_position * self.position_factor)
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
         """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
@@ -132,12 +139,14 @@ class TwoPhaseGradient:
         self.split = split
         self.progress = progress
         self._anchor: Snapshot | None = None
-        self._anchor_velocities: list[list[Tensor]] | None = None
+        self._anchor_velocities: dict[tuple[int, int], Tensor] = {}
+        """By micro-batch and position."""
+        self._kl_factors: Sequence[float] = ()
         self._on_policy = True
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
-        self._anchor, self._anchor_velocities = anchor, None
+        self._anchor, self._anchor_velocities, self._kl_factors = anchor, {}, kl_factors
         self._on_policy = True
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
@@ -146,46 +155,71 @@ class TwoPhaseGradient:
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
-        """Velocities of the anchor weights at every trained step: [micro-batch][position] -> (B, C, F, H, W)."""
+        """Velocities (B, C, F, H, W) of the anchor weights at the steps of every micro-batch that the KL counts."""
         if self._anchor is None:
             return
-        result = []
+        positions = [position for position, factor in enumerate(self._kl_factors) if factor]
+        due = self._passes(scored, scored.all_weights[:, positions] > 0, positions)
+        batches = list(scored.batches())
         with self._anchor.applied():
-            for done, (rows, trajectory) in enumerate(scored.batches()):
-                self.progress("anchor", done, len(scored.trajectories), describe_batch(trajectory.samples))
+            for done, (number, position) in enumerate(due):
+                rows, trajectory = batches[number]
+                self.progress("anchor", done, len(due), describe_batch(trajectory.samples))
+                latents = gather_latents(trajectory, [order[position] for order in scored.orders[rows]])
                 embeds = [s.embeds for s in trajectory.samples]
-                result.append(
-                    [
-                        self.policy.velocity(*gather_latents(trajectory, steps), embeds)
-                        for steps in zip(*scored.orders[rows], strict=True)
-                    ]
-                )
-        self._anchor_velocities = result
+                self._anchor_velocities[number, position] = self.policy.velocity(*latents, embeds)
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """As in `PolicyGradient`."""
         count = scored.num_trained * len(positions)
-        total = len(scored.trajectories) * len(positions)
+        wanted = self._has_gradient(scored, positions)
+        due = {pair: done for done, pair in enumerate(self._passes(scored, wanted, positions))}
         collected: list[PolicyTerms] = []
-        for done, (rows, trajectory) in enumerate(scored.batches()):
-            row_weights = scored.trained[rows].double() / count
+        for number, (rows, trajectory) in enumerate(scored.batches()):
             for position in positions:
-                number = done * len(positions) + position - positions[0]
-                self.progress("update", number, total, describe_batch(trajectory.samples))
-                self.engine.last_vjp(number + 1 == total)
                 loss = StepLoss(
                     kernels=self.kernels,
                     settings=self.settings,
                     step=gather_step(trajectory, [order[position] for order in scored.orders[rows]]),
                     keys=trajectory.keys,
-                    velocity_anchor=self._anchor_velocities[done][position] if self._anchor_velocities else None,
+                    velocity_anchor=self._anchor_velocities.get((number, position)),
                     advantage=scored.advantages[rows],
                     kl_weight=kl_weight,
+                    position_factor=self._kl_factors[position],
                 )
+                done = due.get((number, position))
+                if done is None:
+                    collected.append(loss.terms(loss.step.velocity))
+                    continue
+                self.progress("update", done, len(due), describe_batch(trajectory.samples))
+                self.engine.last_vjp(done + 1 == len(due))
+                row_weights = scored.weights[rows, position] / count
                 collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
         # The optimizer moves the weights after this call.
         self._on_policy = False
         return concatenate_terms(collected)
+
+    def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
+        """Which pairs (V, len(positions)) have a loss that the weights of the policy can change, bool."""
+        measured = [self._anchor is not None and self._kl_factors[position] > 0 for position in positions]
+        pulls = torch.tensor(
+            [kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=behind) for behind in measured]
+        )
+        return (scored.all_weights[:, list(positions)] > 0) & ((scored.all_advantages != 0)[:, None] | pulls)
+
+    def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Micro-batches and positions at which this rank runs the model for the wanted pairs (V, len(positions)).
+
+        A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
+        make as many passes as the one with most: some of theirs are for nothing.
+        """
+        by_rank = scored.by_rank(wanted).any(dim=2).flatten(1)
+        own = by_rank[scored.rank]
+        if self.engine.lockstep:
+            missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())
+            own[(~own).nonzero().flatten()[:missing]] = True
+        numbers = range(len(scored.trajectories))
+        return [pair for pair, runs in zip(itertools.product(numbers, positions), own.tolist(), strict=True) if runs]
 
     def kl_share(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> float:
         """Norm of the KL's part of an update's gradient over that of the surrogate's. Collective; `.grad` stays empty.
@@ -194,7 +228,7 @@ class TwoPhaseGradient:
         the surrogate has no gradient.
         """
         on_policy = self._on_policy
-        without_advantage = replace(scored, advantages=torch.zeros_like(scored.advantages))
+        without_advantage = replace(scored, all_advantages=torch.zeros_like(scored.all_advantages))
         norms = []
         for part, weight in ((without_advantage, kl_weight), (scored, 0.0)):
             self.accumulate(part, positions, weight)
@@ -234,31 +268,33 @@ def concatenate_terms(terms: Sequence[PolicyTerms]) -> PolicyTerms:
 
 
 def gather_terms(
-    scored: ScoredRollout, own: PolicyTerms, num_steps: int, world: World
-) -> tuple[PolicyTerms, str | None]:
+    scored: ScoredRollout, own: PolicyTerms, positions: Sequence[int], world: World
+) -> tuple[PolicyTerms, Tensor, str | None]:
     """The terms of all ranks, before the optimizer sees their gradient. Collective.
 
     Args:
-        own: this rank's, from `PolicyGradient.accumulate` with so many positions.
+        own: this rank's, from `PolicyGradient.accumulate` with these positions.
 
     Returns:
-        Those that were trained on, (N,) each, in CPU memory and in the order of one process; and a description of a
-        loss that is not finite, with its prompts, or None. Both are the same on every rank.
+        Those of groups that were not dropped, (N,) each, in CPU memory and in the order of one process, and their
+        weights; and a description of a loss that is not finite, with its prompts, or None. The same on every rank.
     """
     # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.
     matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
     bad = ~matrix[0].isfinite()
     names = ""
     if bad.any():
-        rows = [s.prompt for t in scored.trajectories for _ in range(num_steps) for s in t.samples]
+        rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
         names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
-    everywhere = world.gather((matrix[:, scored.trained_rows(num_steps)], names))
+    trained, weights = scored.term_rows(positions)
+    everywhere = world.gather((torch.cat([matrix, weights.to(matrix)[None]])[:, trained], names))
     # Ranks that share a video have the same terms.
-    terms = PolicyTerms(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
+    *columns, weights = torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)
+    terms = PolicyTerms(*columns)
     for rank, (_, names) in enumerate(everywhere):
         if names:
-            return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
-    return terms, None
+            return terms, weights, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
+    return terms, weights, None
 
 
 def name_prompts(prompts: Iterable[Prompt]) -> str:

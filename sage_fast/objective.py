@@ -24,6 +24,7 @@ from sage_fast.kernels import (
     policy_loss_of_noise,
     ratio_norm_log_ratio,
 )
+from sage_fast.sde import TransitionTable
 
 __all__ = [
     "KL_MODES",
@@ -36,6 +37,7 @@ __all__ = [
     "clipped_surrogate",
     "gaussian_kl",
     "group_advantages",
+    "kl_pulls",
     "kl_uses",
     "log_ratio",
     "loss_columns",
@@ -43,6 +45,8 @@ __all__ = [
     "next_kl_weight",
     "policy_loss",
     "ratio_norm_log_ratio",
+    "step_pulls",
+    "surrogate_factor",
     "weighted_advantages",
 ]
 
@@ -210,6 +214,10 @@ class ObjectiveConfig:
     """One of KL_MODES."""
     kl_position_weight: float = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
+    kl_position_fraction: float = 1.0
+    """Share q of a video's trained steps, drawn anew in every rollout, at which the KL to the anchor is measured; it
+    counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
+    single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
     kl_velocity_weight: float = 0.1
     """Weight of the KL to the rollout policy, inside the KL weight lambda."""
     kl_velocity: Literal["estimator", "exact"] = "estimator"
@@ -229,6 +237,15 @@ class ObjectiveConfig:
                 "gaussian, or ratio to bias_corrected"
             )
         _check_kl_mode(self.kl_mode)
+        if not 0 < self.kl_position_fraction <= 1:
+            raise ValueError(
+                f"kl_position_fraction is {self.kl_position_fraction}; it must be in (0, 1] (1: all steps)"
+            )
+        if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
+            raise ValueError(
+                f"kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no KL to an "
+                "anchor; set it to 1, or kl_mode to fixed, fixed_stepwise, moving or dual"
+            )
         for name in ("kl_position_weight", "kl_velocity_weight"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
@@ -237,12 +254,28 @@ class ObjectiveConfig:
             raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
 
 
-def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
+def kl_pulls(settings: ObjectiveConfig, *, moved: bool, anchor_behind: bool) -> bool:
+    """Whether a pair's KL terms have a gradient, or a value that only the policy's own velocity tells.
+
+    Args:
+        moved: the policy is no longer the one that made the rollout.
+        anchor_behind: the anchor's velocity is at hand, and differs from the rollout's.
+    """
+    uses_position, uses_velocity = kl_uses(settings.kl_mode)
+    if moved:
+        return uses_position or uses_velocity
+    position = uses_position and anchor_behind and settings.kl_position_weight > 0
+    # At the rollout's policy the exact KL is at its minimum; the estimator has the gradient of a log-ratio.
+    return position or (uses_velocity and settings.kl_velocity == "estimator" and settings.kl_velocity_weight > 0)
+
+
+def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0) -> LossSettings:
     """What the loss of an update consists of.
 
     Args:
         settings: of the run.
         kl_weight: lambda of the update, see `next_kl_weight`.
+        position_factor: what the KL to the anchor counts at this step, see `kl_position_fraction`; 0 leaves it out.
 
     Raises:
         ValueError: for a KL weight that is negative or not finite.
@@ -253,7 +286,9 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
     published = settings.ratio == "ratio_norm"
     return LossSettings(
         clip_range=settings.clip_range,
-        position_weight=kl_weight * settings.kl_position_weight if uses_position else None,
+        position_weight=kl_weight * settings.kl_position_weight * position_factor
+        if uses_position and position_factor
+        else None,
         velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
         ratio_norm=settings.ratio != "gaussian",
         # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.
@@ -261,6 +296,28 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float) -> LossSettings:
         equalizer=published or settings.equalizer,
         exact=settings.kl_velocity == "exact",
     )
+
+
+def step_pulls(settings: ObjectiveConfig, table: TransitionTable) -> Tensor:
+    """How strongly each step's surrogate pulls at the rollout's policy, (T,) float64: |dL/dv| over |A eps| / numel.
+
+    With the equalizer it is the same at all trainable steps; at the others it means nothing.
+    """
+    ones = torch.ones_like(table.gain)
+    columns = loss_columns(
+        settings, gain=table.gain, std=table.std, scale=table.scale, size=-table.sigmas.diff(), advantage=ones
+    )
+    return columns.gain.abs().double() * surrogate_factor(columns, loss_settings(settings, 0.0))
+
+
+def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
+    """What multiplies -A r eps / numel in the surrogate's gradient at the rollout's policy, (B,)."""
+    factor = torch.ones_like(columns.scale)
+    if settings.equalizer:
+        factor = factor * columns.scale
+    if settings.unnormalized:
+        factor = factor * (2 * columns.std.square())
+    return factor
 
 
 def loss_columns(

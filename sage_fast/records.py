@@ -3,8 +3,9 @@
     Prompt -> PromptEmbeds -> Trajectory -> videos -> rewards -> GroupAdvantages -> ScoredRollout -> PolicyTerms
     -> metrics
 
-Shapes: B samples of a micro-batch, N samples of a rollout, T rollout steps, K trained steps per sample; C F H W latent
-channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos per prompt.
+Shapes: B samples of a micro-batch, N of a rollout, V of a rollout on all ranks; T rollout steps, K trained steps per
+sample; C F H W latent channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos
+per prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,19 +106,47 @@ class ScoredRollout:
     """Everything one rollout hands to its optimizer updates on this rank.
 
     trajectories: micro-batches that together hold the N samples, group after group.
-    advantages: (N,) float32. trained: (N,) bool, False for groups dropped because a reward failed.
-    orders: N lists of K step indices, each sample's own order.
-    num_trained: samples of the rollout on all ranks that were not dropped.
+    all_orders: V lists of K step indices, each sample's own order.
+    own: which of the V samples of all ranks are the N of this one.
+    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed.
+    all_weights: (V, K) float64, what the pair of a sample and a position in its order counts in the sum of losses; the
+    gradient is that sum over the number of pairs that were not dropped. 0 is a pair that is not trained.
 
-    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = 96. On 2 ranks each has 3 of them
-    and N = 48, while `num_trained` stays 96.
+    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
+    them and N = 48, while V stays 96.
     """
 
     trajectories: Sequence[Trajectory]
-    advantages: Tensor
-    trained: Tensor
-    orders: Sequence[Sequence[int]]
-    num_trained: int
+    all_orders: Sequence[Sequence[int]]
+    own: slice
+    all_advantages: Tensor
+    all_trained: Tensor
+    all_weights: Tensor
+
+    @property
+    def orders(self) -> Sequence[Sequence[int]]:
+        """N of them, of this rank."""
+        return self.all_orders[self.own]
+
+    @property
+    def advantages(self) -> Tensor:
+        """(N,), of this rank."""
+        return self.all_advantages[self.own]
+
+    @property
+    def trained(self) -> Tensor:
+        """(N,), of this rank."""
+        return self.all_trained[self.own]
+
+    @property
+    def weights(self) -> Tensor:
+        """(N, K), of this rank."""
+        return self.all_weights[self.own]
+
+    @property
+    def num_trained(self) -> int:
+        """Samples of all ranks that were not dropped."""
+        return int(self.all_trained.sum())
 
     def batches(self) -> Iterator[tuple[slice, Trajectory]]:
         """Each micro-batch with the rows of its samples in the rollout."""
@@ -126,9 +155,23 @@ class ScoredRollout:
             yield slice(first, first + len(trajectory.samples)), trajectory
             first += len(trajectory.samples)
 
-    def trained_rows(self, num_steps: int) -> Tensor:
-        """(N num_steps,) bool: which rows of the terms that `PolicyGradient.accumulate` returns were trained on."""
-        return torch.cat([self.trained[rows].repeat(num_steps) for rows, _ in self.batches()])
+    def by_rank(self, values: Tensor) -> Tensor:
+        """Values of the V samples, by rank and micro-batch: (ranks, micro-batches, B, ...)."""
+        ranks = len(values) // len(self.orders)
+        return values.view(ranks, len(self.trajectories), -1, *values.shape[1:])
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks of `by_rank` this one is."""
+        return self.own.start // len(self.orders)
+
+    def term_rows(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of the (N len(positions),) rows that `PolicyGradient.accumulate` returns: which were not dropped, bool, and
+        their weights.
+        """
+        trained = [self.trained[rows].repeat(len(positions)) for rows, _ in self.batches()]
+        weights = [self.weights[rows][:, list(positions)].T.flatten() for rows, _ in self.batches()]
+        return torch.cat(trained), torch.cat(weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,21 +228,31 @@ def reward_metrics(
     return metrics
 
 
-def update_metrics(terms: PolicyTerms) -> dict[str, float]:
-    """Statistics of an update's objective; `terms` are the (N K,) rows that were trained on."""
+def update_metrics(terms: PolicyTerms, weights: Tensor) -> dict[str, float]:
+    """Statistics of an update's objective.
+
+    Loss and KL are those of all pairs, estimated from the trained ones by their weights; the ratio's are of the trained
+    pairs alone, and of all where none is.
+
+    Args:
+        terms: the (N K,) rows of the pairs that were not dropped.
+        weights: what each counts, as in `ScoredRollout`.
+    """
+    seen = weights > 0 if weights.any() else torch.ones_like(weights, dtype=torch.bool)
+    ratio, log_ratio = terms.ratio[seen], terms.log_ratio[seen]
     return {
-        "loss": float(terms.loss.mean()),
-        "ratio/mean": float(terms.ratio.mean()),
-        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
-        "log_ratio/mean": float(terms.log_ratio.mean()),
-        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
-        "ratio/clip_fraction": float(terms.clipped.float().mean()),
-        "kl/position": float(terms.kl_position.mean()),
-        "kl/velocity": float(terms.kl_velocity.mean()),
+        "loss": float((terms.loss * weights).mean()),
+        "ratio/mean": float(ratio.mean()),
+        "ratio/max_deviation": float((ratio - 1).abs().max()),
+        "log_ratio/mean": float(log_ratio.mean()),
+        "log_ratio/std": float(log_ratio.std(correction=0)),
+        "ratio/clip_fraction": float(terms.clipped[seen].float().mean()),
+        "kl/position": float((terms.kl_position * weights).mean()),
+        "kl/velocity": float((terms.kl_velocity * weights).mean()),
     }
 
 
-def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
-    """Mean of the weighted KL terms, which the controller of the KL weight watches; `terms` as in `update_metrics`."""
+def weighted_kl(terms: PolicyTerms, weights: Tensor, settings: ObjectiveConfig) -> float:
+    """Mean of the weighted KL terms, which the KL weight's controller watches; arguments as in `update_metrics`."""
     kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
-    return float(kl.mean())
+    return float((kl * weights).mean())

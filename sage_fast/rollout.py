@@ -22,7 +22,7 @@ from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Sample, Trajectory
+from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import submit_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
@@ -60,16 +60,14 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
 
 
 def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseKey]:
-    """The key of each sample's noise; a prompt's own seed replaces the run's."""
-    return [
-        NoiseKey(
-            seed=seed if s.prompt.seed is None else s.prompt.seed,
-            update=update,
-            prompt_index=s.prompt.index,
-            sample_index=s.member,
-        )
-        for s in samples
-    ]
+    """The key of each sample's noise."""
+    return [noise_key(s.prompt, s.member, seed, update) for s in samples]
+
+
+def noise_key(prompt: Prompt, member: int, seed: int, update: int) -> NoiseKey:
+    """The key of the noise of a prompt's member; a prompt's own seed replaces the run's."""
+    seed = seed if prompt.seed is None else prompt.seed
+    return NoiseKey(seed=seed, update=update, prompt_index=prompt.index, sample_index=member)
 
 
 def initial_latents(
@@ -243,10 +241,10 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
         )
     cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
-    trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
+    trained = num_trained(training.step_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         raise ConfigError(
-            f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which timestep_fraction "
-            f"{training.timestep_fraction} trains {trained}: too few for training.updates_per_rollout = "
+            f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which a share of "
+            f"{training.step_fraction:g} trains {trained}: too few for training.updates_per_rollout = "
             f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
         )

@@ -17,11 +17,11 @@ This is the two-phase gradient, not an estimate of it. Both cotangents are deriv
 * no KL, or the exact velocity KL: c_2 = 0;
 * velocity KL by its estimator, -lambda w_vel r eps / numel: a multiple of c_1, so one VJP serves both;
 * position KL to an anchor that differs from the policy: the anchor's velocity (one forward without a graph) and a
-  second VJP through the same graph.
+  second VJP through the same graph, at the steps where this KL counts (`objective.kl_position_fraction`).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from sage_fast.config.schema import TrainingConfig
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
-from sage_fast.kernels import Kernels
+from sage_fast.kernels import Kernels, StepColumns
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings
+from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings, surrogate_factor
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, trajectory_step
@@ -65,8 +65,9 @@ class GradientSum:
 class VideoGradient:
     """What the rollout of a video leaves until its reward is known.
 
-    surrogate: sum over its trained steps of the gradient per unit advantage. kl: sum of the KL's gradient, shared by
-    the videos of the group. terms: per trained step, those at A = 1 without KL and those at A = 0 with it, (1,) each.
+    kl_factors: of each trained step, what its position KL counts. surrogate: sum over these steps of the gradient per
+    unit advantage. kl: sum of the KL's gradient, shared by the videos of the group. terms: per trained step, those at
+    A = 1 without KL and those at A = 0 with it, (1,) each.
 
     Example: with 20 trained steps, `terms` holds 20 pairs.
     """
@@ -74,6 +75,7 @@ class VideoGradient:
     sample: Sample
     key: NoiseKey
     table: TransitionTable
+    kl_factors: Mapping[int, float]
     surrogate: GradientSum
     kl: GradientSum
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
@@ -122,18 +124,22 @@ class SinglePassGradient:
         self.groups = groups
         self._anchor: Snapshot | None = None
         self._kl_weight = 0.0
+        self._kl_factors: Sequence[float] = ()
         self._videos: list[VideoGradient] = []
-        if anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
+        # A backward pass costs some three forwards.
+        slower = settings.kl_position_fraction > 1 / 3
+        if slower and anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
             logger.info(
                 "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second backward "
                 "pass in every rollout that does not follow a refresh, which costs more than the forward that is "
-                "saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise.",
+                "saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise, or with "
+                "objective.kl_position_fraction 0.25.",
                 settings.kl_mode,
             )
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None) -> None:
+    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
-        self._kl_weight, self._anchor = kl_weight, anchor
+        self._kl_weight, self._anchor, self._kl_factors = kl_weight, anchor, kl_factors
         self._videos = []
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
@@ -144,14 +150,14 @@ class SinglePassGradient:
             sample=sample,
             key=key,
             table=table,
+            kl_factors=dict(zip(trained_steps(key, table, self.training), self._kl_factors, strict=True)),
             surrogate=GradientSum(len(self.parameters)),
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
         self._videos.append(video)
-        trained = set(trained_steps(key, table, self.training))
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-            if step in trained:
+            if step in video.kl_factors:
                 return self._differentiate(video, step, latents, sigma)
             return self.policy.velocity(latents, sigma, [sample.embeds])
 
@@ -188,7 +194,7 @@ class SinglePassGradient:
         """The velocity of a trained step; its gradient goes to the accumulators of the video."""
         embeds = [video.sample.embeds]
         anchor_velocity: Tensor | None = None
-        if self._anchor is not None:
+        if self._anchor is not None and video.kl_factors[step]:
             # Before there is a graph, because the anchor's values take the place of the weights.
             with self._anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
@@ -226,6 +232,7 @@ class SinglePassGradient:
             velocity_anchor=anchor_velocity,
             advantage=torch.ones(1),
             kl_weight=0.0,
+            position_factor=video.kl_factors[step],
         )
         return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self._kl_weight)
 
@@ -251,10 +258,8 @@ class SinglePassGradient:
             return 0.0
         numbers = torch.zeros(1)
         columns = trajectory_step(table, [step], numbers, numbers).columns(numbers, settings)
-        resolved = loss_settings(settings, self._kl_weight)
-        surrogate = float(columns.scale) if resolved.equalizer else 1.0
-        if resolved.unnormalized:
-            surrogate *= 2 * float(columns.std) ** 2
+        columns = StepColumns(*(column.double() for column in columns))
+        surrogate = float(surrogate_factor(columns, loss_settings(settings, self._kl_weight)))
         return self._kl_weight * settings.kl_velocity_weight / surrogate
 
 

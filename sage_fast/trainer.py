@@ -21,7 +21,15 @@ from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, make_groups, split_evenly
+from sage_fast.data import (
+    PromptSchedule,
+    group_members,
+    kl_factors,
+    make_groups,
+    num_trained,
+    pair_weights,
+    split_evenly,
+)
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import check_lockstep, parallelize
@@ -39,7 +47,9 @@ from sage_fast.objective import (
     PolicyTerms,
     anchor_kind,
     initial_kl_weight,
+    kl_uses,
     next_kl_weight,
+    step_pulls,
     weighted_advantages,
 )
 from sage_fast.policy.guidance import GuidedPolicy
@@ -65,6 +75,7 @@ from sage_fast.rollout import (
     check_trainable_steps,
     initial_latents,
     micro_batches,
+    noise_key,
     noise_keys,
     rollout_table,
     sample_trajectory,
@@ -200,7 +211,14 @@ class Trainer:
         """The engine of `distributed.engine` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
         sections = config.distributed, config.model, config.training
-        gathering = parallelize(transformer, *sections, world, self.device, weights)
+        gathering = parallelize(
+            transformer,
+            *sections,
+            world,
+            self.device,
+            weights,
+            kl_position_fraction=config.objective.kl_position_fraction,
+        )
         if config.distributed.engine == "deepspeed":
             from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
 
@@ -247,7 +265,7 @@ class Trainer:
         training = self.config.training
         self._seconds = {}
         metrics: dict[str, float] = {}
-        self.gradient.begin(self.kl_weight.weight, self._due_anchor())
+        self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"):
             trajectories = self._rollout()
         with self._phase("reward"):
@@ -288,6 +306,13 @@ class Trainer:
             self.anchor.refresh()
             self.anchor_update = self.update
         return None if self.anchor_update == self.update else self.anchor
+
+    def _kl_factors(self) -> list[float]:
+        """What the position KL of the coming rollout counts at each position of a sample's order."""
+        config = self.config
+        trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
+        num_steps = num_trained(config.training.step_fraction, trainable)
+        return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
         """Sample this rank's videos, decode them, and submit them to the rewards.
@@ -381,12 +406,24 @@ class Trainer:
             )
         )
         trained = trained_groups.repeat_interleave(groups[1])
+        members = group_members(self._prompts(), groups[1])
+        keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
+        orders = [trained_steps(key, table, config.training) for key in keys]
         return ScoredRollout(
             trajectories=trajectories,
-            advantages=advantages.flatten()[self.own_videos],
-            trained=trained[self.own_videos],
-            num_trained=int(trained.sum()),
-            orders=[trained_steps(key, table, config.training) for t in trajectories for key in t.keys],
+            all_orders=orders,
+            own=self.own_videos,
+            all_advantages=advantages.flatten(),
+            all_trained=trained,
+            all_weights=pair_weights(
+                advantages.flatten(),
+                trained,
+                step_pulls(config.objective, table)[torch.tensor(orders)],
+                config.training,
+                has_kl=any(kl_uses(config.objective.kl_mode)),
+                seed=config.seed,
+                update=self.update,
+            ),
         )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
@@ -405,7 +442,7 @@ class Trainer:
                 )
         own = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.engine.clip_gradients()
-        terms, fault = gather_terms(scored, own, len(positions), self.world)
+        terms, weights, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
             fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
         if fault is None:
@@ -414,12 +451,12 @@ class Trainer:
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(self.config.training.ema_decay)
-            kl = weighted_kl(terms, self.config.objective)
+            kl = weighted_kl(terms, weights, self.config.objective)
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
             for _ in range(moves):
                 self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
             # With several updates per rollout the last one's values stand for the iteration.
-            metrics |= update_metrics(terms) | {"kl/weight": weight, "grad_norm": grad_norm}
+            metrics |= update_metrics(terms, weights) | {"kl/weight": weight, "grad_norm": grad_norm}
         else:
             self._skip_update(fault)
             metrics["kl/weight"] = weight

@@ -236,7 +236,7 @@ def test_the_rollout_is_the_same_to_the_bit(tiny_run: MakeRun) -> None:
     for update in ("two_phase", "single_pass"):
         trainer = build_trainer(single_video(tiny_run)(update))
         move_weights(trainer)
-        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor)
+        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor, [1.0] * 4)
         finals.append(torch.cat([t.final for t in trainer._rollout()]))
     assert torch.equal(finals[0], finals[1])
 
@@ -249,7 +249,7 @@ def test_one_accumulator_per_video_and_one_per_group_where_a_kl_acts(tiny_run: M
         gradient = trainer.gradient
         assert isinstance(gradient, SinglePassGradient)
         move_weights(trainer)
-        gradient.begin(trainer.kl_weight.weight, trainer.anchor if anchor_behind else None)
+        gradient.begin(trainer.kl_weight.weight, trainer.anchor if anchor_behind else None, [1.0] * 4)
         trajectories = trainer._rollout()
         sums = {id(s): s for video in gradient._videos for s in (video.surrogate, video.kl)}
         allocated = [s for s in sums.values() if any(value is not None for value in s.values)]

@@ -59,6 +59,8 @@ class Engine(Protocol):
     """Their whole shapes."""
     sharded: bool
     """Whether a forward communicates weights, so that all ranks must run equally many of them."""
+    lockstep: bool
+    """Whether all ranks must make equally many VJPs between two steps, and at least one: the case where `sharded`."""
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """Add the product of the one cotangent with `output`'s Jacobian to this rank's gradient."""

@@ -49,6 +49,8 @@ def parallelize(
     world: World,
     device: torch.device,
     weights: StoredWeights | None = None,
+    *,
+    kl_position_fraction: float = 1.0,
 ) -> "Gathering":
     """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
 
@@ -58,6 +60,7 @@ def parallelize(
         world: the ranks.
         device: this rank's.
         weights: what the transformer has not been given yet.
+        kl_position_fraction: of the run's objective.
 
     Returns:
         What decides when sharded weights are gathered and freed.
@@ -78,7 +81,7 @@ def parallelize(
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
-        _check_steps_agree(distributed, training)
+        _check_steps_agree(distributed, training, kl_position_fraction)
     if not sharded:
         if weights is not None:
             weights.read_into(transformer, device)
@@ -267,19 +270,26 @@ def _check_settings(distributed: DistributedConfig, model: ModelConfig, training
         )
 
 
-def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig) -> None:
+def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, kl_position_fraction: float) -> None:
     """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
-    if training.update == "single_pass" and training.permute_timesteps and training.timestep_fraction < 1:
+    uniform = training.pairs == "uniform"
+    shares = {
+        "objective.kl_position_fraction": kl_position_fraction,
+        "training.pair_fraction" if uniform else "training.timestep_fraction": training.step_fraction,
+    }
+    given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
+    if training.update == "single_pass" and given and (training.permute_timesteps or uniform):
+        remedied = "training.pairs to all" if uniform else "training.permute_timesteps to false"
         remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
         raise ConfigError(
-            f"training.update single_pass takes gradients at different steps of every video (timestep_fraction "
-            f"{training.timestep_fraction}, permute_timesteps), but every pass gathers layers from all ranks "
-            f"(distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
+            f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "
+            f"permute_timesteps {str(training.permute_timesteps).lower()}), but every pass gathers layers from all "
+            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
             f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same ones. {remedy}, "
-            "training.permute_timesteps to false, or training.update to two_phase."
+            f"{remedied}, or training.update to two_phase."
         )
 
 

@@ -38,7 +38,7 @@ class TorchEngine:
         self.world = world
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
-        self.sharded = bool(gathering.modules)
+        self.sharded = self.lockstep = bool(gathering.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
@@ -52,9 +52,9 @@ class TorchEngine:
 
     def clip_gradients(self) -> float:
         """As in `Engine`."""
-        if not self.shards_trained and self.world.size > 1:
+        if not self.shards_trained:
             for parameter in self.parameters.values():
-                if parameter.grad is None:  # this rank's groups were all dropped
+                if parameter.grad is None:  # no video of this rank has one; decay and moments act all the same
                     parameter.grad = torch.zeros_like(parameter)
             self.world.sum_([p.grad for p in self.parameters.values() if p.grad is not None])
         return self.optimizer.clip_gradients()

@@ -16,6 +16,7 @@ from math import gcd, prod
 import torch
 
 from sage_fast.config.schema import RolloutConfig, RunConfig
+from sage_fast.data import num_trained
 from sage_fast.distributed.ulysses import share_of
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
@@ -309,7 +310,8 @@ def plan_memory(
     score = replace(sampling, scoring=rewards.at_work)
 
     # The single pass measures the anchor within the rollout and keeps no velocity of it.
-    kept_velocities = 4.0 * prod(latent) * rollout.batch_size * rollout.num_steps
+    measured = num_trained(config.objective.kl_position_fraction, rollout.num_steps)
+    kept_velocities = 4.0 * prod(latent) * rollout.batch_size * measured
     velocities = kept_velocities if has_anchor and not single_pass else 0.0
     measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.velocity)
 

@@ -10,6 +10,7 @@ from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
+from sage_fast.planning.work import anchor_share
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
@@ -232,10 +233,12 @@ def assumptions(plan: Plan) -> list[str]:
         f"{ELEMENTWISE_SHARE:.0%}, decoding {CONVOLUTION_SHARE:.0%}",
     ]
     if plan.visits.anchor:
-        share = plan.visits.anchor / max(plan.visits.update + plan.visits.late_updates, plan.visits.pass_steps)
+        share = anchor_share(config.training, config.objective.kl_mode)
         lines.append(
             f"the anchor lies behind the policy in {share:.0%} of the rollouts; the others need no forward for it"
         )
+        if config.objective.kl_position_fraction < 1:
+            lines.append(f"the KL to it is measured at {config.objective.kl_position_fraction:.0%} of the steps")
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:

@@ -91,9 +91,13 @@ def visits(config: RunConfig) -> Visits:
     trainable = [
         int(rollout_table(rollout, number).trainable.sum()) for number in range(0, cycle, rollout.sde_window.interval)
     ]
-    trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
-    steps = sum(trained) / len(trained) if trained else 0.0
-    behind = steps * anchor_share(training, config.objective.kl_mode)
+    trained = [num_trained(training.step_fraction, count) for count in trainable if count]
+    measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
+    # A micro-batch runs where any of its videos is drawn.
+    missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
+    drawn = 1 - missed**rollout.micro_batch_size
+    steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
+    behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(

@@ -72,11 +72,13 @@ TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # ty
 
 def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World) -> Gathering:
     sections = config.distributed, config.model, config.training
-    return parallelize(transformer, *sections, world, torch.device("cpu"))
+    share = config.objective.kl_position_fraction
+    return parallelize(transformer, *sections, world, torch.device("cpu"), kl_position_fraction=share)
 
 
 # Every video is differentiated at two of its four steps, drawn for itself.
-OTHER_STEPS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--training.timestep_fraction=0.5"]
+SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--distributed.keep_gathered=never"]
+OTHER_STEPS = [*SINGLE_PASS[:2], "--training.timestep_fraction=0.5"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,8 @@ OTHER_STEPS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", 
         ),
         ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
         ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
+        ([*SINGLE_PASS, "--objective.kl_position_fraction=0.5"], TWO_SHARDS, "kl_position_fraction 0.5.*two_phase"),
+        ([*SINGLE_PASS, "--training.pairs=uniform"], TWO_SHARDS, "pair_fraction 0.5.* training.pairs to all"),
     ],
 )
 def test_settings_that_do_nothing_or_exclude_each_other_are_refused(

@@ -132,6 +132,36 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
             assert error < 1e-5, (rank, name, error)
 
 
+DRAWS = {
+    "weighted": ["--training.pairs=weighted", "--training.pair_fraction=0.4", "--objective.kl_position_fraction=0.5"],
+    "single-pass": [
+        "--training.update=single_pass",
+        "--training.pairs=uniform",
+        "--training.pair_fraction=0.5",
+        "--objective.kl_position_fraction=0.5",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_does_not_depend_on_the_ranks(name: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    """Two ranks that share weights, with groups that lie on both, and as many passes on each."""
+    sections = settings(tiny_model_4_heads, tmp_path, "lora")
+    sections["rollout"] |= {"batch_size": 4, "micro_batch_size": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(sections))
+    records, _, weights = train(str(file), DRAWS[name])
+    keep = "never" if name == "weighted" else "rollout"
+    words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
+    for own_records, _, own_weights in run_ranks(train, 2, str(file), [*DRAWS[name], *words]):
+        assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
+        measured, expected = ([record["kl/position"] for record in r[:-1]] for r in (own_records, records))
+        assert max(expected) > 1e-7 and measured == pytest.approx(expected, rel=1e-4)
+        for parameter, value in weights.items():
+            error = float((own_weights[parameter] - value).norm() / value.norm().clamp(min=1e-3))
+            assert error < 1e-5, parameter
+
+
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
 def test_groups_span_ranks_in_the_single_pass_too(update: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
     """Four ranks with one video each of a group of four; weights sharded and gathered for every layer."""
@@ -148,11 +178,22 @@ def test_groups_span_ranks_in_the_single_pass_too(update: str, tiny_model_4_head
             assert float((own_weights[name] - value).norm() / value.norm().clamp(min=1e-3)) < 1e-5, name
 
 
-def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    """Two ranks with a group each; the single pass leaves nothing in `.grad` where no group is kept."""
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ("single_pass", []),
+        ("two_phase", []),
+        ("two_phase", ["--distributed.dp_shard=2", "--distributed.keep_gathered=never"]),
+    ],
+    ids=["single-pass", "two-phase", "two-phase-fsdp"],
+)
+def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(
+    update: str, words: list[str], tiny_model_4_heads: Path, tmp_path: Path
+) -> None:
+    """Two ranks with a group each; nothing is left in `.grad` where no group is kept, unless ranks keep step."""
     sections = settings(tiny_model_4_heads, tmp_path, "lora")
     sections["rollout"] |= {"num_generations": 2, "batch_size": 4, "micro_batch_size": 1}
-    sections["training"] |= {"update": "single_pass"}
+    sections["training"] |= {"update": update}
     sections["reward"] |= {"rewards": ["tests.distributed.rewards:NoTriangles"], "on_failure": "drop_group"}
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(sections))
@@ -160,7 +201,7 @@ def test_a_rank_whose_groups_are_all_dropped_trains_like_the_others(tiny_model_4
     dropped = [["triangle" in rollout[i][0] for i in (0, 2)] for rollout in seen]
     assert [True, False] in dropped and [False, True] in dropped
     assert [r["reward/dropped_groups"] for r in records[:-1]] == [sum(groups) for groups in dropped]
-    for own_records, _, own_weights in run_ranks(train, 2, str(file), ["--rollout.batch_size=2"]):
+    for own_records, _, own_weights in run_ranks(train, 2, str(file), ["--rollout.batch_size=2", *words]):
         assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
         for name, value in weights.items():
             assert float((own_weights[name] - value).norm() / value.norm().clamp(min=1e-3)) < 1e-5, name

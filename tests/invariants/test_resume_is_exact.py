@@ -36,8 +36,15 @@ MakeRun = Callable[..., RunConfig]
             marks=pytest.mark.slow,
         ),
         ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
+        (
+            "--objective.kl_position_fraction=0.5",
+            "--training.pairs=weighted",
+            "--training.pair_fraction=0.5",
+            "--training.anchor_interval=4",
+            "--rollout.micro_batch_size=1",
+        ),
     ],
-    ids=["lora-anchor", "full-muon-ema", "window-two-updates"],
+    ids=["lora-anchor", "full-muon-ema", "window-two-updates", "drawn-pairs-and-kl"],
 )
 def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     def config(output: str, updates: int, resume: str) -> RunConfig:

@@ -183,8 +183,25 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 10, 10)),
         (["--training.update=single_pass"], (0, 20, 18, 18, 0, 0)),
         (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
+        (["--objective.kl_position_fraction=0.25"], (20, 0, 4.5, 0, 20, 0)),
+        (["--objective.kl_position_fraction=0.25", "--training.update=single_pass"], (0, 20, 4.5, 4.5, 0, 0)),
+        (["--training.pairs=uniform", "--training.pair_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
+        (["--training.pairs=weighted", "--training.pair_fraction=0.3"], (20, 0, 5.4, 0, 6, 0)),
+        (["--training.pairs=weighted", "--rollout.micro_batch_size=2"], (20, 0, 13.5, 0, 15, 0)),
     ],
-    ids=["reference", "no-kl", "fraction", "two-updates", "single-pass", "window"],
+    ids=[
+        "reference",
+        "no-kl",
+        "fraction",
+        "two-updates",
+        "single-pass",
+        "window",
+        "kl",
+        "kl-single-pass",
+        "uniform",
+        "weighted",
+        "in-twos",
+    ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
     found = visits(load_config(B, overrides))

@@ -63,7 +63,7 @@ class Fragment:
 
 
 class DeepSpeedEngine:
-    """`Engine` (engine.py) over DeepSpeed ZeRO. Between two steps every rank must call `vjp` equally often.
+    """`Engine` (engine.py) over DeepSpeed ZeRO, which sums over all ranks in every `vjp`.
 
     Args:
         transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
@@ -102,6 +102,7 @@ class DeepSpeedEngine:
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
         self.sharded = config.stage == 3
+        self.lockstep = True
 
         exact: dict[str, Tensor] = {}
         """Weights that bfloat16 rounds: their masters start from these."""

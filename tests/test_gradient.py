@@ -1,0 +1,424 @@
+"""What the update of a rollout computes, and that what it leaves out changes nothing."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast import single_pass
+from sage_fast import trainer as trainer_module
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.schema import RunConfig, TrainingConfig
+from sage_fast.data import PAIR_FLOOR, draw_pairs, inclusion_chances, kl_factors, pair_weights
+from sage_fast.distributed.world import ALONE, World
+from sage_fast.gradient import TwoPhaseGradient, gather_terms
+from sage_fast.objective import kl_uses, step_pulls
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import ScoredRollout, update_metrics
+from sage_fast.run.run import build_trainer
+from sage_fast.trainer import Trainer
+from tests.distributed.ranks import join, run_ranks
+from tests.tiny.velocity_field import move_weights, use_smooth_velocity
+
+MakeRun = Callable[..., RunConfig]
+
+
+class BrightSquares:
+    """Brightness; all videos of a circle are equally good, and triangles cannot be scored."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        if any("triangle" in prompt for prompt in prompts):
+            raise ConnectionError("the scoring server is gone")
+        circle = torch.tensor(["circle" in prompt for prompt in prompts])
+        return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(circle, 0.5)}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
+
+
+def videos_of(folder: Path, *shapes: str) -> list[str]:
+    """Overrides: two videos of each shape in every rollout, each a micro-batch."""
+    file = folder / "shapes.txt"
+    file.write_text("".join(f"a blue {shape} moving up\n" for shape in shapes))
+    return [
+        f"--data.prompts={file}",
+        "--data.shuffle=false",
+        "--evaluation.every=0",
+        "--evaluation.num_prompts=null",
+        f"--reward.rewards=['{__name__}:BrightSquares']",
+        "--reward.weights={brightness: 1}",
+        "--reward.on_failure=drop_group",
+        f"--rollout.batch_size={2 * len(shapes)}",
+        "--rollout.micro_batch_size=2",
+    ]
+
+
+def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Guided velocities by phase of the coming iterations; `none` is where the advantages are made."""
+    counts = {"rollout": 0, "anchor": 0, "update": 0}
+    phase, velocity, enter = "", GuidedPolicy.velocity, trainer._phase
+
+    def entering(name: str) -> Any:
+        nonlocal phase
+        phase = name
+        return enter(name)
+
+    def counted(self: GuidedPolicy, *arguments: Any) -> Tensor:
+        counts[phase] += 1
+        return velocity(self, *arguments)
+
+    monkeypatch.setattr(trainer, "_phase", entering)
+    monkeypatch.setattr(GuidedPolicy, "velocity", counted)
+    return counts
+
+
+# ------------------------------------------------------------------------------------------ nothing for nothing
+
+SQUARE_AND_CIRCLE, SQUARE_AND_TRIANGLE = ("square", "circle"), ("square", "triangle")
+TWICE, UNWEIGHTED = "--training.updates_per_rollout=2", "--objective.kl_position_weight=0"
+# Shapes, overrides, whether the anchor lies behind; passes of the anchor and of the update, of 8 each.
+LEFT_OUT = {
+    "no-spread": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none"], False, (0, 4)),
+    "no-spread-anywhere": (("circle", "circle"), ["--objective.kl_mode=none"], False, (0, 0)),
+    "fresh-anchor": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=moving"], False, (0, 4)),
+    "exact-velocity-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_velocity=exact"], False, (0, 4)),
+    "unweighted-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=fixed", UNWEIGHTED], True, (8, 4)),
+    "anchor-behind": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=moving"], True, (8, 8)),
+    "estimated-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=stepwise"], False, (0, 8)),
+    "dropped": (SQUARE_AND_TRIANGLE, ["--objective.kl_mode=dual"], True, (4, 4)),
+    "dropped-twice-updated": (SQUARE_AND_TRIANGLE, [TWICE], True, (4, 4)),
+    "twice-updated": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none", TWICE], False, (0, 4)),
+    "twice-updated-kl": (SQUARE_AND_CIRCLE, [TWICE], False, (0, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_has_no_gradient_takes_no_pass_and_changes_no_bit(
+    name: str, tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, overrides, behind, expected = LEFT_OUT[name]
+    config = tiny_run(*videos_of(tmp_path, *shapes), *overrides)
+
+    def train() -> tuple[dict[str, float], list[Tensor], dict[str, int]]:
+        with monkeypatch.context() as patch:
+            trainer = build_trainer(config)
+            if behind:
+                move_weights(trainer)
+            counts = passes(trainer, patch)
+            record = trainer.iterate()
+        state = [t.clone() for group in trainer.tensors().values() for t in group.values()]
+        return {k: v for k, v in record.items() if not k.startswith("time/")}, state, counts
+
+    record, state, counts = train()
+    assert (counts["anchor"], counts["update"]) == expected
+    monkeypatch.setattr(
+        TwoPhaseGradient,
+        "_passes",
+        lambda self, scored, wanted, positions: [(b, p) for b in range(len(scored.trajectories)) for p in positions],
+    )
+    everything = train()
+    assert everything[2]["update"] == 8
+    assert all(torch.equal(a, b) for a, b in zip(state, everything[1], strict=True))
+    assert record == everything[0]
+
+
+def test_ranks_that_keep_step_make_as_many_passes() -> None:
+    """Two ranks with two micro-batches of two videos, three positions of which the second and third are asked for."""
+    wanted = torch.zeros(8, 2, dtype=torch.bool)
+    wanted[0, 1] = wanted[1, 1] = True  # rank 0: one pass
+    wanted[4] = wanted[6, 0] = True  # rank 1: three
+    for lockstep, first, second in (
+        (False, [(0, 2)], [(0, 1), (0, 2), (1, 1)]),
+        (True, [(0, 1), (0, 2), (1, 1)], [(0, 1), (0, 2), (1, 1)]),
+    ):
+        gradient = SimpleNamespace(engine=SimpleNamespace(lockstep=lockstep))
+        found = []
+        for rank in range(2):
+            scored = ScoredRollout(
+                trajectories=[None, None],  # type: ignore[list-item]
+                all_orders=[[5, 3, 4]] * 8,
+                own=slice(4 * rank, 4 * rank + 4),
+                all_advantages=torch.ones(8),
+                all_trained=torch.ones(8, dtype=torch.bool),
+                all_weights=torch.ones(8, 3),
+            )
+            found.append(TwoPhaseGradient._passes(gradient, scored, wanted, [1, 2]))  # type: ignore[arg-type]
+            nothing = TwoPhaseGradient._passes(gradient, scored, torch.zeros_like(wanted), [1, 2])  # type: ignore[arg-type]
+            assert len(nothing) == (1 if lockstep else 0)
+        assert found == [first, second]
+
+
+# ------------------------------------------------------------------------------------------ estimates of the gradient
+
+STRONG_KL = ["--kl_weight.minimum=0.5", "--kl_weight.maximum=0.5", "--objective.kl_velocity_weight=0.7"]
+EXACT = ["--rollout.micro_batch_size=1", "--rollout.num_generations=4", "--optimizer.max_grad_norm=1e9"]
+EVERY_SDE = ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps")
+EVERY_KL = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
+
+
+class Estimates:
+    """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64, with the anchor behind."""
+
+    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch, world: World = ALONE) -> None:
+        self.trainer = build_trainer(config, world)
+        use_smooth_velocity(self.trainer, monkeypatch)
+        move_weights(self.trainer)
+        self.num_steps = len(self.trainer._kl_factors())
+
+    def scored(self, factors: Sequence[float] | None = None) -> ScoredRollout:
+        """The rollout, always the same, with a draw of positions for the KL; None is all."""
+        trainer = self.trainer
+        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor, factors or [1.0] * self.num_steps)
+        return trainer._score(trainer._rollout(), {})
+
+    def gradient(self, scored: ScoredRollout) -> tuple[Tensor, dict[str, float]]:
+        """Of all ranks."""
+        trainer, positions = self.trainer, range(scored.all_weights.shape[1])
+        trainer.gradient.measure_anchor(scored)
+        terms = trainer.gradient.accumulate(scored, positions, trainer.kl_weight.weight)
+        terms, weights, fault = gather_terms(scored, terms, positions, trainer.world)
+        assert fault is None
+        trainer.engine.clip_gradients()
+        found = torch.cat([p.grad.flatten() for p in trainer.parameters.values()])  # type: ignore[union-attr]
+        trainer.engine.zero_grad()
+        return found, update_metrics(terms, weights)
+
+    def over_positions(self) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
+        """Gradients (draws, parameters) by which half of the positions the KL counts at, the whole, and metrics."""
+        whole, metrics = self.gradient(self.scored())
+        count = self.num_steps // 2
+        draws = [
+            [self.num_steps / count if position in drawn else 0.0 for position in range(self.num_steps)]
+            for drawn in itertools.combinations(range(self.num_steps), count)
+        ]
+        assert self.trainer._kl_factors() in draws
+        found = [self.gradient(self.scored(factors)) for factors in draws]
+        return torch.stack([gradient for gradient, _ in found]), whole, [metrics, *(m for _, m in found)]
+
+    def over_pairs(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (draws, parameters) by the pairs that are drawn, how likely each draw is, and the whole."""
+        trainer, scored = self.trainer, self.scored()
+        whole, _ = self.gradient(scored)
+        pulls = step_pulls(trainer.config.objective, scored.trajectories[0].table)[torch.tensor(scored.all_orders)]
+        pulls = scored.all_advantages.abs()[:, None] * pulls
+        # What is drawn changes where the start passes the end of a pair.
+        chances = inclusion_chances(pulls[scored.all_weights > 0], count)
+        ends = chances[chances < 1].cumsum(0) % 1
+        edges = torch.cat([ends.new_zeros(1), ends.sort().values, ends.new_ones(1)])
+        edges = edges[edges.diff(append=edges.new_full((1,), 2)) > 1e-12]
+        found = []
+        for start in (edges[1:] + edges[:-1]) / 2:
+            weights = draw_pairs(scored.all_weights, pulls, count, float(start))
+            assert int((weights > 0).sum()) == count and weights.max() <= scored.all_weights.sum() / count / PAIR_FLOOR
+            found.append(self.gradient(replace(scored, all_weights=weights))[0])
+        return torch.stack(found), edges.diff(), whole
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+@pytest.mark.parametrize(
+    ("sde_type", "kl_mode"),
+    [("sage_grpo", mode) for mode in EVERY_KL if kl_uses(mode)[0]] + [(sde_type, "dual") for sde_type in EVERY_SDE[1:]],
+)
+def test_the_kl_at_a_share_of_the_steps_is_unbiased(
+    update: str, sde_type: str, kl_mode: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over all draws is the whole gradient, and so is that of the KL which the controller watches."""
+    config = tiny_run(
+        *EXACT,
+        *STRONG_KL,
+        f"--training.update={update}",
+        f"--rollout.sde_type={sde_type}",
+        f"--objective.kl_mode={kl_mode}",
+        "--objective.kl_position_fraction=0.5",
+    )
+    found, whole, (metrics, *drawn) = Estimates(config, monkeypatch).over_positions()
+    assert relative(found.mean(0), whole) < 1e-10
+    assert relative(found[0], whole) > 1e-3
+    assert sum(m["kl/position"] for m in drawn) / len(drawn) == pytest.approx(metrics["kl/position"], rel=1e-6)
+    assert all(m["ratio/mean"] == 1.0 for m in drawn)
+
+
+WEIGHTED = ["--training.pairs=weighted", "--training.pair_fraction=0.4"]
+NO_EQUALIZER = "--objective.equalizer=false"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(["--objective.kl_mode=" + mode] for mode in EVERY_KL),
+        *(["--rollout.sde_type=" + sde_type, NO_EQUALIZER] for sde_type in EVERY_SDE),
+        [NO_EQUALIZER, "--objective.ratio=ratio_norm"],
+        ["--objective.kl_position_fraction=0.5", "--training.guidance=split"],
+    ],
+    ids="-".join,
+)
+def test_weighted_pairs_are_unbiased(overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_run(*EXACT, *STRONG_KL, *overrides)
+    found, chances, whole = Estimates(config, monkeypatch).over_pairs(count=6)
+    assert float(chances.sum()) == pytest.approx(1) and len(found) > 5
+    assert relative(chances @ found, whole) < 1e-10
+    assert relative(found[0], whole) > 1e-3
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+@pytest.mark.parametrize("kl_mode", ["none", "dual"])
+def test_a_share_of_every_videos_steps_is_unbiased(
+    update: str, kl_mode: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Videos draw for themselves and their gradients add up, so it is enough that all draw alike."""
+    given = [*EXACT, *STRONG_KL, f"--training.update={update}", f"--objective.kl_mode={kl_mode}"]
+    estimates = Estimates(tiny_run(*given), monkeypatch)
+    whole, _ = estimates.gradient(estimates.scored())
+    half = Estimates(tiny_run(*given, "--training.pairs=uniform", "--training.pair_fraction=0.5"), monkeypatch)
+    found = []
+    for drawn in itertools.combinations(range(4), 2):
+        for module in (trainer_module, single_pass):
+            monkeypatch.setattr(module, "trained_steps", lambda *_, drawn=drawn: list(drawn))
+        found.append(half.gradient(half.scored())[0])
+    assert relative(torch.stack(found).mean(0), whole) < 1e-10
+    assert relative(found[0], whole) > 1e-3
+
+
+def enumerate_on_ranks(file: str, words: list[str]) -> list[Tensor]:
+    """Means over all draws of positions and of pairs, and the whole gradient."""
+    config = load_config(file, words)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        estimates = Estimates(config, monkeypatch, join(config))
+        positions, whole, _ = estimates.over_positions()
+        pairs, chances, _ = estimates.over_pairs(count=6)
+    return [positions.mean(0), chances @ pairs, whole]
+
+
+@pytest.mark.slow
+def test_both_are_unbiased_on_two_ranks(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*EXACT, *STRONG_KL, "--objective.kl_position_fraction=0.5"]
+    file = tmp_path / "given.yaml"
+    file.write_text(dump_config(tiny_run(*words)))
+    alone = Estimates(load_config(file), monkeypatch)
+    whole, _ = alone.gradient(alone.scored())
+    for found in run_ranks(enumerate_on_ranks, 2, str(file), ["--rollout.batch_size=2"]):
+        assert all(relative(gradient, whole) < 1e-10 for gradient in found)
+
+
+def test_every_draw_of_positions_is_as_likely() -> None:
+    seen = Counter(tuple(kl_factors(7, update, 4, 0.5)) for update in range(3000))
+    assert len(seen) == 6 and all(abs(count - 500) < 100 for count in seen.values())
+    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
+    assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
+    assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
+
+
+def test_pairs_are_drawn_by_their_pull_with_a_floor() -> None:
+    pulls = torch.tensor([0.0, 0.1, 0.1, 0.2, 0.6, 3.0])
+    chances = inclusion_chances(pulls, 3)
+    assert float(chances.sum()) == pytest.approx(3) and chances[5] == 1.0 and chances.max() <= 1
+    assert chances.min() >= 3 * PAIR_FLOOR / 6
+    assert chances[4] - chances[0] == pytest.approx(3 * (chances[3] - chances[0]))
+    assert inclusion_chances(pulls, 6).tolist() == inclusion_chances(pulls, 9).tolist() == [1.0] * 6
+    assert inclusion_chances(torch.zeros(4), 1).tolist() == [0.25] * 4
+
+
+def test_pairs_without_a_gradient_are_not_drawn() -> None:
+    """Two of four videos have an advantage, one is dropped; half of 3 x 4 pairs is 6."""
+    advantages, trained = torch.tensor([1.0, -2.0, 0.0, 0.0]), torch.tensor([True, True, True, False])
+    training = TrainingConfig(pairs="weighted", pair_fraction=0.5, updates_per_rollout=2)
+    for has_kl, candidates in ((False, 2), (True, 3)):
+        draws = [
+            pair_weights(advantages, trained, torch.ones(4, 4), training, has_kl=has_kl, seed=0, update=2 * rollout)
+            for rollout in range(200)
+        ]
+        for weights in draws:
+            assert not weights[candidates:].any()
+            assert [int((part > 0).sum()) for part in weights.split(2, dim=1)] == [3, 3], "of each update's positions"
+        mean = torch.stack(draws).mean(0)
+        assert torch.allclose(mean[:candidates], torch.ones_like(mean[:candidates]), atol=0.35)
+        assert not torch.equal(draws[0], draws[1])
+
+
+def test_the_update_runs_at_the_drawn_pairs(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 of 16 pairs, and the anchor at those of them where the KL counts."""
+    config = tiny_run(*EXACT, *WEIGHTED, "--objective.kl_position_fraction=0.5")
+    trainer = build_trainer(config)
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    record = trainer.iterate()
+    assert counts["update"] == 6 and 0 <= counts["anchor"] <= 6 and record["ratio/mean"] == 1.0
+
+
+def test_the_older_name_of_uniform_pairs_draws_the_same(tiny_run: MakeRun) -> None:
+    records = []
+    for words in (["timestep_fraction=0.5"], ["pairs=uniform", "pair_fraction=0.5"]):
+        trainer = build_trainer(tiny_run(*(f"--training.{word}" for word in words)))
+        records.append({k: v for k, v in trainer.iterate().items() if not k.startswith("time/")})
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pair_fraction=0.4"], "0.4 does nothing with training.pairs all. Set pairs to uniform or weighted"),
+        (["pairs=weighted", "pair_fraction=1"], "pair_fraction is 1.0, but it must be between 0 and 1"),
+        (
+            ["pairs=weighted", "timestep_fraction=0.5"],
+            "another name of training.pairs uniform .* Set timestep_fraction to 1",
+        ),
+        (
+            ["pairs=weighted", "update=single_pass"],
+            "draws by the advantage, .* Set training.pairs to uniform, or training.update to two_phase",
+        ),
+    ],
+)
+def test_choices_that_do_nothing_or_exclude_each_other_are_refused(
+    words: list[str], message: str, tiny_run: MakeRun
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_run("--rollout.micro_batch_size=1", *(f"--training.{word}" for word in words))
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+def test_the_anchor_is_measured_where_the_kl_counts(
+    update: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 videos of 4 steps, one at a time: 4 forwards of the anchor in place of 16, and 4 second backward passes."""
+    config = tiny_run(
+        "--rollout.micro_batch_size=1", f"--training.update={update}", "--objective.kl_position_fraction=0.25"
+    )
+    trainer = build_trainer(config)
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    pulled: list[int] = []
+    pull = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *given, **options: (pulled.append(len(given)), pull(*given, **options))[1]
+    )
+    trainer.iterate()
+    if update == "two_phase":
+        assert counts == {"rollout": 16, "anchor": 4, "update": 16}
+    else:
+        assert counts == {"rollout": 20, "anchor": 0, "update": 0}
+        # For c_1 a cotangent and a product, and for c_2 where it counts.
+        assert len(pulled) == 2 * (16 + 4)
+
+
+def test_a_share_of_a_kl_that_is_not_there_is_refused(tiny_run: MakeRun) -> None:
+    for mode in ("none", "stepwise"):
+        with pytest.raises(ConfigError, match=r"objective.kl_position_fraction is 0.5, but kl_mode .* set it to 1, or"):
+            tiny_run("--objective.kl_position_fraction=0.5", f"--objective.kl_mode={mode}")
+    with pytest.raises(ConfigError, match=r"objective.kl_position_fraction is 0.0; it must be in \(0, 1\]"):
+        tiny_run("--objective.kl_position_fraction=0")

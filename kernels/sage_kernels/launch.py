@@ -208,7 +208,7 @@ class LaunchTable:
 
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""
-        capability = _capability_of(device) if device and device.type == "cuda" else _capability
+        capability = torch.cuda.get_device_capability(device) if device and device.type == "cuda" else _capability
         for (largest, named), settings in self._rows:
             if (largest is None or width <= largest) and named in (None, capability):
                 return settings
@@ -242,9 +242,6 @@ def num_programs(settings: Launch, device: torch.device) -> int:
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return settings.programs_per_sm * (_multiprocessors(device) if device.type == "cuda" else _RECORDED_SMS)
-
-
-_capability_of = cache(torch.cuda.get_device_capability)
 
 
 @cache

@@ -288,7 +288,7 @@ class Trainer:
         ValueError where the samples take their steps in different orders (`training.permute_timesteps`).
         """
         self._seconds = {}
-        self.gradient.begin(0.0, None)
+        self.gradient.begin(0.0, None, self._kl_factors())
         scored = self._score(self._rollout(), {})
         if any(order != scored.orders[0] for order in scored.orders):
             raise ValueError("The gradient of single steps needs the same steps of every sample, in the same order.")

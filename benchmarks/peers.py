@@ -13,6 +13,7 @@ Letters: B batch, N video tokens, L text tokens, H heads, D head dimension.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,7 @@ from sage_fast.models.hunyuan15.velocity import velocity as policy_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
-from sage_kernels import reference
+from sage_kernels import launchers, reference
 
 Velocity = Callable[[Tensor, Tensor, PromptEmbeds], Tensor]
 """velocity(latents (1, C, F, H, W) float32, sigma (1,) float32 on the CPU, prompt) -> (1, C, F, H, W) float32."""
@@ -194,8 +195,9 @@ def plain_ops(ops: Collection[str]) -> Iterator[None]:
     """Within the context these ops of sage_kernels are their plain PyTorch twins, on any device."""
     twins = [name for op in ops for name in (op, f"{op}_backward", f"linear_{op}") if hasattr(reference, name)]
     with ExitStack() as stack:
-        for name in twins:
-            stack.enter_context(patch.object(sage_kernels, name, getattr(reference, name)))
+        for module, name in product((sage_kernels, launchers), twins):
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, getattr(reference, name)))
         yield
 
 

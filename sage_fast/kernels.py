@@ -223,8 +223,12 @@ def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
     return launchers
 
 
-def bytes_moved(function: Callable[[], object]) -> int:
-    """Bytes that PyTorch operators read and write in a call, on any device; an op of sage_kernels is one operator."""
+def bytes_moved(function: Callable[[], object], *, without: frozenset[str] = frozenset()) -> int:
+    """Bytes that PyTorch operators read and write in a call, on any device; an op of sage_kernels is one operator.
+
+    Args:
+        without: names of operators that do not count.
+    """
     from sage_kernels.tracer import count
 
-    return count(function).total
+    return count(function, without=without).total

@@ -50,17 +50,22 @@ class Traffic:
 
 
 class ByteCounter(TorchDispatchMode):
-    """Context manager that adds up the traffic of everything that runs inside it."""
+    """Context manager that adds up the traffic of everything that runs inside it.
 
-    def __init__(self) -> None:
+    Args:
+        without: names of operators that do not count.
+    """
+
+    def __init__(self, without: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.traffic = Traffic()
+        self._uncounted = _ALLOCATIONS | without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket.__name__ in _ALLOCATIONS:
+        if func.overloadpacket.__name__ in self._uncounted:
             return result
         inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
         storages = {_storage(tensor) for tensor in inputs}
@@ -100,9 +105,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(seen.values())
 
 
-def count(function: Callable[[], object]) -> Traffic:
-    """Traffic of one call."""
-    with ByteCounter() as counter:
+def count(function: Callable[[], object], *, without: frozenset[str] = frozenset()) -> Traffic:
+    """Traffic of one call, without that of some operators."""
+    with ByteCounter(without) as counter:
         function()
     return counter.traffic
 

@@ -157,6 +157,10 @@ class ModelConfig:
         """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
         return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
 
+    def decode_dtype(self, on_gpu: bool) -> str:
+        """`vae_dtype` as the name of a type of torch, which it is for `auto` too."""
+        return ("float16" if on_gpu else "float32") if self.vae_dtype == "auto" else self.vae_dtype
+
 
 @dataclass(kw_only=True)
 class VideoConfig:

@@ -118,6 +118,7 @@ class ModelDescription:
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
     decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
     decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
+    decode_traffic: (latent shape, whether in tiles, data type) -> bytes that one video moves outside products.
     decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
 
     Example: `describe_model(ModelConfig(family="..."))`
@@ -128,6 +129,7 @@ class ModelDescription:
     latent_shape: Callable[[int, int, int], tuple[int, int, int, int]]
     decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
     decode_flops: Callable[[tuple[int, int, int, int], bool], float]
+    decode_traffic: Callable[[tuple[int, int, int, int], bool, str], float] = lambda latent, tiled, dtype: 0.0
     decoder_gb: float = 0.0
     encoder_gb: float = 0.0
 

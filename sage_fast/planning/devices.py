@@ -76,6 +76,12 @@ class Device:
         predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
         return predicted, linear + attention + elementwise
 
+    def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float]:
+        """(predicted, at the ceilings) seconds of decoding, whose linear work is convolutions."""
+        convolutions = cost.linear / self.rates(dtype, "sdpa")[0]
+        elementwise = cost.elementwise / (self.bandwidth * 1e12)
+        return convolutions / CONVOLUTION_SHARE + elementwise / ELEMENTWISE_SHARE, convolutions + elementwise
+
 
 _HOPPER_ATTENTION = {"cudnn": (595.0, 516.0), "flash3": (648.0, 561.0), "flash2": (370.0, 322.0)}
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import ModelConfig, RunConfig
 from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
-from sage_fast.planning.devices import CONVOLUTION_SHARE, DEVICES, Device
+from sage_fast.planning.devices import DEVICES, Device
 from sage_fast.planning.layout import Layout, plan_layout
 from sage_fast.planning.memory import (
     CUDA_RUNTIME,
@@ -287,10 +287,8 @@ def make_plan(
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     visited = visits(config)
-    decoding = description.decoding(held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
-    decode_flops = description.decode_flops(held.latent, decoding.tiled)
-    in_tiles = description.decoding(evaluated, config.evaluation.batch_size, config.model, on_gpu).tiled
-    evaluation_decode_flops = description.decode_flops(evaluated, in_tiles)
+    tiled, decode = _decoding(description, device, held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
+    _, decode_evaluated = _decoding(description, device, evaluated, config.evaluation.batch_size, config.model, on_gpu)
     exchanges = Counter(
         config,
         layout,
@@ -310,13 +308,32 @@ def make_plan(
         device=device,
         forward=forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens),
         visits=visited,
-        phases=_phases(config, device, weights, calls, visited, decode_flops, layout, exchanges),
+        phases=_phases(config, device, weights, calls, visited, decode, layout, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, alone, visited, decode_flops, Layout(), ()),
-        seconds_per_evaluation=_evaluation_seconds(config, device, calls, evaluation_decode_flops, layout, exchanges),
+        alone=_phases(config, device, weights, alone, visited, decode, Layout(), ()),
+        seconds_per_evaluation=_evaluation_seconds(
+            config, device, calls, decode_evaluated.predicted, layout, exchanges
+        ),
         checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
-        tiled=decoding.tiled,
+        tiled=tiled,
     )
+
+
+def _decoding(
+    description: ModelDescription,
+    device: Device,
+    latent: tuple[int, int, int, int],
+    videos: int,
+    model: ModelConfig,
+    on_gpu: bool,
+) -> tuple[bool, Phase]:
+    """Whether a video is decoded in tiles, and what that costs the GPU that decodes it."""
+    tiled, dtype = description.decoding(latent, videos, model, on_gpu).tiled, model.decode_dtype(on_gpu)
+    cost = Cost(
+        linear=description.decode_flops(latent, tiled), elementwise=description.decode_traffic(latent, tiled, dtype)
+    )
+    predicted, bound = device.decode_seconds(cost, dtype)
+    return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
 
 
 def _tokens(description: ModelDescription, latent: tuple[int, int, int, int]) -> int:
@@ -337,7 +354,7 @@ def _phases(
     weights: Weights,
     calls: Calls,
     visited: Visits,
-    decode_flops: float,
+    decode: Phase,
     layout: Layout,
     exchanges: Sequence[Exchange],
 ) -> tuple[Phase, ...]:
@@ -368,20 +385,17 @@ def _phases(
     held = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
     elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * held
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
-    rate = device.rates("bfloat16" if model.vae_dtype != "float32" else "float32", "sdpa")[0]
     # The ranks that share videos decode and score a share of them each, once all are sampled.
-    videos = config.rollout.batch_size
     in_turn = math.ceil(videos / layout.sp) / videos
-    decode = decode_flops * in_turn / rate
     scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
     scoring += waiting("reward")
     return (
         phase("rollout", rollout, fetching if config.training.update == "single_pass" else 0.0),
-        Phase(
-            name="decode",
-            cost=Cost(linear=decode_flops * in_turn),
-            predicted=decode / CONVOLUTION_SHARE,
-            bound=decode,
+        replace(
+            decode,
+            cost=decode.cost.times(in_turn),
+            predicted=decode.predicted * in_turn,
+            bound=decode.bound * in_turn,
         ),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring, waiting=waiting("reward")),
         phase("anchor", anchor),
@@ -412,7 +426,7 @@ def _evaluation_seconds(
     config: RunConfig,
     device: Device,
     calls: Calls,
-    decode_flops: float,
+    decode_seconds: float,
     layout: Layout,
     exchanges: Sequence[Exchange],
 ) -> float | None:
@@ -423,9 +437,8 @@ def _evaluation_seconds(
     steps = config.evaluation_steps
     forward, _ = device.seconds(calls.evaluation, compute_dtype(config), config.model.attention)
     in_turn = math.ceil(batches * section.batch_size / layout.sp)
-    decode = in_turn * decode_flops / (device.matmul * 1e12) / CONVOLUTION_SHARE
     waiting = sum(e.exposed(device) for e in exchanges if e.phase == "evaluation")
-    return batches * steps * forward + decode + waiting
+    return batches * steps * forward + in_turn * decode_seconds + waiting
 
 
 def resident_bytes() -> int:

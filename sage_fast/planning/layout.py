@@ -18,6 +18,15 @@ NODE_SIZE = 8
 
 GroupName = Literal["sp", "weights", "replicas", "all"]
 
+CHANNELS, NETWORK_CHANNELS = 32, 2
+"""Channels of a communicator, and of an exchange with a rank of another node. NCCL takes two per NVLink as a power of
+two: 32 were seen between each two of eight H100s (NVIDIA/nccl, issue 1685); two per peer is its default over a network.
+Other GPUs are taken to have as many."""
+
+CONNECTION = 12 * 2**20
+"""Bytes of GPU memory for one peer and channel, to receive and to send: the 10 MiB and 2 MiB that the issue lists. The
+former is NCCL_BUFFSIZE of 4 MiB, 4.7 MiB of protocol LL128 and 0.5 MiB of LL (defaults in src/init.cc), rounded up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -65,6 +74,18 @@ class Layout:
         """The groups that communicate, by name."""
         names: tuple[GroupName, ...] = ("sp", "weights", "replicas", "all")
         return {name: self._group(name) for name in names}
+
+    @property
+    def communication_buffers(self) -> float:
+        """Bytes that NCCL keeps on each GPU, from the first collective on; assumed, from its defaults.
+
+        Each group of several ranks is a communicator, with a ring and a tree: two neighbours in both. An all-to-all,
+        within `sp`, has connections of its own to every peer. NVLink SHARP's buffers are not counted.
+        """
+        communicators = sum(group.ranks > 1 for group in self.groups.values())
+        videos = self.groups["sp"]
+        to_peers = CHANNELS * (videos.local - 1) + NETWORK_CHANNELS * (videos.ranks - videos.local)
+        return float(CONNECTION * (2 * CHANNELS * communicators + to_peers))
 
     def _group(self, name: GroupName) -> Group:
         """The worst case over all groups of a name."""

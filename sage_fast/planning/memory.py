@@ -2,7 +2,7 @@
 
 Exact: weights, adapters, gradients, optimizer state, copies, accumulators, trajectories (counted), and what graphs keep
 and what works beside them (traced on the meta device). Taken from elsewhere: weights beside the transformer, what
-decoding and scoring need, the runtime, and a reserve for fragmentation.
+decoding and scoring need, the runtime, NCCL's buffers, and a reserve for fragmentation.
 
 With weights over R ranks (`distributed/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
 gradients, optimizer state, anchor and average. With P ranks per video each computes n = N / P video tokens and all text
@@ -185,6 +185,7 @@ class PhaseMemory:
     """
 
     runtime: float = 0.0
+    communication_buffers: float = 0.0
     reward_models: float = 0.0
     prompt_encoder: float = 0.0
     transformer: float = 0.0
@@ -285,6 +286,8 @@ def plan_memory(
     resident = replace(
         _resident(config, description, on_gpu=on_gpu, weights=weights, layout=layout, gathered=gathered),
         runtime=runtime,
+        # From the check of the collectives on, after prompts are encoded.
+        communication_buffers=layout.communication_buffers if on_gpu else 0.0,
         reward_models=rewards.models,
         reward_tables=rewards.tables,
         video_decoder=description.decoder_gb * GB,

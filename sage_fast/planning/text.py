@@ -7,6 +7,7 @@ from typing import Any
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
+from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
@@ -90,7 +91,7 @@ SUMMARY = {
     "prompt encoder": ("prompt_encoder",),
     "VAE": ("video_decoder",),
     "rewards": ("reward_models", "reward_tables"),
-    "runtime": ("runtime",),
+    "runtime": ("runtime", "communication_buffers"),
     "activations": ("kept_activations",),
     "working set": ("working_set", "tables", "optimizer_step", "fragmentation"),
     "decoding": ("decoding",),
@@ -230,7 +231,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
         f"reached of them: products {LINEAR_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, elementwise "
-        f"{ELEMENTWISE_SHARE:.0%}, decoding {CONVOLUTION_SHARE:.0%}",
+        f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
     ]
     if plan.visits.anchor:
         share = anchor_share(config.training, config.objective.kl_mode)
@@ -265,6 +266,8 @@ def _several(plan: Plan) -> Iterator[str]:
     if plan.gpus > layout.node:
         fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
     yield f"{fabric}; latencies of NCCL's rings"
+    if plan.device.link:
+        yield f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks"
     if plan.gathered.sharded:
         kept = {
             "never": "gathered for every forward and backward",

@@ -49,6 +49,7 @@ def small(*overrides: str, gpus: int) -> Plan:
         text_tokens=TEXT,
         decoding=lambda latent, videos, model, on_gpu: Decoding(peak_bytes=0.0),
         decode_flops=lambda latent, tiled: 0.0,
+        decode_traffic=lambda latent, tiled, dtype: 0.0,
         decoder_gb=0.0,
         encoder_gb=0.0,
     )
@@ -327,6 +328,42 @@ def test_a_wide_ring_is_slower_than_a_replica_per_node() -> None:
         small(*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=8", gpus=64),
     )
     assert nodes.weak_scaling > flat.weak_scaling
+
+
+MIB = 2**20
+RING_AND_TREE = 2 * 32 * 12 * MIB
+"""Two neighbours, 32 channels, 10 MiB to receive and 2 MiB to send."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "communicators", "channels_to_peers"),
+    [
+        (Layout(), 0, 0),
+        (Layout(replicate=8), 2, 0),  # all ranks, the replicas
+        (Layout(sp=8), 3, 7 * 32),  # all ranks, those of the video, the shards
+        (Layout(sp=16), 3, 7 * 32 + 8 * 2),  # half of them in another node
+        (Layout(replicate=8, shard=4, sp=2), 4, 32),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.replicate}x{value.shard}x{value.sp}",
+)
+def test_every_group_of_ranks_is_a_communicator(layout: Layout, communicators: int, channels_to_peers: int) -> None:
+    expected = communicators * RING_AND_TREE + channels_to_peers * 12 * MIB
+    assert layout.communication_buffers == expected
+
+
+def test_communication_buffers_are_on_every_gpu_once_ranks_communicate() -> None:
+    """Reported, each with what else the first call takes: 0.7 GB for a group of A100s, 3.3 GB for eight H100s'
+    all-to-all.
+    """
+    assert 688e6 < Layout(replicate=4).communication_buffers / 2 < 1.5 * 688e6
+    eight = Layout(sp=8).communication_buffers - 2 * RING_AND_TREE
+    assert eight == pytest.approx(3.28e9, rel=0.15)
+    alone, several = small(gpus=1), small("--distributed.sp=2", gpus=4)
+    for name, phase in several.memory.phases.items():
+        assert phase.communication_buffers == (0 if name == "encode" else several.layout.communication_buffers)
+        assert phase.communication_buffers <= phase.total
+    assert not any(phase.communication_buffers for phase in alone.memory.phases.values())
+    assert "communication buffers" in to_text(several, []) and "communication buffers" not in to_text(alone, [])
 
 
 # ------------------------------------------------------------------------------------------ degrees, command, advice

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLHunyuanVideo15
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast import accelerate
@@ -20,8 +21,17 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
+from sage_fast.models.hunyuan15.description import (
+    HUNYUAN_VIDEO_15,
+    _published_decoder,
+    decode_traffic,
+    published_model,
+    vae_decode_flops,
+    vae_decode_traffic,
+)
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_decoding
@@ -33,6 +43,7 @@ from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
 from sage_fast.planning.weights import count_weights
 from sage_fast.planning.work import anchor_share, forward_work, unused_work, visits
 from sage_fast.records import PromptEmbeds
+from tests.tiny.checkpoints import VAE
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,6 +263,57 @@ def test_seconds_are_work_over_ceilings() -> None:
     assert found.videos_per_gpu_hour == pytest.approx(3600 / found.seconds_per_video)
     # The anchor is behind in nine of ten rollouts.
     assert by_name["anchor"].predicted == pytest.approx(0.9 * by_name["rollout"].predicted)
+
+
+def test_decoding_takes_the_time_of_its_products_and_of_its_bytes() -> None:
+    """In the rollout and in an evaluation, in the type that is decoded in."""
+    found = small_plan("--evaluation.height=128", "--evaluation.width=192")
+    decode = next(phase for phase in found.phases if phase.name == "decode")
+    flops, moved = vae_decode_flops(found.latent, False), vae_decode_traffic(found.latent, False, "float16")
+    assert (decode.cost.linear, decode.cost.elementwise) == (flops, moved) and moved > 0
+    assert decode.bound == pytest.approx(flops / 798e12 + moved / 3.0e12)
+    assert decode.predicted == pytest.approx(flops / 798e12 / 0.5 + moved / 3.0e12 / 0.8)
+    assert vae_decode_traffic(found.latent, False, "float32") > 1.2 * moved, "half the size, but for what is computed in float32"
+
+    silent = replace(found.description, decode_traffic=lambda latent, tiled, dtype: 0.0)
+    without = make_plan(found.config, found.device, description=silent, sizes={})
+    assert found.seconds_per_evaluation and without.seconds_per_evaluation
+    section = found.config.evaluation
+    videos = estimate._evaluation_batches(found.config, Layout()) * section.batch_size
+    larger = vae_decode_traffic((32, 3, 8, 12), False, "float16")
+    saved = found.seconds_per_evaluation - without.seconds_per_evaluation
+    assert saved == pytest.approx(videos * larger / 3.0e12 / 0.8)
+
+
+def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
+    """Of a small autoencoder: the trace is what a decode on the CPU moves, less what its convolutions and attention
+    read and write.
+    """
+    latents = torch.randn(1, VAE["latent_channels"], 3, 4, 3)
+    decoder = VAEDecoder(AutoencoderKLHunyuanVideo15(**VAE))
+    with torch.device("meta"):
+        traced = VAEDecoder(AutoencoderKLHunyuanVideo15(**VAE))
+    products = []
+
+    def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        products.append(sum(tensor.nbytes for tensor in (*inputs, *module.parameters(), output)))
+
+    for module in decoder.vae.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
+            module.register_forward_hook(add)
+    tokens, width = 3 * 4 * 3, VAE["block_out_channels"][-1]
+    products.append(4 * (2 * tokens * width + tokens**2) + 4 * (tokens**2 + 2 * tokens * width))
+    decoder.forget_masks()
+    with torch.no_grad():
+        others = bytes_moved(lambda: decoder.vae.decode(latents)) - sum(products)
+    assert decode_traffic(traced, latents.to("meta")) == decode_traffic(decoder, latents) == others
+
+
+def test_bytes_of_decoding_in_tiles_are_those_of_the_tiles() -> None:
+    decoder, latent = _published_decoder("float16"), (32, 3, 18, 24)
+    decoder.vae.use_tiling = True
+    whole = decode_traffic(decoder, torch.empty(1, *latent, dtype=torch.float16, device="meta"))
+    assert vae_decode_traffic(latent, True, "float16") == pytest.approx(whole, rel=2e-3)
 
 
 def test_single_pass_without_a_kl_saves_a_forward() -> None:

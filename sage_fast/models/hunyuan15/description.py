@@ -1,15 +1,17 @@
 """What is known of a HunyuanVideo-1.5 before it is loaded: the planner's view of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.schema import ModelConfig
+from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, ModelDescription
 from sage_fast.models.hunyuan15.requirements import model_folder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
@@ -44,20 +46,25 @@ VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
 encoder, 0.22 B in float32."""
 
 
+PRODUCTS = frozenset({"convolution", "bmm"})
+"""Operators of the decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
+
+
 @cache
-def _published_decoder() -> VAEDecoder:
+def _published_decoder(dtype: str = "float32") -> VAEDecoder:
     """The published video autoencoder without memory for its weights."""
     with torch.device("meta"):
-        return VAEDecoder(AutoencoderKLHunyuanVideo15())
+        decoder = VAEDecoder(AutoencoderKLHunyuanVideo15())
+    for parameter in decoder.vae.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    return decoder
 
 
 def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
     """Cost of decoding a micro-batch as `VAEDecoder` does it: as many videos at once as the budget allows, or tiles."""
-    decoder = _published_decoder()
+    decoder = _published_decoder(model.decode_dtype(on_gpu))
     size = latent[1], latent[2], latent[3]
-    half = on_gpu if model.vae_dtype == "auto" else model.vae_dtype != "float32"
-    # `decode_bytes` counts in the autoencoder's type, which is float32 on the meta device.
-    whole = decode_bytes(decoder.vae, size) * (0.5 if half else 1.0)
+    whole = float(decode_bytes(decoder.vae, size))
     together, tile = 1, whole
     if model.decode_limit_gib is not None:
         together = min(videos, int(model.decode_limit_gib * 2**30 / whole))
@@ -69,20 +76,30 @@ def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelCon
 
 def vae_decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> float:
     """FLOPs that torch counts in decoding one video, on the meta device: 813e12 for 81 frames of 480x832, whole."""
+    return float(sum(map(_decode_flops, _decoded_parts(latent, tiled))))
+
+
+def vae_decode_traffic(latent: tuple[int, int, int, int], tiled: bool, dtype: str) -> float:
+    """Bytes that decoding one video reads and writes outside its products: 2.5e12 for 81 frames of 480x832 in float16.
+
+    Traced on the meta device; blending the tiles, less than a part in a thousand, is not counted.
+    """
+    return float(sum(_decode_traffic(part, dtype) for part in _decoded_parts(latent, tiled)))
+
+
+def _decoded_parts(latent: tuple[int, int, int, int], tiled: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Shapes that the decoder is called with: the whole latent, or its tiles."""
     vae = _published_decoder().vae
     channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
     if not tiled:
-        return _decode_flops((channels, frames, height, width))
+        yield channels, frames, height, width
+        return
     rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
     # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
     row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
-    return float(
-        sum(
-            _decode_flops((channels, frames, min(rows, height - top), min(columns, width - left)))
-            for top in range(0, height, row_step)
-            for left in range(0, width, column_step)
-        )
-    )
+    for top in range(0, height, row_step):
+        for left in range(0, width, column_step):
+            yield channels, frames, min(rows, height - top), min(columns, width - left)
 
 
 @cache
@@ -94,6 +111,20 @@ def _decode_flops(latent: tuple[int, int, int, int]) -> int:
     return int(counter.get_total_flops())
 
 
+@cache
+def _decode_traffic(latent: tuple[int, int, int, int], dtype: str) -> int:
+    decoder = _published_decoder(dtype)
+    decoder.vae.use_tiling = False
+    return decode_traffic(decoder, torch.empty(1, *latent, device="meta", dtype=getattr(torch, dtype)))
+
+
+@torch.no_grad()
+def decode_traffic(decoder: VAEDecoder, latents: Tensor) -> int:
+    """Bytes that one call of the autoencoder's decoder reads and writes outside its products, its mask included."""
+    decoder.forget_masks()
+    return bytes_moved(lambda: decoder.vae.decode(latents), without=PRODUCTS)
+
+
 def published_model(**changes: Any) -> ModelDescription:
     """The published HunyuanVideo-1.5, with other values for some fields of the description."""
     fields: dict[str, Any] = {
@@ -102,6 +133,7 @@ def published_model(**changes: Any) -> ModelDescription:
         "latent_shape": _published_decoder().latent_shape,
         "decoding": vae_decoding,
         "decode_flops": vae_decode_flops,
+        "decode_traffic": vae_decode_traffic,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,
     }

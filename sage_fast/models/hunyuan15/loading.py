@@ -92,7 +92,6 @@ def load_components(model: ModelConfig) -> Components:
     files = model_files(found, cache)
     dtype = getattr(torch, model.dtype)
     on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
-    vae_dtype = ("float16" if on_gpu else "float32") if model.vae_dtype == "auto" else model.vae_dtype
     transformer, weights = open_transformer(files.transformer)
     without_memory(transformer, dtype)
     return Components(
@@ -108,7 +107,7 @@ def load_components(model: ModelConfig) -> Components:
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
         video_decoder=VAEDecoder(
-            _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, vae_dtype)),
+            _load(AutoencoderKLHunyuanVideo15, files.vae, getattr(torch, model.decode_dtype(on_gpu))),
             memory_gib=model.decode_limit_gib,
         ),
         guidance_distilled=found.guidance_distilled,

@@ -106,7 +106,11 @@ class VAEDecoder:
         try:
             return torch.cat([_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
         finally:
-            self._cached_mask.cache_clear()
+            self.forget_masks()
+
+    def forget_masks(self) -> None:
+        """Free what tiles and samples of a decode share."""
+        self._cached_mask.cache_clear()
 
     @torch.no_grad()
     def decode_plainly(self, latents: Tensor) -> Tensor:

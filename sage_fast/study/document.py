@@ -21,7 +21,7 @@ Written by `sage-fast reproduce` from `results/reproduction.jsonl`; to change a 
 The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers, the gradient equalizer and the KL, where the data
 manifold is known: in the built-in world of rendered videos, with its base model or, for Figure 2, with the exact policy
 ([algorithm.md](algorithm.md), section 5). What holds here need not hold for an 8.3 B model; what is refuted here is
-refuted as a general statement. `sage-fast reproduce --config configs/hv15_480p_lora_8gpu.yaml` has the same table for
+refuted as a general statement. `sage-fast reproduce --config hv15_480p_lora_8gpu` has the same table for
 a cluster.
 
 **Verdicts.** *Confirmed* and *refuted*: the difference is told apart from zero at 5 %, after Holm's adjustment over the

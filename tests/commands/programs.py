@@ -126,7 +126,7 @@ def _check_own(arguments: list[str]) -> None:
     if options.command == "reproduce":
         load_config(files or DEFAULT_CONFIG, overrides)
         return
-    if files and not files[0].startswith("runs/"):
+    if files and not f"{files[0]}/".startswith("runs/"):
         load_config(files, overrides)
     else:
         assert files or options.command == "doctor"

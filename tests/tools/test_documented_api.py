@@ -104,6 +104,5 @@ def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
     small = ["--rollout.batch_size=32", "--evaluation.num_prompts=4"]
     call(*program, "train", "toy_cpu", "--training.num_updates=1", *small)
     call(*program, "evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200")
-    (empty / "mine.txt").write_text("a red circle moving left\n")
-    call(*program, "generate", "runs/toy_cpu", "--prompts=mine.txt", "--output=videos")
+    call(*program, "generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos")
     assert (empty / "videos/00-a-red-circle-moving-left.mp4").exists() and (empty / "scores/evaluation.html").exists()

@@ -186,10 +186,10 @@ def measure_kernels() -> dict[str, float]:
 
 
 def measure_host() -> dict[str, float]:
-    """What a block takes of the Python thread."""
+    """Calls that a block makes in the Python thread."""
     found: dict[str, float] = {}
     for trained in get_args(host.Trained):
-        forward, backward = host.block_views(trained)
+        forward, backward = host.block_calls(trained)
         found |= {f"host.forward/{trained}": forward, f"host.backward/{trained}": backward}
     return found
 

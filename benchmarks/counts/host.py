@@ -1,11 +1,12 @@
-"""Time that one block takes of the Python thread, launches left out: a GPU waits for it where blocks are short.
+"""Calls that one block makes in the Python thread, launches left out: a GPU waits for it where blocks are short.
 
-Measured on a CPU with a block of one head and a few tokens, so that a product costs no more than its call. Kernels and
-attention are not run: where Triton or the library would take over, nothing happens. The unit is the time of a cheap
-call of PyTorch, `Tensor.view`, so that the machine matters little; it was 0.9 us where the limits were measured.
+Counted on a CPU with a block of one head and a few tokens. Kernels and attention are not run: where Triton or the
+library would take over, nothing happens. A call of a function, in Python or in C, takes 0.5 to 1 us on a server's core;
+unlike the time, the number of calls is the same on every machine and under any load.
 """
 
-import time
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 from unittest import mock
@@ -26,14 +27,10 @@ Trained = Literal["nothing", "lora"]
 """Which weights need gradients."""
 HEAD_DIM, TOKENS, TEXT = 8, 24, 4
 """One head; tokens enough for the wide form of low-rank updates (`projection.room_for_low`)."""
-REPEATS = 200
 
 
-def block_views(trained: Trained) -> tuple[float, float]:
-    """CPU time of the forward and of the backward pass of a block in the middle, with `selective` checkpointing.
-
-    The fastest of `REPEATS` over the fastest view, so that the machine and what else it does change little.
-    """
+def block_calls(trained: Trained) -> tuple[int, int]:
+    """Calls of the forward and of the backward pass of a block in the middle, with `selective` checkpointing."""
     config = TINY | {"num_attention_heads": 1, "attention_head_dim": HEAD_DIM, "rope_axes_dim": (2, 2, 4)}
     transformer = HunyuanVideo15Transformer3DModel(**config | {"num_layers": 3}).requires_grad_(False)
     if trained == "lora":
@@ -59,18 +56,26 @@ def block_views(trained: Trained) -> tuple[float, float]:
         mock.patch.object(common, "POISON_EMPTY", False),
         mock.patch.multiple(LIBRARIES["sdpa"], forward=attend, backward=attend_backward),
     ):
-        cotangents = [torch.ones_like(output) for output in forward()]
-        view = _fastest(lambda: (lambda: [x.view(1, -1) for _ in range(100)], ())) / 100
-        backward = _fastest(lambda: (torch.autograd.backward, (forward(), cotangents)))
-        return _fastest(lambda: (forward, ())) / view, backward / view
+        outputs = forward()  # what is made once, such as tables, is not counted
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        outputs, forward_calls = _counted(forward)
+        cotangents = [torch.ones_like(output) for output in outputs]
+        return forward_calls, _counted(lambda: torch.autograd.backward(outputs, cotangents))[1]
 
 
-def _fastest(prepare: Callable[[], tuple[Callable[..., Any], Any]]) -> float:
-    """CPU seconds of the call that `prepare` makes ready, the fewest of `REPEATS`."""
-    found = []
-    for _ in range(REPEATS):
-        function, arguments = prepare()
-        start = time.process_time()
-        function(*arguments)
-        found.append(time.process_time() - start)
-    return min(found)
+def _counted(function: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a function and the calls, in Python and in C, that it made."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()  # finalizers of other objects would be counted
+    sys.setprofile(count)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return result, calls

@@ -339,10 +339,9 @@ def _refuse_cpu(config: RunConfig, allowed: bool) -> None:
     if allowed or rank_device(config.model.device).type != "cpu":
         return
     try:
-        description = describe_model(config.model)
-    except ConfigError:
-        return  # nothing is known of its size before it is loaded
-    count = count_weights(config, description.transformer).total
+        count = count_weights(config, describe_model(config.model).transformer).total
+    except ValueError:  # ConfigError among them
+        return  # what is wrong with the model or its adapters is said when it is loaded
     if count > MOST_ON_CPU:
         raise ConfigError(
             f"The model has {count / 1e9:.1f} billion parameters and would run on a CPU (model.device is "

@@ -127,7 +127,7 @@ def test_a_saved_configuration_means_the_same_files_anywhere(tmp_path: Path, mon
     [
         ("kl_none", "Did you mean ablations/kl_none?"),
         ("configs/toy_cpu.yaml", "Did you mean toy_cpu?"),
-        ("toycpu", "Did you mean toy_cpu?"),
+        ("toycpu", "Did you mean toy_cpu or study_cpu?"),
         ("mine.yaml", "`sage-fast configs` lists the presets"),
     ],
 )

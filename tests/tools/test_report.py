@@ -327,7 +327,7 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "scores"
-    file = tmp_path / "brightness.py"
+    file = tmp_path / "brightness_of_report.py"
     file.write_text(
         "class Brightness:\n"
         "    def score(self, videos, prompts):\n"
@@ -339,11 +339,11 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
     try:
         adapter = run / "checkpoints/update-000002/lora"
         command = ["evaluate", str(run), "--lora", str(adapter), "--output", str(output), "--rewards",
-                   "brightness:Brightness"]  # fmt: skip
+                   "brightness_of_report:Brightness"]  # fmt: skip
         assert main(command) == 0
     finally:
         sys.path.remove(str(tmp_path))
-        sys.modules.pop("brightness", None)
+        sys.modules.pop("brightness_of_report", None)
     tree = json.loads((output / "evaluation.json").read_text())
     assert "brightness" in [s["name"] for s in tree["scores"]] and "brightness" not in tree["weights"]
     # The adapter of the checkpoint is the checkpoint.

@@ -31,7 +31,7 @@ MODES = [
 OPTIONS = [
     ["--training.mode=full"],
     ["--objective.kl_mode=none", "--lora.target_modules=[attn.to_q,attn.to_k]"],
-    ["--objective.ratio=ratio_norm"],
+    ["--objective.ratio=ratio_norm", "--objective.equalizer=false"],
     ["--objective.ratio=bias_corrected", "--objective.kl_velocity=exact"],
     ["--objective.logprob=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
 ]

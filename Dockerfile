@@ -12,7 +12,7 @@ RUN apt-get update \
 ENV PATH=/opt/venv/bin:$PATH HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton
 RUN python3 -m venv /opt/venv && mkdir -p /cache
 
-WORKDIR /work
+WORKDIR /app
 COPY . .
 # Versions are those of setup.py, which is the one place that names them.
 RUN pip install --no-cache-dir ".[eval,deepspeed,logging]"

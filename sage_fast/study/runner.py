@@ -27,6 +27,7 @@ from sage_fast.config.registry import EXACT_POLICIES
 from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
+from sage_fast.run.progress import format_seconds
 from sage_fast.run.provenance import describe_environment
 from sage_fast.study.experiments import EXPERIMENTS, Experiment, needs_probe, probe
 from sage_fast.study.findings import COST, Finding, Findings, made_with
@@ -133,7 +134,7 @@ class _Pace:
         done = self.estimated + sum(job.seconds * job.share_done() for job in jobs)
         elapsed = time.monotonic() - self.began
         seconds = todo * elapsed / done if done and elapsed > REPORT_EVERY else todo / processes
-        return f"; about {duration(seconds)} left"
+        return f"; about {format_seconds(seconds)} left"
 
 
 class _Interrupts:
@@ -186,14 +187,6 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
 
 def _tail(log: Path) -> str:
     return "\n".join(f"    {line}" for line in log.read_text("utf-8", errors="replace").splitlines()[-TAIL:])
-
-
-def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3 h 5 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 # ------------------------------------------------------------------------------------------------ a study
@@ -265,7 +258,7 @@ class Study:
             return outcome
         trainings = self.training_jobs(missing)
         seconds = sum(job.seconds * (1 - job.share_done()) for job in trainings) / processes
-        estimate = f" (about {duration(seconds)} by the measured speed)" if seconds else ""
+        estimate = f" (about {format_seconds(seconds)} by the measured speed)" if seconds else ""
         return run(trainings, f"{len(trainings)} trainings{estimate}")
 
     def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:

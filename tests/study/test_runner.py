@@ -19,7 +19,7 @@ from sage_fast.study.document import render
 from sage_fast.study.drawings import draw_experiment
 from sage_fast.study.experiments import ARMS, EXPERIMENTS, Experiment, probe
 from sage_fast.study.findings import COST, Finding, Findings, read_findings
-from sage_fast.study.runner import Job, Study, duration, run_jobs
+from sage_fast.study.runner import Job, Study, run_jobs
 from sage_fast.study.trainings import Training, Trainings
 from sage_fast.tools.curves import to_png, to_svg
 from tests.made_runs import make_run
@@ -73,10 +73,6 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
     thread.join()
     assert outcome.stopped and not outcome.failed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "logs", "saved-a", "saved-b"]
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (40, 720, 11_100)] == ["40 s", "12 min", "3 h 5 min"]
 
 
 # ------------------------------------------------------------------------------------------ trainings

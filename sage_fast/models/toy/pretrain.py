@@ -112,7 +112,7 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
         torch.set_num_threads(threads)
     recent = losses[-50:]
     metadata = {
-        "command": f"{MODULE_COMMAND} --steps {config.steps} --seed {config.seed} --output {output}",
+        "command": f"{MODULE_COMMAND} --steps {config.steps} --seed {config.seed} --output DIR",
         **{name: str(value) for name, value in asdict(config).items()},
         "torch_version": torch.__version__,
         "loss_last_50_steps": f"{sum(recent) / len(recent):.5f}",
@@ -127,7 +127,7 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
     return losses
 
 
-def _caption_table(wrong: float) -> Tensor:
+def shown_by_caption(wrong: float) -> Tensor:
     """What the videos of a caption show: float32 (120, 120), row = caption, column = what is shown, rows sum to 1."""
     captions = all_captions()
     table = torch.zeros(len(captions), len(captions))
@@ -152,7 +152,7 @@ class _Data:
         manifold = manifold_for(NUM_FRAMES, HEIGHT, WIDTH)
         self.latents = PatchCodec().encode(manifold.videos)
         self.policy = ExactPolicy(self.latents)
-        self.table = _caption_table(config.wrong_captions)
+        self.table = shown_by_caption(config.wrong_captions)
         self.unconditional = len(self.table)
         self.positions = len(self.latents) // len(self.table)
         anything = torch.full((1, len(self.table)), 1 / len(self.table))

@@ -1,6 +1,7 @@
 """The shipped checkpoint loads and says how it was made; pretraining reproduces."""
 
 import json
+import operator
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (
     ASSETS,
     CONFIG_NAME,
@@ -19,8 +21,9 @@ from sage_fast.models.toy.components import (
     read_metadata,
     stored_parameters,
 )
-from sage_fast.models.toy.pretrain import MODULE_COMMAND, PretrainConfig, main, pretrain
+from sage_fast.models.toy.pretrain import MODULE_COMMAND, PretrainConfig, main, pretrain, shown_by_caption
 
+WORDS = [(caption.colour, caption.shape, caption.motion) for caption in all_captions()]
 TINY = PretrainConfig(steps=3, seed=1, batch_size=4)
 
 
@@ -44,11 +47,9 @@ def test_the_shipped_checkpoint_loads():
 
 def test_the_shipped_checkpoint_says_how_it_was_made():
     metadata = read_metadata()
-    options = f"--steps {metadata['steps']} --seed {metadata['seed']} --output "
-    # The module had another place when the file was made; MADE_BY.md says what reproduces it today.
-    assert metadata["command"] == f"python -m sage_fast.toy.pretrain {options}sage_fast/toy/assets"
-    today = f"{MODULE_COMMAND} {options}sage_fast/models/toy/assets"
-    assert today in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
+    command = f"{MODULE_COMMAND} --steps {metadata['steps']} --seed {metadata['seed']} --output "
+    assert metadata["command"] == f"{command}DIR"
+    assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
     default = PretrainConfig()
     for name in PretrainConfig.__dataclass_fields__:
         assert metadata[name] == str(getattr(default, name)), name
@@ -88,10 +89,20 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_learning_rate_warms_up_and_decays():
-    config = PretrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
-    rates = [config.learning_rate_at(step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(0.91)
-    assert rates[-1] == pytest.approx(0.01)
+    config = PretrainConfig(steps=100, warmup_steps=10, decay_share=0.5)
+    rates = [config.rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[10:50] == [1.0] * 40
+    assert rates[75] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.02)
+
+
+def test_wrong_captions_differ_in_one_attribute():
+    captions = all_captions()
+    shares = shown_by_caption(0.35)
+    assert torch.allclose(shares.sum(1), torch.ones(len(captions)))
+    differing = torch.tensor([[sum(map(operator.ne, one, other)) for other in WORDS] for one in WORDS])
+    for count, share in ((0, 0.65), (1, 0.35), (2, 0.0), (3, 0.0)):
+        found = torch.where(differing == count, shares, 0).sum(1)
+        assert torch.allclose(found, torch.full_like(found, share), atol=1e-6), count
 
 
 @pytest.mark.parametrize(
@@ -100,9 +111,11 @@ def test_learning_rate_warms_up_and_decays():
         {"steps": 0},
         {"batch_size": 0},
         {"num_threads": 0},
-        {"num_threads": 0},
         {"shift": 0.0},
+        {"knee": 0.0},
         {"caption_dropout": 1.5},
+        {"wrong_captions": -0.1},
+        {"path_steps": (9, 8)},
     ],
     ids=str,
 )

@@ -60,14 +60,15 @@ class PretrainConfig:
     caption_dropout: float = 0.1
     """Share of latents whose caption is replaced by the unconditional prompt."""
     shift: float = 3.0
-    """Timestep shift: sigma = shift u / (1 + (shift - 1) u) with u uniform, as in the rollout's schedule."""
+    """Timestep shift of the paths, as in the rollout's schedule: sigma = shift u / (1 + (shift - 1) u) from u = 1
+    to 0. Noised videos have a uniform sigma: at small ones samples get their details."""
     learning_rate: float = 2e-2
     """Peak rate of Muon, for the matrices of the blocks."""
     other_learning_rate: float = 4e-3
     """Peak rate of AdamW, for every other parameter."""
     warmup_steps: int = 100
     """Steps of the warm-up."""
-    decay_share: float = 0.5
+    decay_share: float = 1.0
     """Share of the steps, at the end, over which the rates fall linearly to zero."""
     averaging: float = 0.999
     """Decay of the running average of the weights, which is what is kept."""
@@ -175,8 +176,7 @@ class _Data:
         shares = torch.cat([self.table, self.table.mean(0, keepdim=True)])[captions]
         shown = torch.multinomial(shares, 1, generator=self.generator)[:, 0]
         rows = shown * self.positions + torch.randint(self.positions, shown.shape, generator=self.generator)
-        uniform = torch.rand(len(captions), generator=self.generator).clamp_min(1e-3)
-        sigma = _shifted(uniform, self.config.shift)
+        sigma = torch.rand(len(captions), generator=self.generator).clamp_min(1e-3)
         level = sigma.view(-1, 1, 1, 1, 1)
         return (1 - level) * self.latents[rows] + level * self.noise(len(captions)), sigma
 
@@ -199,7 +199,8 @@ class _Paths:
 
     def sigma(self, ahead: int = 0) -> Tensor:
         """Noise level (B,) of each path now, or `ahead` steps later."""
-        return _shifted(1 - (self.step + ahead) / self.num_steps, self.data.config.shift)
+        time, shift = 1 - (self.step + ahead) / self.num_steps, self.data.config.shift
+        return shift * time / (1 + (shift - 1) * time)
 
     def advance(self, predicted: Tensor) -> None:
         """One step of the probability-flow ODE along the velocity (B, C, F, H, W) that the network predicted."""
@@ -209,10 +210,6 @@ class _Paths:
         count = int(ended.sum())
         self.latents[ended], self.captions[ended] = self.data.noise(count), self.data.draw_captions(count)
         self.step[ended], self.num_steps[ended] = 0, self._draw_lengths(count)
-
-
-def _shifted(uniform: Tensor, shift: float) -> Tensor:
-    return shift * uniform / (1 + (shift - 1) * uniform)
 
 
 def _train(config: PretrainConfig, progress: bool) -> tuple[HunyuanVideo15Transformer3DModel, list[float]]:

@@ -101,7 +101,7 @@ OTHER = (
     ),
     Lever(
         "best and worst",
-        "training.train_on={'best': 4, 'worst': 4}",
+        "training.train_on={best: 4, worst: 4}",
         note="8 of the 16 videos of a group are trained",
         both=("rollout.num_generations=16", "rollout.batch_size=16"),
         kind="other",

@@ -49,7 +49,7 @@ MakeRun = Callable[..., RunConfig]
             "--rollout.shared_initial_noise=true",
             "--rollout.sde_window.size=2",
             "--rollout.sde_window.start=1",
-            "--rollout.micro_batch_size=1",
+            "--rollout.micro_batch_size=2",
         ),
     ],
     ids=["lora-anchor", "full-muon-ema", "window-two-updates", "drawn-pairs-and-kl", "best-and-worst-shared-start"],

@@ -293,6 +293,15 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
     assert sum(calls) == 2 * 4 * config.rollout.batch_size * (found.rollout + found.anchor + found.update)
 
 
+def test_a_plan_says_what_is_left_out_and_counts_its_memory() -> None:
+    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}", *SHARED_START]))
+    said = to_text(part, ())
+    assert "3 of the 4 videos of a group are trained\n" in said and "before the first noise, 8 on average, are" in said
+    assert "of a group are" not in to_text(whole, ())
+    whole_bytes, part_bytes = (plan.memory.phases["update"].anchor_velocities for plan in (whole, part))
+    assert part_bytes == 0.75 * whole_bytes > 0
+
+
 def test_seconds_are_work_over_ceilings() -> None:
     found = small_plan()
     by_name = {phase.name: phase for phase in found.phases}

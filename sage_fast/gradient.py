@@ -276,7 +276,7 @@ def gather_terms(
         own: this rank's, from `PolicyGradient.accumulate` with these positions.
 
     Returns:
-        Those of groups that were not dropped, (N,) each, in CPU memory and in the order of one process, and their
+        Those of trained videos, (N,) each, in CPU memory and in the order of one process, and their
         weights; and a description of a loss that is not finite, with its prompts, or None. The same on every rank.
     """
     # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.

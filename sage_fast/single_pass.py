@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainingConfig
+from sage_fast.data import GroupOrder
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels, StepColumns
@@ -79,21 +80,6 @@ class VideoGradient:
     surrogate: GradientSum
     kl: GradientSum
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GroupOrder:
-    """Which of this rank's consecutive videos share a group of `size`.
-
-    first_video: number of this rank's first video among those of all ranks; it may be in the middle of a group.
-    """
-
-    size: int
-    first_video: int = 0
-
-    def begins_at(self, video: int) -> bool:
-        """Whether this rank's video number `video`, from 0, is the first one here of its group."""
-        return video == 0 or (self.first_video + video) % self.size == 0
 
 
 class SinglePassGradient:

@@ -22,7 +22,9 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import (
+    GroupOrder,
     PromptSchedule,
+    best_and_worst,
     group_members,
     kl_factors,
     make_groups,
@@ -71,6 +73,7 @@ from sage_fast.rewards.gather import gather_scores
 from sage_fast.rewards.generators import generator_state, load_generator_state
 from sage_fast.rollout import (
     Progress,
+    SharedPrefixes,
     VideoScoring,
     check_trainable_steps,
     initial_latents,
@@ -81,7 +84,7 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import sigma_schedule, transition_table
-from sage_fast.single_pass import GroupOrder, SinglePassGradient
+from sage_fast.single_pass import SinglePassGradient
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +206,12 @@ class Trainer:
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
         """Those of this rank."""
         self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
+        if config.training.train_on.count and size % config.rollout.num_generations:
+            logger.info(
+                "training.train_on: with rollout.batch_size %d a group of %d lies on several ranks, which wait for the "
+                "one with most of the trained videos. With a multiple of %d all ranks have as many.",
+                *(size, config.rollout.num_generations, config.rollout.num_generations),
+            )
         if self.engine.sharded:
             train, scored = ({lengths[p.text] for p in group} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
@@ -325,6 +334,10 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         trajectories: list[Trajectory] = []
+        prefixes = None
+        if rollout.shared_initial_noise:
+            shape, group = self.latent_shape, rollout.num_generations
+            prefixes = SharedPrefixes(self.policy, table, self.kernels, shape, self.device, group)
         self._scoring = VideoScoring(
             decoder=self.decoder,
             reward=self.reward,
@@ -342,16 +355,25 @@ class Trainer:
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 keys = noise_keys(batch, seed, update)
-                group = rollout.num_generations if rollout.shared_initial_noise else 1
-                initial = initial_latents(keys, self.latent_shape, self.device, group=group)
+                begun = None
+                if prefixes is not None:
+                    begun = prefixes.take(batch, keys, always=self.engine.sharded and self._begins_group(done))
+                initial = begun.final if begun else initial_latents(keys, self.latent_shape, self.device)
                 velocity = self.gradient.velocity(batch, keys, table)
-                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels))
+                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels, begun=begun))
             if self.world.sp == 1:
                 submit(done)
         if self.world.sp > 1:
             for done in range(len(batches)):
                 submit(done)
         return trajectories
+
+    def _begins_group(self, number: int) -> bool:
+        """Whether on any rank micro-batch `number` has the first video there of a group."""
+        rollout = self.config.rollout
+        size, group = rollout.micro_batch_size, rollout.num_generations
+        orders = [GroupOrder(group, first) for first in range(0, self.videos_per_rollout, rollout.batch_size)]
+        return any(order.begins_at(number * size + row) for order in orders for row in range(size))
 
     def next_noise(self) -> list[NoiseKey]:
         """The keys of the noise of this rank's next videos."""
@@ -405,7 +427,7 @@ class Trainer:
                 trained=trained_groups,
             )
         )
-        trained = trained_groups.repeat_interleave(groups[1])
+        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.train_on)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
         orders = [trained_steps(key, table, config.training) for key in keys]

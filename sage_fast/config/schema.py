@@ -255,7 +255,8 @@ class RolloutConfig:
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
     bit and the ratio starts at exactly 1."""
     shared_initial_noise: bool = False
-    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart. The steps
+    before the first noise of an SDE window are then taken once per group."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
 
@@ -430,6 +431,29 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class TrainOnConfig:
+    """Which videos of a group are trained: the best and the worst by advantage, or with both at 0 all of them.
+
+    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
+    alone.
+    """
+
+    best: int = 0
+    """Videos of each group with the highest advantage; of equal ones the first."""
+    worst: int = 0
+    """Videos of each group with the lowest advantage; of equal ones the last."""
+
+    def __post_init__(self) -> None:
+        for key in ("best", "worst"):
+            _require(getattr(self, key) >= 0, f"training.train_on.{key}", getattr(self, key), "at least 0")
+
+    @property
+    def count(self) -> int:
+        """Videos of each group that are trained; 0 is all."""
+        return self.best + self.worst
+
+
+@dataclass(kw_only=True)
 class TrainingConfig:
     """The training loop."""
 
@@ -456,6 +480,8 @@ class TrainingConfig:
     advantage and with the step's pull, and weighted by its inverse. The gradient is unbiased either way."""
     pair_fraction: float = 0.5
     """Share of the pairs that uniform and weighted train, rounded down, at least one."""
+    train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
+    """Videos of each group that are trained."""
     timestep_fraction: float = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one: the published name of
     pairs uniform. With permute_timesteps false these are the first steps, and the gradient is that of them alone."""
@@ -656,6 +682,12 @@ class RunConfig:
                 "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
                 "(sage-fast export --format full)."
             )
+        if self.training.train_on.count >= self.rollout.num_generations:
+            raise ConfigError(
+                f"training.train_on takes {self.training.train_on.count} videos of each group (best + worst), but "
+                f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
+                "num_generations, lower best and worst, or set both to 0, which trains all videos."
+            )
         if self.training.update == "single_pass":
             self._check_single_pass()
         if self.training.kl_share_every and self.objective.kl_mode == "none":
@@ -704,6 +736,12 @@ class RunConfig:
             raise ConfigError(
                 "training.pairs weighted draws by the advantage, but training.update single_pass takes the gradient "
                 "before there is one. Set training.pairs to uniform, or training.update to two_phase."
+            )
+        if training.train_on.count:
+            raise ConfigError(
+                "training.train_on chooses videos by their advantage, but training.update single_pass takes the "
+                "gradient of every video before there is one. Set train_on.best and train_on.worst to 0, or "
+                "training.update to two_phase."
             )
         if training.kl_share_every:
             raise ConfigError(

@@ -286,7 +286,7 @@ def make_plan(
     config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
-    visited = visits(config)
+    visited = visits(config, layout.data_parallel)
     tiled, decode = _decoding(description, device, held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
     _, decode_evaluated = _decoding(description, device, evaluated, config.evaluation.batch_size, config.model, on_gpu)
     exchanges = Counter(
@@ -310,7 +310,7 @@ def make_plan(
         visits=visited,
         phases=_phases(config, device, weights, calls, visited, decode, layout, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, alone, visited, decode, Layout(), ()),
+        alone=_phases(config, device, weights, alone, visits(config), decode, Layout(), ()),
         seconds_per_evaluation=_evaluation_seconds(
             config, device, calls, decode_evaluated.predicted, layout, exchanges
         ),

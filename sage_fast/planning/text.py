@@ -11,7 +11,7 @@ from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import anchor_share
+from sage_fast.planning.work import anchor_share, shared_steps
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
@@ -240,6 +240,13 @@ def assumptions(plan: Plan) -> list[str]:
         )
         if config.objective.kl_position_fraction < 1:
             lines.append(f"the KL to it is measured at {config.objective.kl_position_fraction:.0%} of the steps")
+    rollout, chosen = config.rollout, config.training.train_on.count
+    if chosen:
+        uneven = plan.layout.data_parallel > 1 and rollout.batch_size % rollout.num_generations
+        waiting = "; a group lies on several ranks, which wait for the one with most" if uneven else ""
+        lines.append(f"{chosen} of the {rollout.num_generations} videos of a group are trained{waiting}")
+    if shared := shared_steps(rollout):
+        lines.append(f"the steps before the first noise, {shared:.3g} on average, are taken once per group and rank")
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:

@@ -132,6 +132,7 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
             assert error < 1e-5, (rank, name, error)
 
 
+SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[2,3]"]
 DRAWS = {
     "weighted": ["--training.pairs=weighted", "--training.pair_fraction=0.4", "--objective.kl_position_fraction=0.5"],
     "single-pass": [
@@ -140,6 +141,8 @@ DRAWS = {
         "--training.pair_fraction=0.5",
         "--objective.kl_position_fraction=0.5",
     ],
+    "best-and-worst": ["--training.train_on={best: 1, worst: 1}", *SHARED_START],
+    "single-pass-shared-start": ["--training.update=single_pass", *SHARED_START],
 }
 
 
@@ -151,7 +154,7 @@ def test_what_is_drawn_does_not_depend_on_the_ranks(name: str, tiny_model_4_head
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(sections))
     records, _, weights = train(str(file), DRAWS[name])
-    keep = "never" if name == "weighted" else "rollout"
+    keep = "rollout" if name == "single-pass" else "never"
     words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
     for own_records, _, own_weights in run_ranks(train, 2, str(file), [*DRAWS[name], *words]):
         assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)

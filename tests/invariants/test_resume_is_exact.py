@@ -43,8 +43,16 @@ MakeRun = Callable[..., RunConfig]
             "--training.anchor_interval=4",
             "--rollout.micro_batch_size=1",
         ),
+        (
+            "--training.train_on={best: 1, worst: 1}",
+            "--rollout.num_generations=4",
+            "--rollout.shared_initial_noise=true",
+            "--rollout.sde_window.size=2",
+            "--rollout.sde_window.start=1",
+            "--rollout.micro_batch_size=2",
+        ),
     ],
-    ids=["lora-anchor", "full-muon-ema", "window-two-updates", "drawn-pairs-and-kl"],
+    ids=["lora-anchor", "full-muon-ema", "window-two-updates", "drawn-pairs-and-kl", "best-and-worst-shared-start"],
 )
 def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     def config(output: str, updates: int, resume: str) -> RunConfig:

@@ -1,6 +1,7 @@
 """The plan: counts against closed forms and torch, memory against measurement, what makes a configuration fit."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -185,6 +186,9 @@ def test_the_tracer_counts_what_is_alive() -> None:
 # ------------------------------------------------------------------------------------------ visits, time
 
 
+SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[8,9]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -199,6 +203,12 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--training.pairs=uniform", "--training.pair_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
         (["--training.pairs=weighted", "--training.pair_fraction=0.3"], (20, 0, 5.4, 0, 6, 0)),
         (["--training.pairs=weighted", "--rollout.micro_batch_size=2"], (20, 0, 13.5, 0, 15, 0)),
+        (["--training.train_on={best: 2, worst: 1}"], (20, 0, 13.5, 0, 15, 0)),
+        (["--training.train_on.best=1", "--training.pairs=weighted"], (20, 0, 2.25, 0, 2.5, 0)),
+        (["--training.train_on.best=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
+        (SHARED_START, (14, 0, 1.8, 0, 2, 0)),
+        ([*SHARED_START, "--training.update=single_pass"], (12, 2, 1.8, 1.8, 0, 0)),
+        (["--rollout.shared_initial_noise=true"], (20, 0, 18, 0, 20, 0)),
     ],
     ids=[
         "reference",
@@ -212,6 +222,12 @@ def test_the_tracer_counts_what_is_alive() -> None:
         "uniform",
         "weighted",
         "in-twos",
+        "best-and-worst",
+        "best-weighted",
+        "best-in-fours",
+        "shared-start",
+        "shared-start-single-pass",
+        "nothing-shared",
     ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
@@ -231,12 +247,37 @@ def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
     assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
 
 
-def test_forwards_of_the_trainer_are_those_of_the_plan(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_with_most_trained_videos_counts() -> None:
+    """Eight ranks: two videos each of a group of 16, of which one rank nearly always has two of the eight; or all."""
+    half = ["--rollout.num_generations=16", "--training.train_on={best: 4, worst: 4}"]
+    spread, whole = (load_config(B, [*half, f"--rollout.batch_size={size}"]) for size in (2, 16))
+    assert visits(spread, 8).update == pytest.approx(20 * (1 - 2**8 / math.comb(16, 8) / 2), rel=0.01)
+    assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            "--rollout.micro_batch_size=1",
+            "--rollout.num_generations=4",
+            "--training.train_on={best: 2, worst: 1}",
+            "--rollout.shared_initial_noise=true",
+            "--rollout.sde_window.size=2",
+        ],
+    ],
+    ids=["all", "best-and-worst-shared-start"],
+)
+def test_forwards_of_the_trainer_are_those_of_the_plan(
+    overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole training of a tiny model calls the transformer as often as `visits` says."""
     from sage_fast.policy import guidance
     from sage_fast.run.run import build_trainer
 
-    config = tiny_run("--training.anchor_interval=2", "--training.num_updates=4", "--training.guidance=split")
+    given = ["--training.anchor_interval=2", "--training.num_updates=4", "--training.guidance=split"]
+    config = tiny_run(*given, *overrides)
     calls = []
     original = guidance.model_velocity
 
@@ -250,6 +291,15 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(tiny_run: MakeRun, monkey
         trainer.iterate()
     found = visits(config)
     assert sum(calls) == 2 * 4 * config.rollout.batch_size * (found.rollout + found.anchor + found.update)
+
+
+def test_a_plan_says_what_is_left_out_and_counts_its_memory() -> None:
+    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}", *SHARED_START]))
+    said = to_text(part, ())
+    assert "3 of the 4 videos of a group are trained\n" in said and "before the first noise, 8 on average, are" in said
+    assert "of a group are" not in to_text(whole, ())
+    whole_bytes, part_bytes = (plan.memory.phases["update"].anchor_velocities for plan in (whole, part))
+    assert part_bytes == 0.75 * whole_bytes > 0
 
 
 def test_seconds_are_work_over_ceilings() -> None:

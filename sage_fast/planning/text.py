@@ -240,6 +240,11 @@ def assumptions(plan: Plan) -> list[str]:
         )
         if config.objective.kl_position_fraction < 1:
             lines.append(f"the KL to it is measured at {config.objective.kl_position_fraction:.0%} of the steps")
+    if config.rollout.cache_threshold:
+        lines.append(
+            f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
+            "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
+        )
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:

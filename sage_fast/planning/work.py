@@ -84,8 +84,12 @@ class Visits:
     late_updates: float
 
 
-def visits(config: RunConfig) -> Visits:
-    """Calls of the model per video."""
+def visits(config: RunConfig, skipped: float = 0.0) -> Visits:
+    """Calls of the model per video.
+
+    Args:
+        skipped: share of a forward that a step outside the SDE window is spared on average (`rollout.cache_threshold`).
+    """
     training, rollout = config.training, config.rollout
     cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
     trainable = [
@@ -96,12 +100,13 @@ def visits(config: RunConfig) -> Visits:
     # A micro-batch runs where any of its videos is drawn.
     missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
     drawn = 1 - missed**rollout.micro_batch_size
+    sampled = rollout.num_steps - skipped * (rollout.num_steps - sum(trainable) / len(trainable))
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(
-            rollout=rollout.num_steps - steps,
+            rollout=sampled - steps,
             pass_steps=steps,
             anchor=behind,
             second_products=second,
@@ -110,7 +115,7 @@ def visits(config: RunConfig) -> Visits:
         )
     first = steps / training.updates_per_rollout
     return Visits(
-        rollout=rollout.num_steps,
+        rollout=sampled,
         pass_steps=0.0,
         anchor=behind,
         second_products=0.0,

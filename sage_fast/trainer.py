@@ -196,12 +196,13 @@ class Trainer:
         """The rule of `rollout.cache_threshold`, with the ranks that have to agree; None where it is off."""
         if not self.config.rollout.cache_threshold:
             return None
-        if self.engine.sharded:
+        gathers = self.engine.gathers_in_rollout
+        if gathers:
             gather_second_block_when_due(transformer)
         return ReuseRule(
             threshold=self.config.rollout.cache_threshold,
             tokens=self.world.sp_group if self.world.sp > 1 else None,
-            weights=self.world.weights_group if self.engine.sharded else None,
+            weights=self.world.weights_group if gathers else None,
         )
 
     def _divide_rollout(

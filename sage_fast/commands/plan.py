@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are left out, as "
+        help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are skipped, as "
         "a run logs it; default: 0",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

@@ -59,6 +59,9 @@ class Engine(Protocol):
     """Their whole shapes."""
     sharded: bool
     """Whether a forward communicates weights, so that all ranks must run equally many of them."""
+    gathers_in_rollout: bool
+    """Whether every forward of a rollout does, so that all ranks must run the same blocks in each; otherwise weights
+    stay gathered once they were."""
     lockstep: bool
     """Whether all ranks must make equally many VJPs between two steps, and at least one: the case where `sharded`."""
 

@@ -39,6 +39,7 @@ class TorchEngine:
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
         self.sharded = self.lockstep = bool(gathering.modules)
+        self.gathers_in_rollout = self.sharded and gathering.keep_gathered == "never"
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:

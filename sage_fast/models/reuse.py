@@ -27,8 +27,8 @@ class ReuseRule:
     """When features are used again, and how often they were.
 
     threshold: largest relative change of what the first block adds.
-    tokens: the ranks that share a video's tokens, and must decide alike. weights: those that share weights, and must
-    run alike: a forward is a collective. None for a rank on its own.
+    tokens: the ranks that share a video's tokens, and must decide alike. weights: those that gather weights in every
+    forward, and must run the same blocks. None for a rank on its own.
 
     Example: `ReuseRule(threshold=0.1)` for a policy on one GPU.
     """
@@ -49,7 +49,7 @@ class ReuseRule:
         return bool(sums[0] <= self.threshold * sums[1])
 
     def any_computes(self, computes: bool) -> bool:
-        """Whether any of the ranks that share weights has to run its blocks. Collective over `weights`."""
+        """Whether any of the ranks that gather weights has to run its blocks. Collective over `weights`."""
         if self.weights is None:
             return computes
         flag = torch.tensor(int(computes))

@@ -196,13 +196,12 @@ class Trainer:
         """The rule of `rollout.cache_threshold`, with the ranks that have to agree; None where it is off."""
         if not self.config.rollout.cache_threshold:
             return None
-        gathers = self.engine.gathers_in_rollout
-        if gathers:
+        if self.engine.gathering_group is not None:
             gather_second_block_when_due(transformer)
         return ReuseRule(
             threshold=self.config.rollout.cache_threshold,
             tokens=self.world.sp_group if self.world.sp > 1 else None,
-            weights=self.world.weights_group if gathers else None,
+            weights=self.engine.gathering_group,
         )
 
     def _divide_rollout(

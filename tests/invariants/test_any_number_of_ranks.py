@@ -186,7 +186,8 @@ def test_a_feature_cache_decides_alike_on_any_number_of_ranks(
     if "--distributed.engine=deepspeed" in words:
         pytest.importorskip("deepspeed")
         zero = tmp_path / "zero.json"
-        zero.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+        section = {"stage": 3, "stage3_param_persistence_threshold": 0}  # every weight is sharded
+        zero.write_text(json.dumps({"zero_optimization": section}))
         words = [*words, f"--distributed.deepspeed_config={zero}"]
     results = run_ranks(train, 2, str(file), [*words, f"--rollout.batch_size={4 // degree}"], 3)
     for own_records, _, own_weights in results:

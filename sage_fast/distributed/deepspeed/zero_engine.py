@@ -101,7 +101,8 @@ class DeepSpeedEngine:
         self.config, self.optimizer_config, self.world = config, optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
-        self.sharded = self.gathers_in_rollout = config.stage == 3
+        self.sharded = config.stage == 3
+        self.gathering_group = dist.group.WORLD if self.sharded else None
         self.lockstep = True
 
         exact: dict[str, Tensor] = {}

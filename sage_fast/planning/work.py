@@ -100,7 +100,8 @@ def visits(config: RunConfig, skipped: float = 0.0) -> Visits:
     # A micro-batch runs where any of its videos is drawn.
     missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
     drawn = 1 - missed**rollout.micro_batch_size
-    sampled = rollout.num_steps - skipped * (rollout.num_steps - sum(trainable) / len(trainable))
+    sampled = float(rollout.num_steps)
+    sampled -= skipped * (sampled - sum(trainable) / len(trainable))
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":

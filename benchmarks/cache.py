@@ -1,6 +1,6 @@
 """What the feature cache (`rollout.cache_threshold`) does to samples of the toy world.
 
-    python -m benchmarks cache              print the table of docs/policy.md; some minutes on one CPU core
+    python -m benchmarks cache              print the table of docs/policy.md; two minutes on one CPU core
     python -m benchmarks cache --write      and put it into the page
 
 Every row samples the same videos from the same noise, so that a difference has the error of its pairs.
@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/policy.md"
 RECIPE = ("--rollout.num_steps=20", "--rollout.sde_window.size=4", "--rollout.sde_window.start=4")
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2)
-MEMBERS = 4
-"""Videos per prompt; they are one micro-batch."""
+PROMPTS, MEMBERS = 24, 4
+"""Of the evaluation, and videos of each, which are one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Samples:
     skipped: float
 
 
-def sample(threshold: float, prompts: int | None = None) -> Samples:
-    """Videos of the evaluation's prompts by the toy's base model, of the first `prompts` of them."""
+def sample(threshold: float, prompts: int) -> Samples:
+    """Videos of the evaluation's first prompts by the toy's base model."""
     config = load_config(ROOT / "configs/toy_cpu.yaml", [*RECIPE, f"--rollout.cache_threshold={threshold}"])
     trainer = build_trainer(config)
     table, policy = rollout_table(config.rollout, 0), trainer.policy
@@ -72,7 +72,7 @@ def sample(threshold: float, prompts: int | None = None) -> Samples:
     )
 
 
-def table(thresholds: Sequence[float] = THRESHOLDS, prompts: int | None = None) -> str:
+def table(thresholds: Sequence[float] = THRESHOLDS, prompts: int = PROMPTS) -> str:
     """Reward and distance by threshold, with standard errors; the first one is what the others are compared with."""
     found = [sample(threshold, prompts) for threshold in thresholds]
     rows = []
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks cache", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="put it into docs/policy.md")
-    parser.add_argument("--prompts", type=int, metavar="N", help="only the first so many prompts")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="of the evaluation; default: 24")
     options = parser.parse_args(argv)
     text = table(prompts=options.prompts)
     print(text, end="")

@@ -46,7 +46,9 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 }
 
 
-def train(file: str, words: list[str], updates: int = UPDATES) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
+def train(
+    file: str, words: list[str], updates: int = UPDATES
+) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
     """Metrics by update with the evaluation last; prompts and first noise of each rollout; weights in the end."""
     from sage_fast.config.load import load_config
     from sage_fast.run.run import build_trainer

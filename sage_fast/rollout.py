@@ -89,12 +89,15 @@ def policy_velocity(
             alone, and a trained step's log-probability is that of the transition from where it was. None is never.
     """
     embeds = [sample.embeds for sample in samples]
+    if table is None or policy.reuse is None:
+        return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
+    is_ode = (table.std == 0).tolist()
     caches: BranchCaches | None = None
     last_ode_step = -2
 
     def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
         nonlocal caches, last_ode_step
-        if table is None or table.std[step]:
+        if not is_ode[step]:
             return policy.velocity(latents, sigma, embeds)
         if step != last_ode_step + 1:
             caches = policy.new_caches()

@@ -150,8 +150,8 @@ class TwoPhaseGradient:
         self._on_policy = True
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`: the policy's own."""
-        return policy_velocity(self.policy, samples)
+        """As in `PolicyGradient`: the policy's own, which at steps without noise may use features again."""
+        return policy_velocity(self.policy, samples, table)
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:

@@ -21,7 +21,7 @@ from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_columns
-from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.guidance import BranchCaches, GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
 from sage_fast.rewards.gather import submit_scores
@@ -82,10 +82,33 @@ def start_keys(keys: Sequence[NoiseKey], group: int) -> list[NoiseKey]:
     return [replace(key, sample_index=key.sample_index // group * group) for key in keys]
 
 
-def policy_velocity(policy: GuidedPolicy, samples: Sequence[Sample]) -> StepVelocity:
-    """The policy's velocity of some samples, as a sampler asks for it."""
+def policy_velocity(
+    policy: GuidedPolicy, samples: Sequence[Sample], table: TransitionTable | None = None
+) -> StepVelocity:
+    """The policy's velocity of some samples, as a sampler asks for it.
+
+    Args:
+        table: its steps without noise may use features of the step before again (`policy.reuse`), because they are
+            never trained. A step with noise is computed in full and ends the reuse: what follows depends on its state
+            alone, and a trained step's log-probability is that of the transition from where it was. None is never.
+    """
     embeds = [sample.embeds for sample in samples]
-    return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
+    if table is None or policy.reuse is None:
+        return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
+    is_ode = (table.std == 0).tolist()
+    caches: BranchCaches | None = None
+    last_ode_step = -2
+
+    def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
+        nonlocal caches, last_ode_step
+        if not is_ode[step]:
+            return policy.velocity(latents, sigma, embeds)
+        if step != last_ode_step + 1:
+            caches = policy.new_caches()
+        last_ode_step = step
+        return policy.velocity(latents, sigma, embeds, caches)
+
+    return velocity
 
 
 @torch.no_grad()
@@ -182,7 +205,7 @@ class SharedPrefixes:
     def _run(self, due: Mapping[NoiseKey, Sample]) -> None:
         starts, samples = list(due), list(due.values())
         taken = sample_trajectory(
-            policy_velocity(self.policy, samples),
+            policy_velocity(self.policy, samples, self.table),
             samples,
             starts,
             self.table,

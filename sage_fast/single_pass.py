@@ -37,7 +37,7 @@ from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings, surrogate_factor
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
-from sage_fast.rollout import StepVelocity, trajectory_step
+from sage_fast.rollout import StepVelocity, policy_velocity, trajectory_step
 from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -141,11 +141,12 @@ class SinglePassGradient:
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
         self._videos.append(video)
+        without_gradient = policy_velocity(self.policy, samples, table)
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
             if step in video.kl_factors:
                 return self._differentiate(video, step, latents, sigma)
-            return self.policy.velocity(latents, sigma, [sample.embeds])
+            return without_gradient(step, latents, sigma)
 
         return velocity
 

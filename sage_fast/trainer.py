@@ -34,7 +34,7 @@ from sage_fast.data import (
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
-from sage_fast.distributed.parallelize import check_lockstep, parallelize
+from sage_fast.distributed.parallelize import check_lockstep, gather_second_block_when_due, parallelize
 from sage_fast.distributed.snapshot import check_same_shapes
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
@@ -42,6 +42,7 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
+from sage_fast.models.reuse import ReuseRule
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
@@ -188,10 +189,23 @@ class Trainer:
             self.embed(config.rollout.negative_prompt),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
+            reuse=self._reuse_rule(transformer),
         )
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+
+    def _reuse_rule(self, transformer: HunyuanVideo15Transformer3DModel) -> ReuseRule | None:
+        """The rule of `rollout.cache_threshold`, with the ranks that have to agree; None where it is off."""
+        if not self.config.rollout.cache_threshold:
+            return None
+        if self.engine.gathering_group is not None:
+            gather_second_block_when_due(transformer)
+        return ReuseRule(
+            threshold=self.config.rollout.cache_threshold,
+            tokens=self.world.sp_group if self.world.sp > 1 else None,
+            weights=self.engine.gathering_group,
+        )
 
     def _divide_rollout(
         self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
@@ -277,6 +291,10 @@ class Trainer:
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"):
             trajectories = self._rollout()
+        if self.policy.reuse is not None:
+            counts = self.world.gather(self.policy.reuse.take_counts())
+            skipped, forwards = (sum(column) for column in zip(*counts, strict=True))
+            metrics["rollout/skipped_forwards"] = skipped / max(1, forwards)
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
         with self._phase("anchor"), self.engine.phase("anchor"):

@@ -42,6 +42,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="processes, one per GPU; default: the fewest that the `distributed` section fits",
     )
+    parser.add_argument(
+        "--skipped-forwards",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are skipped, as "
+        "a run logs it; default: 0",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -60,6 +68,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
+    if not 0 <= options.skipped_forwards < 1:
+        raise ConfigError(f"--skipped-forwards is {options.skipped_forwards:g}; it must be in [0, 1).")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device, on_gpu = choose_device(options.device, config.model.device, description.width, config.num_threads)
@@ -75,6 +85,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         memory_gb=options.memory,
         description=description,
         sizes=sizes,
+        skipped_forwards=options.skipped_forwards,
     )
     found = find_options(plan, on_gpu, sizes)
     print(json.dumps(to_json(plan, found), indent=1) if options.json else to_text(plan, found))

@@ -259,6 +259,10 @@ class RolloutConfig:
     before the first noise of an SDE window are then taken once per group."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
+    cache_threshold: float = 0.0
+    """Steps outside the SDE window, which are never trained, run the first block of the transformer alone where what it
+    adds has changed by at most this share since the blocks last ran, and use again what the others added then. It
+    changes the sampler, not the gradient's exactness. 0 turns it off."""
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
@@ -304,6 +308,19 @@ class RolloutConfig:
             f"at most rollout.num_steps = {self.num_steps}",
         )
         _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        """A feature cache needs steps that draw no noise."""
+        threshold, window = self.cache_threshold, self.sde_window
+        _require(0 <= threshold < 1, "rollout.cache_threshold", threshold, "in [0, 1)")
+        noisy = window.size if window.steps is None else len(set(window.steps))
+        if threshold and (noisy is None or noisy >= self.num_steps):
+            raise ConfigError(
+                f"rollout.cache_threshold is {threshold:g}, but all {self.num_steps} steps draw noise and may be "
+                "trained, so none of them may use features again. Set rollout.sde_window.size or steps to leave some "
+                "out, or cache_threshold to 0."
+            )
 
 
 @dataclass(kw_only=True)
@@ -687,6 +704,11 @@ class RunConfig:
                 f"training.train_on takes {self.training.train_on.count} videos of each group (best + worst), but "
                 f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
                 "num_generations, lower best and worst, or set both to 0, which trains all videos."
+            )
+        if self.rollout.cache_threshold and self.model.forward == "stock":
+            raise ConfigError(
+                f"rollout.cache_threshold is {self.rollout.cache_threshold:g}, which the fused forward does, but "
+                "model.forward is stock. Set model.forward to fused, or cache_threshold to 0."
             )
         if self.training.update == "single_pass":
             self._check_single_pass()

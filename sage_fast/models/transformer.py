@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sage_fast.config.registry import TRANSFORMERS, resolve
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.joint import SequenceLayout
+from sage_fast.models.reuse import FeatureCache
 from sage_fast.records import PromptEmbeds
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -84,7 +85,14 @@ class Backbone(Protocol):
         """A transformer with random weights, on the current default device."""
         ...
 
-    def velocity(self, transformer: Any, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
+        cache: FeatureCache | None = None,
+    ) -> Tensor:
         """See `velocity`."""
         ...
 
@@ -146,18 +154,25 @@ def build_transformer(config: Mapping[str, Any]) -> Any:
     return _backbone(config.get("_class_name", next(iter(TRANSFORMERS)))).build(config)
 
 
-def velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+def velocity(
+    transformer: nn.Module,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    cache: FeatureCache | None = None,
+) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
     Args:
         latents: (B, C, F, H, W) float32.
         sigma: (B,) float32 in [0, 1], one noise level per sample.
         prompts: B records.
+        cache: features of earlier steps, which the fused forward may use again; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`.
     """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts)
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:

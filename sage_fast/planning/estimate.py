@@ -108,7 +108,7 @@ class Plan(MemoryPlan):
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory suffices.
-    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. skipped_forwards: as given.
     """
 
     device: Device
@@ -120,6 +120,7 @@ class Plan(MemoryPlan):
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
+    skipped_forwards: float
 
     @property
     def seconds_per_video(self) -> float:
@@ -258,6 +259,7 @@ def make_plan(
     runtime: float | None = None,
     description: ModelDescription | None = None,
     sizes: Mapping[str, float] | None = None,
+    skipped_forwards: float = 0.0,
 ) -> Plan:
     """Plan a configuration.
 
@@ -269,10 +271,17 @@ def make_plan(
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
         description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their files.
+        skipped_forwards: expected share of the forwards outside the SDE window that `rollout.cache_threshold` leaves
+            out, a run's metric `rollout/skipped_forwards`. Nobody can predict it from a configuration.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
+    if skipped_forwards and not config.rollout.cache_threshold:
+        raise ConfigError(
+            f"{skipped_forwards:.0%} of the forwards outside the SDE window are said to be skipped, but "
+            "rollout.cache_threshold is 0. Set it, or leave the share out."
+        )
     held = make_memory_plan(
         config,
         on_gpu=on_gpu,
@@ -286,7 +295,9 @@ def make_plan(
     config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
-    visited = visits(config, layout.data_parallel)
+    # The first block always runs.
+    spared = skipped_forwards * (1 - 1 / description.num_layers)
+    visited = visits(config, layout.data_parallel, spared)
     tiled, decode = _decoding(description, device, held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
     _, decode_evaluated = _decoding(description, device, evaluated, config.evaluation.batch_size, config.model, on_gpu)
     exchanges = Counter(
@@ -310,12 +321,13 @@ def make_plan(
         visits=visited,
         phases=_phases(config, device, weights, calls, visited, decode, layout, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, alone, visits(config), decode, Layout(), ()),
+        alone=_phases(config, device, weights, alone, visits(config, skipped=spared), decode, Layout(), ()),
         seconds_per_evaluation=_evaluation_seconds(
             config, device, calls, decode_evaluated.predicted, layout, exchanges
         ),
         checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
         tiled=tiled,
+        skipped_forwards=skipped_forwards,
     )
 
 

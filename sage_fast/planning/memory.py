@@ -308,6 +308,12 @@ def plan_memory(
     produced = _produced(config, latent, copy, on_gpu)
     sampling = replace(without_gradient, **produced)
     sample = working(sampling, calls.single_pass if single_pass else calls.velocity)
+    if rollout.cache_threshold:
+        # Two tensors of the video tokens for each branch of guidance, and three at work.
+        tokens = share_of(prod(latent[1:]), layout.sp) * rollout.micro_batch_size * description.width
+        tensors = 5 if rollout.guidance_scale == 1.0 else 7
+        features = float(tensors * tokens * getattr(torch, compute_dtype(config)).itemsize)
+        sample = replace(sample, working_set=sample.working_set + features)
     decode = decoding(sampling, latent, rollout.micro_batch_size)
     score = replace(sampling, scoring=rewards.at_work)
 

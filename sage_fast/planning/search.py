@@ -125,6 +125,7 @@ def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[s
         runtime=plan.memory.phases["rollout"].runtime,
         description=plan.description,
         sizes=sizes,
+        skipped_forwards=plan.skipped_forwards,
     )
     return Option(changes=changes, plan=changed)
 

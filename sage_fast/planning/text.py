@@ -247,6 +247,11 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append(f"{chosen} of the {rollout.num_generations} videos of a group are trained{waiting}")
     if shared := shared_steps(rollout):
         lines.append(f"the steps before the first noise, {shared:.3g} on average, are taken once per group and rank")
+    if config.rollout.cache_threshold:
+        lines.append(
+            f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
+            "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
+        )
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:

@@ -90,14 +90,21 @@ class Visits:
     late_updates: float
 
 
-def visits(config: RunConfig, ranks: int | None = None) -> Visits:
-    """Calls of the model per video, with so many ranks that have videos of their own; None is the mean of any."""
+def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) -> Visits:
+    """Calls of the model per video.
+
+    Args:
+        ranks: that have videos of their own; None is the mean of any number.
+        skipped: share of a forward that a step outside the SDE window is spared on average (`rollout.cache_threshold`).
+    """
     training, rollout = config.training, config.rollout
     trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
     trained = [num_trained(training.step_fraction, count) for count in trainable if count]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
     drawn = update_share(config, ranks)
-    sampled = rollout.num_steps - shared_steps(rollout) * (1 - most_groups(rollout) / rollout.batch_size)
+    shared = shared_steps(rollout) * (1 - most_groups(rollout) / rollout.batch_size)
+    without_noise = rollout.num_steps - shared - sum(trainable) / len(trainable)
+    sampled = rollout.num_steps - shared - skipped * without_noise
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":

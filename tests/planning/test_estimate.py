@@ -243,6 +243,25 @@ def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> 
     assert values == pytest.approx(expected)
 
 
+def test_a_feature_cache_spares_a_share_of_the_steps_without_noise() -> None:
+    """Of the 15 steps outside the window, but for the first of 54 blocks; and takes its tensors."""
+    words = ["--rollout.sde_window.size=5", "--rollout.cache_threshold=0.1"]
+    assert visits(load_config(B, words), skipped=0.4).rollout == pytest.approx(20 - 0.4 * 15)
+    single = visits(load_config(B, [*words, "--training.update=single_pass"]), skipped=0.4)
+    assert (single.rollout, single.pass_steps) == pytest.approx((15 - 0.4 * 15, 5))
+    off, none, some = (
+        make_plan(load_config(B, given), DEVICES["h100"], sizes={}, skipped_forwards=share)
+        for given, share in ((words[:1], 0.0), (words, 0.0), (words, 0.4))
+    )
+    assert none.seconds_per_video == off.seconds_per_video
+    (rollout, *_), (spared, *_) = none.phases, some.phases
+    assert spared.cost.linear == pytest.approx(rollout.cost.linear * (20 - 0.4 * 15 * 53 / 54) / 20)
+    more = some.memory.phases["rollout"].working_set - off.memory.phases["rollout"].working_set
+    assert more == 7 * 2048 * 32_760 * 2
+    with pytest.raises(ConfigError, match=r"40% of the forwards .* rollout.cache_threshold is 0"):
+        make_plan(load_config(B), DEVICES["h100"], sizes={}, skipped_forwards=0.4)
+
+
 def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
     assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
 

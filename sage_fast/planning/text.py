@@ -6,7 +6,7 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
+from sage_fast.planning.estimate import HOST_LINK, Phase, Plan, checkpointing_text
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
@@ -61,6 +61,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
+    if plan.config.model.lighter_blocks:
+        yield f"  {checkpointing_text(plan.config.model)}"
     if plan.loading is not None:
         yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
     yield ""
@@ -313,6 +315,8 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
+        "checkpointing": plan.config.model.checkpointing,
+        "lighter_blocks": plan.config.model.lighter_blocks,
         "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {

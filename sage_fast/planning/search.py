@@ -116,10 +116,7 @@ def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple
         settled = (("model.lighter_blocks", 0),) if model.lighter_blocks else ()
         levers["checkpointing"] = [("exact", (("model.checkpointing", "auto"), *settled))]
     if training.update == "two_phase":
-        single = ("training.update", "single_pass")
-        levers["update"] = [("exact", (single,))]
-        if training.guidance == "split" and rollout.guidance_scale != 1:
-            levers["update"].append(("exact", (single, ("training.guidance", "paired"))))
+        levers["update"] = [("exact", (("training.update", "single_pass"),))]
     fraction = "objective.kl_position_fraction"
     if kl_uses(config.objective.kl_mode)[0] and config.objective.kl_position_fraction > 0.25:
         levers["kl"] = [("unbiased", ((fraction, 0.25),))]

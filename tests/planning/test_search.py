@@ -28,8 +28,7 @@ def seconds(config: RunConfig) -> float:
     saved = 0.9 if config.model.checkpointing == "auto" else 1.0
     if training.update == "two_phase":
         return 1 + share * (anchor + 3 * saved)
-    late = 0.5 if training.guidance == "split" else 0.0
-    return 1 + share * (2 * saved + anchor * (3 + late))
+    return 1 + share * (2 * saved + 3 * anchor)
 
 
 def signal(config: RunConfig) -> float:
@@ -39,8 +38,8 @@ def signal(config: RunConfig) -> float:
 
 
 def made_plan(config: RunConfig) -> Any:
-    # Two branches at once take what the GPU does not have.
-    fits = config.training.guidance == "split" or config.training.update == "two_phase"
+    # A window of its own makes no room.
+    fits = config.training.update == "two_phase" or config.rollout.sde_window.size is None
     layout = SimpleNamespace(sp=1)
     return SimpleNamespace(config=config, fits=fits, seconds_per_video=seconds(config), layout=layout)
 

@@ -84,6 +84,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         sizes=sizes,
     )
     found = find_options(plan, on_gpu, sizes)
-    levers = ranked_levers(plan, config, on_gpu, sizes) if options.levers else None
+    levers = ranked_levers(plan, on_gpu, sizes) if options.levers else None
     print(json.dumps(to_json(plan, found, levers), indent=1) if options.json else to_text(plan, found, levers))
     return 0 if plan.fits else 1

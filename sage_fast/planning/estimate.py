@@ -76,9 +76,11 @@ class Phase:
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
 
-    latent: (C, F, H, W) of one video. calls: of one GPU. loading: `loading_memory`, None on a CPU.
+    asked: the configuration that was planned; in `config` its `auto`s are settled. latent: (C, F, H, W) of one video.
+    calls: of one GPU. loading: `loading_memory`, None on a CPU.
     """
 
+    asked: RunConfig
     config: RunConfig
     description: ModelDescription
     layout: Layout
@@ -168,7 +170,7 @@ def make_memory_plan(
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    description = description or describe_model(config.model)
+    asked, description = config, description or describe_model(config.model)
     if runtime is None:
         runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
     try:
@@ -207,6 +209,7 @@ def make_memory_plan(
             config = replace(config, model=model)
             memory = planned(config)
     return MemoryPlan(
+        asked=asked,
         config=config,
         description=description,
         layout=layout,

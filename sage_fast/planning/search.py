@@ -75,22 +75,17 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
     return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
 
 
-def ranked_levers(
-    plan: Plan, config: RunConfig, on_gpu: bool, sizes: Mapping[str, float], most: int = 4
-) -> list[Option]:
+def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 4) -> list[Option]:
     """Levers and combinations of them that fit, by predicted signal per GPU-hour: the best `most` of each kind.
 
     Of each set, no member can be left out for the same.
-
-    Args:
-        config: what the plan was made of, where `auto` has not been settled for it.
     """
     kinds: tuple[Kind, ...] = get_args(Kind)
     found = [Option(changes=(), plan=plan)]
-    for levers in product(*([None, *values] for values in _levers(config, on_gpu).values())):
+    for levers in product(*([None, *values] for values in _levers(plan.asked, on_gpu).values())):
         chosen = [lever for lever in levers if lever is not None]
         changes = tuple(change for _, changes in chosen for change in changes)
-        option = _try(plan, changes, on_gpu, sizes, config) if chosen else None
+        option = _try(plan, changes, on_gpu, sizes) if chosen else None
         if option is not None and option.plan.fits:
             kind = max((kind for kind, _ in chosen), key=kinds.index)
             found.append(replace(option, kind=kind))
@@ -153,11 +148,13 @@ def _memory(option: Option) -> float:
 
 def _changes(plan: Plan) -> Iterator[Change]:
     """Single changes that save memory and leave what is computed as it is."""
-    config = plan.config
+    config = plan.asked
     model, rollout = config.model, config.rollout
-    order = ["none", "selective", "full"] if model.forward == "fused" else ["none", "full"]
-    for value in order[order.index(model.checkpointing) + 1 :]:
+    order = ["selective", "full"] if model.forward == "fused" else ["full"]
+    for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
         yield "model.checkpointing", value
+    if model.lighter_blocks:
+        yield "model.lighter_blocks", 0
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
     sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
@@ -183,16 +180,10 @@ def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, .
         yield from product(*([change for change in changes if change[0] == key] for key in chosen))
 
 
-def _try(
-    plan: Plan,
-    changes: tuple[Change, ...],
-    on_gpu: bool,
-    sizes: Mapping[str, float],
-    config: RunConfig | None = None,
-) -> Option | None:
-    """The option, or None where the configuration, which is the plan's unless given, refuses the changes."""
+def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[str, float]) -> Option | None:
+    """The option, or None where the configuration refuses the changes."""
     try:
-        config = _changed(config or plan.config, changes)
+        config = _changed(plan.asked, changes)
     except ConfigError:
         return None
     changed = make_plan(

@@ -37,7 +37,7 @@ MINUTES_PER_UPDATE = {
     "hv15_352x624_full_8gpu": 3.5,
     "hv15_352x624_lora_1gpu": 13,
     "hv15_352x624_lora_8gpu": 3,
-    "hv15_352x624_lora_8gpu_fast": 1.5,
+    "hv15_352x624_lora_8gpu_fast": 1.8,
     "hv15_480p_distilled_lora_8gpu": 4.6,
     "hv15_480p_full_64gpu": 5,
     "hv15_480p_full_8gpu": 9,

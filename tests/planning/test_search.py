@@ -41,14 +41,14 @@ def made_plan(config: RunConfig) -> Any:
     # A window of its own makes no room.
     fits = config.training.update == "two_phase" or config.rollout.sde_window.size is None
     layout = SimpleNamespace(sp=1)
-    return SimpleNamespace(config=config, fits=fits, seconds_per_video=seconds(config), layout=layout)
+    return SimpleNamespace(asked=config, config=config, fits=fits, seconds_per_video=seconds(config), layout=layout)
 
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(plan: Any, changes: Any, on_gpu: bool, sizes: Any, config: RunConfig | None = None) -> Option | None:
+    def attempt(plan: Any, changes: Any, on_gpu: bool, sizes: Any) -> Option | None:
         try:
-            return Option(changes=changes, plan=made_plan(search._changed(config or plan.config, changes)))
+            return Option(changes=changes, plan=made_plan(search._changed(plan.asked, changes)))
         except ConfigError:
             return None
 
@@ -58,7 +58,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranked(*words: str, most: int = 100, on_gpu: bool = True) -> list[Option]:
     config = load_config(RECIPE, words)
-    return ranked_levers(made_plan(config), config, on_gpu, {}, most)
+    return ranked_levers(made_plan(config), on_gpu, {}, most)
 
 
 def test_levers_are_ranked_by_signal_per_second_within_their_kind() -> None:
@@ -97,9 +97,8 @@ def test_levers_that_are_in_use_are_not_offered() -> None:
     words = ["--model.checkpointing=auto", "--objective.kl_position_fraction=0.25", "--rollout.sde_window.size=5"]
     keys = {key for option in ranked(*words, "--training.pairs=weighted") for key, _ in option.changes}
     assert not keys
-    words = ["--training.update=single_pass", "--objective.kl_mode=none"]
-    keys = {key for option in ranked(*words, on_gpu=False) for key, _ in option.changes}
-    assert keys == {"rollout.sde_window.size"}, "uniform pairs lose more than they save"
+    keys = {key for option in ranked("--objective.kl_mode=none", on_gpu=False) for key, _ in option.changes}
+    assert keys == {"training.update", "training.pairs", "training.pair_fraction", "rollout.sde_window.size"}
 
 
 def test_the_fewest_of_each_kind() -> None:
@@ -121,3 +120,21 @@ def test_the_command_shows_seconds_signal_and_signal_per_hour(
     for lever in found["levers"]:
         expected = 3600 * lever["relative_signal"] / lever["seconds_per_video"]
         assert lever["signal_per_gpu_hour"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model.checkpointing=none"], {"model.checkpointing": ["selective", "full"]}),
+        (["--model.checkpointing=feed_forward"], {"model.checkpointing": ["selective", "full"]}),
+        (["--model.checkpointing=auto"], {"model.checkpointing": ["selective", "full"]}),
+        (["--model.lighter_blocks=3"], {"model.checkpointing": ["full"], "model.lighter_blocks": [0]}),
+    ],
+)
+def test_what_blocks_could_keep_less(words: list[str], expected: dict[str, list[Any]]) -> None:
+    plan: Any = made_plan(load_config(RECIPE, words))
+    plan.tiled, plan.gathered, plan.device = True, SimpleNamespace(sharded=False), SimpleNamespace(link=1.0)
+    found: dict[str, list[Any]] = {}
+    for key, value in search._changes(plan):
+        found.setdefault(key, []).append(value)
+    assert {key: found.get(key) for key in ("model.checkpointing", "model.lighter_blocks") if key in found} == expected

@@ -123,10 +123,15 @@ class ModelConfig:
     here that cannot run is an error."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
-    checkpointing: Literal["none", "selective", "full"] = free("none", MACHINE)
-    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
-    attention's result and recomputes the rest, `full` recomputes everything. `none` takes 73 GB per guidance branch of
-    HunyuanVideo-1.5 at 480x832; the presets for it say `selective`."""
+    checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
+    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
+    also the first product of the feed-forward, `selective` keeps attention's result and recomputes the rest, `full`
+    recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` chooses between
+    the other three, and `lighter_blocks` with it, so that the plan fills the GPU's memory; it is `selective` on a
+    CPU."""
+    lighter_blocks: int = free(0, MACHINE)
+    """The last so many blocks keep more: what `selective` keeps with checkpointing full, what `feed_forward` keeps with
+    checkpointing selective."""
     offload_activations: bool = free(False, MACHINE)
     """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
     adaln: Literal["auto", "weights", "table", "offload"] = free("auto", MACHINE)
@@ -143,7 +148,7 @@ class ModelConfig:
         if self.forward == "stock":
             _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             _require(
-                self.checkpointing != "selective",
+                self.checkpointing in ("none", "full"),
                 "model.checkpointing",
                 self.checkpointing,
                 "none or full with model.forward stock",
@@ -151,6 +156,24 @@ class ModelConfig:
             for key in ("deterministic", "offload_activations", "compile"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+        _require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
+        if self.lighter_blocks and (self.checkpointing not in ("selective", "full") or self.forward == "stock"):
+            raise ConfigError(
+                f"model.lighter_blocks is {self.lighter_blocks}, but it belongs to model.forward fused with "
+                f"model.checkpointing selective or full, and these are {self.forward} and {self.checkpointing}. Set "
+                "lighter_blocks to 0, or change the other two."
+            )
+        if self.offload_activations and (self.lighter_blocks or self.checkpointing == "auto"):
+            raise ConfigError(
+                "model.offload_activations keeps activations in CPU memory, so they do not fill the GPU's, but "
+                f"model.checkpointing is {self.checkpointing} with lighter_blocks {self.lighter_blocks}. Set "
+                "offload_activations to false, or checkpointing to selective with lighter_blocks 0."
+            )
+
+    @property
+    def settled_checkpointing(self) -> Literal["none", "feed_forward", "selective", "full"]:
+        """`checkpointing` as one of a block's, which it is for `auto` too where no plan has settled it."""
+        return "selective" if self.checkpointing == "auto" else self.checkpointing
 
     @property
     def decode_limit_gib(self) -> float | None:

@@ -21,8 +21,12 @@ from sage_fast.models.attention.joint import SequenceLayout
 from sage_fast.models.reuse import FeatureCache
 from sage_fast.records import PromptEmbeds
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """What a block keeps for its backward pass."""
+
+LIGHTER: Mapping[Checkpointing, Checkpointing] = {"full": "selective", "selective": "feed_forward"}
+"""Checkpointing -> the one that `model.lighter_blocks` blocks have beside it. `none` is not among them: it writes the
+GELU's input in every forward, which at the size of a large model costs as much as the product that it saves."""
 
 Layout = Literal["diffusers", "official", "comfyui"]
 """Programs that an export is for, each with names of its own for the same weights."""

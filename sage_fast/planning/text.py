@@ -6,17 +6,19 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
+from sage_fast.planning.estimate import HOST_LINK, Phase, Plan, checkpointing_text
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
+from sage_fast.planning.signal import relative_signal
 from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import anchor_share, shared_steps
 
 
-def to_text(plan: Plan, options: Sequence[Option]) -> str:
+def to_text(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> str:
     """The plan for people."""
     lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options)]
+    lines += [] if levers is None else _levers(plan, levers)
     lines += [*_assumptions(plan), ""]
     return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
 
@@ -61,6 +63,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
+    if plan.config.model.lighter_blocks:
+        yield f"  {checkpointing_text(plan.config.model)}"
     if plan.loading is not None:
         yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
     yield ""
@@ -219,6 +223,23 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
     yield ""
 
 
+def _levers(plan: Plan, levers: Sequence[Option]) -> Iterator[str]:
+    """What each combination of levers trains per GPU-hour."""
+    rows = [Option(changes=(), plan=plan), *levers]
+    yield "levers that fit, the best of each kind by predicted signal of the gradient per GPU-hour"
+    yield "  exact: the same gradient; unbiased: the same on average; biased: another one"
+    words = [option.overrides or "as it is" for option in rows]
+    width = max(map(len, words))
+    yield f"  {'':<{width}}  {'kind':<8}  {'s per video':>11}  {'signal':>6}  {'per GPU-hour':>12}"
+    for name, option in zip(words, rows, strict=True):
+        yield (
+            f"  {name:<{width}}  {option.kind if option.changes else '':<8}  "
+            f"{_number(option.plan.seconds_per_video):>11}  {option.signal:>6.2f}  "
+            f"{option.signal_per_second / rows[0].signal_per_second:>12.2f}"
+        )
+    yield ""
+
+
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on."""
     config, device = plan.config, plan.device
@@ -310,7 +331,7 @@ def _verdict(plan: Plan) -> str:
     return f"It does not fit: {used:.0%} of the memory."
 
 
-def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
+def to_json(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> dict[str, Any]:
     """The plan for scripts; bytes, FLOPs and seconds without rounding."""
     return {
         "fits": plan.fits,
@@ -325,6 +346,8 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
+        "checkpointing": plan.config.model.checkpointing,
+        "lighter_blocks": plan.config.model.lighter_blocks,
         "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {
@@ -366,6 +389,19 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
                 "seconds_per_video": option.plan.seconds_per_video,
             }
             for option in options
+        ],
+        "relative_signal": relative_signal(plan.config),
+        "levers": None
+        if levers is None
+        else [
+            {
+                "changes": dict(option.changes),
+                "kind": option.kind,
+                "seconds_per_video": option.plan.seconds_per_video,
+                "relative_signal": option.signal,
+                "signal_per_gpu_hour": 3600.0 * option.signal_per_second,
+            }
+            for option in levers
         ],
         "assumptions": assumptions(plan),
     }

@@ -33,11 +33,12 @@ from sage_fast.models.hunyuan15.description import (
     vae_decode_traffic,
 )
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.transformer import LIGHTER
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
-from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_decoding
+from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_memory
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.memory import PROCESS, _call, loading_memory
+from sage_fast.planning.memory import PROCESS, Memory, PhaseMemory, _call, loading_memory
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
@@ -142,12 +143,16 @@ def small_call(**changes: Any) -> Call:
     return replace(call, **changes)
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["velocity", "gradient"])
-def test_six_blocks_follow_from_two_and_three(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient": False}, {}, {"lighter_blocks": 4}],
+    ids=["velocity", "gradient", "mixed"],
+)
+def test_six_blocks_follow_from_two_and_three(changes: dict[str, Any]) -> None:
     """Tracing all blocks gives the same work to the last operation, and the same memory."""
     from sage_fast.planning import trace as module
 
-    call = small_call(gradient=gradient)
+    call = small_call(**changes)
     line, whole = trace(call), module._trace(call, 6)
     for name in ("linear", "attention", "attention_backward", "elementwise", "kept"):
         assert getattr(line, name) == getattr(whole, name), name
@@ -636,12 +641,54 @@ def test_a_video_is_decoded_whole_where_that_fits(preset: str, memory_gb: float,
         assert less.config.model.decode_memory_gib == "auto"
 
 
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (1e3, ("feed_forward", 0)),
+        (323, ("selective", 53)),  # 54 would be all of them
+        (109, ("selective", 0)),
+        (112, ("selective", 1)),
+        (107, ("full", 53)),
+        (55, ("full", 1)),
+        (54, ("full", 0)),
+        (1, ("full", 0)),
+    ],
+)
+def test_blocks_keep_what_fits(room: float, expected: tuple[str, int]) -> None:
+    """With 1, 2 or 6 units per block, as in a block of the model."""
+    units = {"full": 1, "selective": 2, "feed_forward": 6}
+
+    def planned(config: RunConfig) -> Memory:
+        model = config.model
+        kept = 54 * units[model.checkpointing]
+        if model.lighter_blocks:
+            kept += model.lighter_blocks * (units[LIGHTER[model.settled_checkpointing]] - units[model.checkpointing])
+        # The decoder's memory does not decide.
+        return Memory(
+            phases={
+                "rollout": PhaseMemory(),
+                "decode": PhaseMemory(decoding=1e6),
+                "update": PhaseMemory(kept_activations=kept),
+            }
+        )
+
+    model = estimate._fill(load_config(B, ["--model.checkpointing=auto"]), planned, room, 54).model
+    assert (model.checkpointing, model.lighter_blocks) == expected
+
+
+def test_more_lighter_blocks_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lighter_blocks is 7, but the model has 6 blocks"):
+        small_plan("--model.checkpointing=selective", "--model.lighter_blocks=7")
+
+
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"])
-    assert settle_decoding(config) is config
+    assert settle_memory(config) is config
     monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))
     properties: Any = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert settle_decoding(config).model.decode_memory_gib == 34
+    assert settle_memory(config).model.decode_memory_gib == 34
+    filled = settle_memory(replace(config, model=replace(config.model, checkpointing="auto"))).model
+    assert filled.decode_memory_gib == 34 and filled.lighter_blocks > 10
     given = replace(config, model=replace(config.model, decode_memory_gib=8.0))
-    assert settle_decoding(given) is given
+    assert settle_memory(given) is given

@@ -43,7 +43,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.reuse import FeatureCache
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.transformer import LIGHTER, Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Acceleration:
         attention: str,
         kernels: Choice,
         checkpointing: Checkpointing,
+        lighter_blocks: int,
         deterministic: bool,
         offload_activations: bool,
         adaln: AdaLN,
@@ -76,6 +77,12 @@ class Acceleration:
         self.blocks: list[Any] = list(transformer.transformer_blocks)
         self.attention_choice, self.deterministic = attention, deterministic
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
+        if not 0 <= lighter_blocks <= len(self.blocks) or (lighter_blocks and checkpointing not in LIGHTER):
+            raise ValueError(
+                f"lighter_blocks is {lighter_blocks} with checkpointing {checkpointing!r}; it must be 0, or with "
+                f"{' or '.join(LIGHTER)} at most the model's {len(self.blocks)} blocks."
+            )
+        self.lighter_blocks = lighter_blocks
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
         self.adaln, self.compiled = adaln, compile
@@ -113,11 +120,14 @@ class Acceleration:
                     f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
                     "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
                 )
-        for block in self.blocks:
+        heavy = len(self.blocks) - self.lighter_blocks
+        for index, block in enumerate(self.blocks):
             for layers in _stackable(block):
                 stack_weights(layers)
             block.forward = partial(_fused_block, block)
             block._acceleration = self
+            # The last ones: a backward pass frees what they keep before it comes to blocks that need more to work.
+            block._checkpointing = self.checkpointing if index < heavy else LIGHTER[self.checkpointing]
         transformer: Any = self.transformer
         transformer.forward = partial(_fused_forward, transformer)
         transformer._acceleration = self
@@ -139,7 +149,7 @@ class Acceleration:
             self.table.restore(self.transformer.device)
         transformer: Any = self.transformer
         for module in (transformer, *self.blocks):
-            for name in ("forward", "_acceleration"):
+            for name in ("forward", "_acceleration", "_checkpointing"):
                 module.__dict__.pop(name, None)
         for block in self.blocks:
             for layers in _stackable(block):
@@ -151,9 +161,11 @@ class Acceleration:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
-        """How blocks are computed for tensors of a device and dtype."""
-        checkpointing: Checkpointing = self.checkpointing
+    def settings(
+        self, device: torch.device, dtype: torch.dtype, checkpointing: Checkpointing | None = None
+    ) -> BlockSettings:
+        """How blocks are computed for tensors of a device and dtype; `checkpointing` is a block's own."""
+        checkpointing = checkpointing or self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
         # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
@@ -397,6 +409,7 @@ def accelerate(
     attention: str = "auto",
     kernels: Choice = "auto",
     checkpointing: Checkpointing = "none",
+    lighter_blocks: int = 0,
     deterministic: bool = False,
     offload_activations: bool = False,
     adaln: AdaLN = "auto",
@@ -413,6 +426,7 @@ def accelerate(
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
         checkpointing: what blocks save for the backward pass, see `block.py`.
+        lighter_blocks: the last so many save what is next in `LIGHTER`.
         deterministic: only attention backends whose backward gives the same bits every time.
         offload_activations: save it in CPU memory.
         adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
@@ -437,6 +451,7 @@ def accelerate(
         attention=attention,
         kernels=kernels,
         checkpointing=checkpointing,
+        lighter_blocks=lighter_blocks,
         deterministic=deterministic,
         offload_activations=offload_activations,
         adaln=adaln,
@@ -481,7 +496,8 @@ def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelCo
         transformer,
         attention=model.attention,
         kernels=model.kernels,
-        checkpointing=model.checkpointing,
+        checkpointing=model.settled_checkpointing,
+        lighter_blocks=model.lighter_blocks,
         deterministic=model.deterministic,
         offload_activations=model.offload_activations,
         adaln=model.adaln,
@@ -515,7 +531,7 @@ def _fused_block(
         video_layer, text_layer = adaln_layers(self)
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
-    settings = acceleration.settings(x.device, x.dtype)
+    settings = acceleration.settings(x.device, x.dtype, self._checkpointing)
     video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
     return block_forward(settings, streams, flat, video, words, acceleration.rotary)
 

@@ -1,0 +1,55 @@
+"""How much of the gradient's signal the levers of a configuration keep, from factors measured in the toy world.
+
+What is left out of an estimate adds noise in proportion to 1/f - 1, where f is the share that is kept: the signal is
+1 / (1 + c (1/f - 1)) of the whole gradient's, and one measurement gives c. That is exact for random shares, and for the
+others it is how the factor goes on from the measured share. Factors of different levers are multiplied.
+"""
+
+from math import log2
+
+from sage_fast.config.schema import RunConfig
+from sage_fast.objective import kl_uses
+
+KEPT = {
+    "KL at a quarter of the steps": 1.0,
+    "uniform pairs": 0.5,
+    "weighted pairs": 0.75,
+    "SDE window": 0.25,
+    "groups of 8": 1.0,
+    "groups of 16": 1.0,
+}
+"""Signal of an estimate over the reference's by combination, as docs/results/efficiency.jsonl has it."""
+
+
+def relative_signal(config: RunConfig) -> float:
+    """|E g|^2 / tr Var g of a rollout's gradient, over that of the full gradient of groups of 4.
+
+    Only the levers that leave a part out, and the size of the groups, count; exact ones keep 1.
+
+    Example: 1.0 for the reference recipe, and 0.5 for it with `training.pairs: uniform`, at one half of them.
+    """
+    training, rollout, objective = config.training, config.rollout, config.objective
+    signal = _of_group(rollout.num_generations)
+    if kl_uses(objective.kl_mode)[0]:
+        signal *= _of_share("KL at a quarter of the steps", 0.25, objective.kl_position_fraction)
+    if training.pairs == "weighted":
+        signal *= _of_share("weighted pairs", 0.5, training.pair_fraction)
+    signal *= _of_share("uniform pairs", 0.5, training.step_fraction)
+    if rollout.sde_window.size is not None:
+        signal *= _of_share("SDE window", 0.25, rollout.sde_window.size / rollout.num_steps)
+    elif rollout.sde_window.steps is not None:
+        signal *= _of_share("SDE window", 0.25, len(rollout.sde_window.steps) / rollout.num_steps)
+    return signal
+
+
+def _of_share(lever: str, measured: float, share: float) -> float:
+    """What a lever keeps at a share, from what it keeps at the measured one."""
+    added = (1 / KEPT[lever] - 1) / (1 / measured - 1)
+    return 1 / (1 + added * (1 / share - 1))
+
+
+def _of_group(size: int) -> float:
+    """Of groups of `size` over those of 4, on a line in log2 of the size between the measured ones."""
+    place = min(max(log2(size) - 2, 0.0), 2.0)
+    eight, sixteen = KEPT["groups of 8"], KEPT["groups of 16"]
+    return 1 + place * (eight - 1) if place <= 1 else eight + (place - 1) * (sixteen - eight)

@@ -15,7 +15,8 @@ examples:
   sage-fast efficiency                                 the toy world on a CPU, with the costs of {PRICED}
   sage-fast efficiency --publish docs                  and write the page, its figure and results into docs/
   sage-fast efficiency --train                         then whole trainings with the best five, for as many FLOPs each
-  sage-fast efficiency hv15_352x624_lora_1gpu          a model on a GPU, with its own costs
+  sage-fast efficiency hv15_352x624_lora_1gpu --processes 1 --rollout.batch_size=16
+                                                       a model on a GPU, with its own costs; groups of 16 need 16 videos
 
 Nothing that is finished is done again. --output gets results.jsonl (one line per number), efficiency.md and images/.
 """

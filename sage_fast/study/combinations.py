@@ -52,7 +52,7 @@ _QUARTER_KL = "objective.kl_position_fraction=0.25"
 _UNIFORM, _WEIGHTED = "training.pairs=uniform", "training.pairs=weighted"
 _WINDOW = "rollout.sde_window.size={quarter}"
 _SINGLE = ("training.update=single_pass", "rollout.micro_batch_size=1")
-_EXTREMES = ("rollout.num_generations=16", "training.train_on={best: 4, worst: 4}")
+_EXTREMES = ("rollout.num_generations=16", "training.train_on.best=4", "training.train_on.worst=4")
 
 COMBINATIONS = (
     Combination(name=REFERENCE, kind="exact"),
@@ -67,6 +67,8 @@ COMBINATIONS = (
     Combination(name="no KL, single pass", kind="biased", options=("objective.kl_mode=none", *_SINGLE)),
     Combination(name="SDE window", kind="biased", options=(_WINDOW,)),
     Combination(name="SDE window, fast", kind="biased", options=(_WINDOW, _QUARTER_KL, _WEIGHTED)),
+    Combination(name="SDE window, shared start", kind="biased", options=(_WINDOW, "rollout.shared_initial_noise=true")),
+    Combination(name="SDE window, feature cache", kind="biased", options=(_WINDOW, "rollout.cache_threshold=0.1")),
     Combination(name="fewer steps", kind="biased", options=("rollout.num_steps={half}",)),
     Combination(name="groups of 8", kind="biased", options=("rollout.num_generations=8",)),
     Combination(name="groups of 16", kind="biased", options=("rollout.num_generations=16",)),

@@ -8,7 +8,6 @@ from typing import Any
 from sage_fast.checkpoint import checkpoint_name, list_checkpoints
 from sage_fast.study.claims import Evidence, larger
 from sage_fast.study.combinations import (
-    COMBINATIONS,
     REFERENCE,
     Combination,
     known_combinations,
@@ -70,8 +69,9 @@ class EfficiencyStudy(Study):
             outcome = run_jobs(self.training_jobs([self.prepared]), 1, tell)
         if outcome.complete and todo and not self._estimates.is_file():
             tell(f"{self.count} estimates of the reference")
-            outcome = run_jobs([self._job(COMBINATIONS[0])], 1, tell)
-            todo = [job for job in todo if job.name != _file(COMBINATIONS[0])]
+            first = self._job(next(iter(self.combinations.values())))
+            outcome = run_jobs([first], 1, tell)
+            todo = [job for job in todo if job.name != first.name]
         if outcome.complete and todo:
             tell(f"{len(todo)} combinations of levers, {self.count} estimates each, {processes} at a time")
             outcome = run_jobs(todo, processes, tell)
@@ -137,10 +137,8 @@ def _file(combination: Combination) -> str:
 
 def gain(findings: Findings, name: str) -> tuple[float, float]:
     """Signal per FLOP over the reference's, and its standard error. KeyError where it was not measured."""
-    (kept,) = findings.select(TABLE, "kept", name)[:1] or [None]
-    if kept is None:
-        raise KeyError(name)
     cheaper = findings.mean(TABLE, "pflop", REFERENCE) / findings.mean(TABLE, "pflop", name)
+    (kept,) = findings.select(TABLE, "kept", name)
     return kept.value * cheaper, (kept.stderr or 0.0) * cheaper
 
 

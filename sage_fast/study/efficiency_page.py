@@ -81,7 +81,7 @@ def _row(findings: Findings, name: str) -> str:
         f"{pflop:.0f}",
         _number(found["relative_variance"]),
         _number(found["bias"]),
-        _number(found["cosine"]),
+        _number(found["cosine"]) if "cosine" in found else "–",
         _pair(*per_pflop, 3),
         "1" if same else _number(found["kept"]),
         f"{times[0]:.2f}x" if same else f"{times[0]:.2f} ± {times[1]:.2f}x",

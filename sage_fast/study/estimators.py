@@ -9,6 +9,7 @@ takes the first order out of what ratios do to a mean.
 Shapes: n estimates, D numbers kept of each.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def jackknife(statistic: Callable[[Grams], float], grams: Grams) -> tuple[float,
 
 
 def quantities(grams: Grams, *, same_mean: bool) -> dict[str, tuple[float, float]]:
-    """What is reported of a lever, each with its standard error.
+    """What is reported of a lever, each with its standard error; a cosine only where both means stand out of the noise.
 
     same_mean: the mean is known to be the reference's.
     """
@@ -112,7 +113,8 @@ def quantities(grams: Grams, *, same_mean: bool) -> dict[str, tuple[float, float
         "cosine": cosine,
         "kept": kept_at_the_same_mean if same_mean else kept,
     }
-    return {name: jackknife(statistic, grams) for name, statistic in statistics.items()}
+    found = {name: jackknife(statistic, grams) for name, statistic in statistics.items()}
+    return {name: pair for name, pair in found.items() if all(map(math.isfinite, pair))}
 
 
 # ------------------------------------------------------------------------------------------------ sampling

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config, load_config
@@ -93,14 +92,9 @@ def test_long_gradients_keep_their_products() -> None:
     generator = torch.Generator().manual_seed(2)
     a, b = ({"x": torch.randn(400, 50, generator=generator), "y": torch.ones(7)} for _ in range(2))
     assert torch.equal(flat(a), torch.cat([a["x"].flatten(), a["y"]]))
-    short = [flat(gradient, size=4096) for gradient in (a, b)]
-    whole = [flat(gradient) for gradient in (a, b)]
-
-    def cosine_of(pair: list[Tensor]) -> float:
-        return float(torch.cosine_similarity(*pair, dim=0))
-
-    assert short[0].shape == (4096,) and cosine_of(short) == pytest.approx(cosine_of(whole), abs=0.06)
-    assert float(short[0].norm()) == pytest.approx(float(whole[0].norm()), rel=0.06)
+    short, whole = (torch.stack([flat(gradient, size) for gradient in (a, b)]) for size in (4096, 2**20))
+    assert short.shape == (2, 4096)
+    torch.testing.assert_close(short @ short.T, whole @ whole.T, rtol=0.06, atol=1200)
 
 
 # ------------------------------------------------------------------------------------------ costs
@@ -127,7 +121,7 @@ def test_costs_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pflop_per_estimate(combination, priced=["hv15_480p_lora_8gpu"], videos=16) == pytest.approx(flops / 1e15)
     # A forward per visit at least: 20 of the rollout, 4.5 of the anchor, and 3 times 20 of the update, guided.
     assert flops > 16 * 2 * (20 + 4.5 + 60) * plan.forward.total
-    assert COMMITTED.mean(TABLE, "pflop", name) == pytest.approx(flops / 1e15, rel=1e-3)
+    assert COMMITTED.mean(TABLE, "pflop", name) == pytest.approx(flops / 1e15, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------ the study
@@ -175,11 +169,13 @@ def test_the_page_has_trainings_where_there_are_some() -> None:
 
 
 def test_the_committed_page_and_factors_are_made_of_the_committed_results() -> None:
-    """`sage-fast efficiency --publish docs` mends the page, and tells the factors of planning/signal.py."""
+    """`sage-fast efficiency --publish docs` mends the page, and prints the factors for planning/signal.py."""
     assert render(COMMITTED) == (ROOT / "docs" / PAGE).read_text("utf-8")
     measured = {row.arm: row.value for row in COMMITTED.select(TABLE, "kept")}
     assert len(measured) >= 12
-    assert {name: float(f"{measured[name]:.3g}") for name in planned.KEPT} == planned.KEPT
+    assert {name: round(measured[name], 2) for name in planned.KEPT} == planned.KEPT
+    pictures = {path.name for path in (ROOT / "docs/images/efficiency").iterdir()}
+    assert pictures >= {"table.png", "table.svg"}
 
 
 @pytest.mark.slow
@@ -187,8 +183,7 @@ def test_a_half_run_table_goes_on_and_trains(
     tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept_names = (REFERENCE, "uniform pairs", "SDE window")
-    monkeypatch.setattr(efficiency, "COMBINATIONS", [c for c in COMBINATIONS if c.name in kept_names])
-    monkeypatch.setattr(combinations, "COMBINATIONS", efficiency.COMBINATIONS)
+    monkeypatch.setattr(combinations, "COMBINATIONS", [c for c in COMBINATIONS if c.name in kept_names])
     monkeypatch.setattr(efficiency, "SEEDS", (0, 1))
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run("--evaluation.num_samples=0")))

@@ -21,6 +21,8 @@ TABLE, CURVES = "efficiency", "efficiency-training"
 """Experiments of the findings: signal of estimates, and trainings at equal compute."""
 
 SEEDS = (0, 1, 2, 3, 4, 5)
+REFERENCES = 4
+"""Estimates of the reference for one of each combination: all are compared with its mean."""
 BEST = 5
 """Combinations that are trained, beside the reference."""
 
@@ -124,7 +126,7 @@ class EfficiencyStudy(Study):
             "same_mean": combination.kind != "biased",
             "checkpoint": str(self._checkpoints),
             "reference": str(self._estimates),
-            "count": self.count,
+            "count": self.count * (REFERENCES if combination.name == REFERENCE else 1),
             "seed": self.config.seed,
             "overrides": combination.overrides(self.config),
         }
@@ -143,9 +145,9 @@ def gain(findings: Findings, name: str) -> tuple[float, float]:
 
 
 def ranking(findings: Findings) -> list[str]:
-    """Names of the combinations other than the reference, most signal per FLOP first."""
-    names = [name for name in findings.arms(TABLE, "kept") if name != REFERENCE]
-    return sorted(names, key=lambda name: -gain(findings, name)[0])
+    """Names of the combinations other than the reference, most signal per FLOP first, less a standard error."""
+    gains = {name: gain(findings, name) for name in findings.arms(TABLE, "kept") if name != REFERENCE}
+    return sorted(gains, key=lambda name: gains[name][1] - gains[name][0])
 
 
 def at_equal_compute(findings: Findings, arm: str) -> Evidence:

@@ -17,6 +17,11 @@ PAGE, RESULTS, IMAGES = "efficiency.md", "results/efficiency.jsonl", "images/eff
 
 KINDS = {combination.name: combination.kind for combination in COMBINATIONS}
 
+HEADER = (
+    *("levers", "gradient", "PFLOP", "relative variance", "noise", "bias", "cosine"),
+    *("signal per 1000 PFLOP", "signal kept", "signal per FLOP"),
+)
+
 HEAD = """# Signal per FLOP
 
 Written by `sage-fast efficiency` from `results/efficiency.jsonl`; to change a number, run it again:
@@ -29,8 +34,9 @@ still after a short training, and the gradient is estimated many times with each
 and other noise for each estimate, the same for all combinations. An estimate g is the gradient of one rollout.
 
 * **Relative variance** is tr Var g / |E g|^2, **signal** its inverse, and **signal per PFLOP** the signal over the
-  FLOPs of an estimate, counted by `sage-fast plan`: transformer and decoder, not the reward.
-* **Bias** is |E g - E r|^2 / |E r|^2 for the reference recipe's r, **cosine** that between E g and E r. Both are free
+  FLOPs of an estimate, counted by `sage-fast plan`: transformer and decoder, not the reward. **Noise** is tr Var g over
+  the reference recipe's, tr Var r.
+* **Bias** is |E g - E r|^2 / |E r|^2 for that r, **cosine** that between E g and E r. Both are free
   of the estimates' noise on average, so a bias of zero is measured as a small number of either sign.
 * **Signal kept** is the signal of an estimate, along E r, over the reference's, that is, (E g . E r)^2 / |E r|^4 times
   tr Var r / tr Var g. Where the gradient is the same, or the same on average, which tests prove, E g is E r, and the
@@ -54,16 +60,16 @@ def _estimates(findings: Findings) -> str:
     rows = findings.select(TABLE, "signal")
     if not rows:
         return "Nothing was measured yet.\n"
-    first = rows[0]
+    first, last = rows[0], rows[-1]
     lines = [
         f"![Signal per FLOP]({IMAGES}/table.png)",
         "",
-        "| levers | gradient | PFLOP | relative variance | bias | cosine | signal per 1000 PFLOP | signal kept | "
-        "signal per FLOP |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(HEADER)} |",
+        "|" + "---|" * len(HEADER),
         *(_row(findings, name) for name in (REFERENCE, *ranking(findings))),
         "",
-        f"{first.n} estimates of each. Cost: {_seconds(findings, TABLE) / 60:.1f} core-minutes. {_made_with(first)}.",
+        f"{first.n} estimates of the reference recipe, {last.n} of each other. "
+        f"Cost: {_seconds(findings, TABLE) / 60:.1f} core-minutes. {_made_with(first)}.",
         "",
     ]
     return "\n".join(lines)
@@ -79,7 +85,8 @@ def _row(findings: Findings, name: str) -> str:
         name,
         KINDS.get(name, ""),
         f"{pflop:.0f}",
-        _number(found["relative_variance"]),
+        _relative_variance(signal),
+        _number(found["noise"]),
         _number(found["bias"]),
         _number(found["cosine"]) if "cosine" in found else "–",
         _pair(*per_pflop, 3),
@@ -87,6 +94,14 @@ def _row(findings: Findings, name: str) -> str:
         f"{times[0]:.2f}x" if same else f"{times[0]:.2f} ± {times[1]:.2f}x",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _relative_variance(signal: Finding) -> str:
+    """Its inverse; a bound where the signal is not told apart from none."""
+    value, error = signal.value, signal.stderr or 0.0
+    if value > 2 * error:
+        return f"{1 / value:.0f} ± {error / value**2:.0f}"
+    return f"> {1 / (value + 2 * error):.0f}"
 
 
 def _number(finding: Finding) -> str:

@@ -1,12 +1,12 @@
 """How good an estimate of the gradient is: its signal, noise and bias, from inner products of independent estimates.
 
-An estimate g is the gradient of one rollout. n of a lever, a_1 .. a_n, and n of the reference, r_1 .. r_n, are drawn
-with common noise where the two draw alike, so a_i and r_i may depend on each other, and nothing else does. Then
-products of different estimates have no noise of their own: |E a|^2 is the mean of <a_i, a_j> over i != j, E a . E r
-that of <a_i, r_j>, and |E a - E r|^2 that of <a_i - r_i, a_j - r_j>. Errors are of the jackknife over i, which also
-takes the first order out of what ratios do to a mean.
+An estimate g is the gradient of one rollout. n of a lever, a_1 .. a_n, and N >= n of the reference, r_1 .. r_N, have
+common noise where the two draw alike: a_i and r_i may depend on each other, and nothing else does. Then products of
+different estimates have no noise of their own: |E a|^2 is the mean of <a_i, a_j> over i != j, E a . E r that of
+<a_i, r_j>, and |E a - E r|^2 that of <a_i - r_i, a_j - r_j>. Errors are of the jackknife over i, which also takes the
+first order out of what ratios do to a mean.
 
-Shapes: n estimates, D numbers kept of each.
+Shapes: n estimates of a lever, N of the reference, D numbers kept of each.
 """
 
 import math
@@ -33,30 +33,35 @@ are but for a relative error of sqrt(2 / D) = 0.1 %."""
 
 @dataclass(frozen=True)
 class Grams:
-    """Inner products, (n, n) float64 each: of a lever's estimates, of these with the reference's, and of the
-    reference's.
+    """Inner products in float64: (n, n) of a lever's estimates, (n, N) of these with the reference's, and (N, N) of the
+    reference's. paired: how many of the reference's, its first ones, share their noise with the lever's.
     """
 
     own: Tensor
     cross: Tensor
     reference: Tensor
+    paired: int
 
     @classmethod
     def of(cls, estimates: Tensor, reference: Tensor) -> "Grams":
-        """From estimates (n, D) and as many of the reference."""
+        """From estimates (n, D) and (N, D) of the reference."""
         own, other = estimates.double(), reference.double()
-        return cls(own @ own.T, own @ other.T, other @ other.T)
+        return cls(own @ own.T, own @ other.T, other @ other.T, len(own))
 
-    def without(self, left_out: int) -> "Grams":
-        """Those of the other estimates."""
-        kept = [i for i in range(len(self.own)) if i != left_out]
-        return Grams(*(gram[kept][:, kept] for gram in (self.own, self.cross, self.reference)))
+    def without(self, i: int) -> "Grams":
+        """Those of the others than a_i and r_i."""
+        ours, theirs = (torch.arange(len(gram)) != i for gram in (self.own, self.reference))
+        return Grams(
+            self.own[ours][:, ours],
+            self.cross[ours][:, theirs],
+            self.reference[theirs][:, theirs],
+            int(ours.sum()),
+        )
 
 
 def mean_product(gram: Tensor) -> float:
-    """E a . E b from <a_i, b_j>, i != j."""
-    n = len(gram)
-    return float(gram.sum() - gram.trace()) / (n * (n - 1))
+    """E a . E b from <a_i, b_j>, i != j; (n, N)."""
+    return float(gram.sum() - gram.diagonal().sum()) / (gram.numel() - min(gram.shape))
 
 
 def noise(gram: Tensor) -> float:
@@ -71,7 +76,9 @@ def signal(grams: Grams) -> float:
 
 def bias(grams: Grams) -> float:
     """|E a - E r|^2 / |E r|^2."""
-    difference = grams.own - grams.cross - grams.cross.T + grams.reference
+    n = grams.paired
+    cross = grams.cross[:, :n]
+    difference = grams.own - cross - cross.T + grams.reference[:n, :n]
     return mean_product(difference) / mean_product(grams.reference)
 
 
@@ -81,24 +88,34 @@ def cosine(grams: Grams) -> float:
     return mean_product(grams.cross) / square**0.5 if square > 0 else float("nan")
 
 
+def noise_ratio(grams: Grams) -> float:
+    """tr Var a / tr Var r, over the same noise."""
+    n = grams.paired
+    return noise(grams.own) / noise(grams.reference[:n, :n])
+
+
 def kept_at_the_same_mean(grams: Grams) -> float:
     """Signal of a lever over the reference's where both have the same mean."""
-    return noise(grams.reference) / noise(grams.own)
+    return 1 / noise_ratio(grams)
 
 
 def kept(grams: Grams) -> float:
     """Signal of a lever along the reference's mean over the reference's signal."""
     along = mean_product(grams.cross) / mean_product(grams.reference)
-    return along**2 * noise(grams.reference) / noise(grams.own)
+    return along**2 / noise_ratio(grams)
 
 
 def jackknife(statistic: Callable[[Grams], float], grams: Grams) -> tuple[float, float]:
     """A statistic without the first order of its bias, and its standard error. At least 3 estimates."""
-    n = len(grams.own)
     whole = statistic(grams)
-    parts = torch.tensor([statistic(grams.without(i)) for i in range(n)], dtype=torch.float64)
-    error = ((n - 1) / n * (parts - parts.mean()).square().sum()).sqrt()
-    return n * whole - (n - 1) * float(parts.mean()), float(error)
+    parts = torch.tensor([statistic(grams.without(i)) for i in range(len(grams.reference))], dtype=torch.float64)
+    value, variance = whole, 0.0
+    # What the lever has noise in common with, and the rest of the reference's, are two samples.
+    for sample in (parts[: grams.paired], parts[grams.paired :]):
+        if n := len(sample):
+            value += (n - 1) * (whole - float(sample.mean()))
+            variance += (n - 1) / n * float((sample - sample.mean()).square().sum())
+    return value, math.sqrt(variance)
 
 
 def quantities(grams: Grams, *, same_mean: bool) -> dict[str, tuple[float, float]]:
@@ -107,7 +124,7 @@ def quantities(grams: Grams, *, same_mean: bool) -> dict[str, tuple[float, float
     same_mean: the mean is known to be the reference's.
     """
     statistics: dict[str, Callable[[Grams], float]] = {
-        "relative_variance": lambda g: noise(g.own) / mean_product(g.own),
+        "noise": noise_ratio,
         "signal": signal,
         "bias": bias,
         "cosine": cosine,
@@ -155,7 +172,7 @@ def measure_estimates(
         arm: name of the lever.
         same_mean: see `quantities`.
         checkpoint: folder of checkpoints, of which the newest has the weights and the anchor.
-        count: n.
+        count: n, or N for the reference.
         reference: file of the reference's estimates; written where it is missing, with these.
         seed: of the run, for the findings.
     """

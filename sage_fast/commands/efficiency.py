@@ -12,7 +12,7 @@ PRICED = "hv15_480p_lora_8gpu"
 
 EPILOG = f"""\
 examples:
-  sage-fast efficiency                                 the toy world on a CPU, with the costs of {PRICED}
+  sage-fast efficiency                                 the built-in world on a CPU, priced as {PRICED}
   sage-fast efficiency --publish docs                  and write the page, its figure and results into docs/
   sage-fast efficiency --train                         then whole trainings with the best five, for as many FLOPs each
   sage-fast efficiency hv15_352x624_lora_1gpu --processes 1 --rollout.batch_size=16
@@ -45,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         default=[],
         metavar="CONFIG",
-        help=f"whose model the FLOPs are counted of; default: CONFIG, and {PRICED} for the toy",
+        help=f"whose model the FLOPs are counted of; default: CONFIG, and {PRICED} for the built-in world",
     )
     parser.add_argument("--train", action="store_true", help="also train with the best five, on six seeds")
     parser.add_argument("--output", type=Path, default=Path("runs/efficiency"), help="folder; default runs/efficiency")
@@ -56,8 +56,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run what is missing, and write what is there."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.study.efficiency import EfficiencyStudy
     from sage_fast.study.efficiency_page import IMAGES, PAGE, RESULTS, summary, write_page
+    from sage_fast.study.lever_study import EfficiencyStudy
 
     for name, least in (("processes", 1), ("updates", 1), ("estimates", 3)):
         if getattr(options, name) < least:

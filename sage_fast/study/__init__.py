@@ -13,6 +13,6 @@ And what levers keep of the gradient's signal, per FLOP:
 
 combinations.py  which levers are measured together, and what they cost
 estimators.py    signal, noise and bias from inner products of estimates
-efficiency.py    runs what is missing, and ranks
-efficiency_page.py    the page and its figures
+lever_study.py   runs what is missing, and ranks
+efficiency_page.py  the page and its figures
 """

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from sage_fast.config.files import replacing
 from sage_fast.study.combinations import COMBINATIONS, REFERENCE
-from sage_fast.study.efficiency import CURVES, TABLE, at_equal_compute, gain, ranking
 from sage_fast.study.findings import COST, Finding, Findings, read_findings, write_findings
+from sage_fast.study.lever_study import CURVES, TABLE, at_equal_compute, gain, ranking
 from sage_fast.tools.curves import COLOURS, line_style, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:

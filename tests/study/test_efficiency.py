@@ -13,9 +13,8 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.planning import signal as planned
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
-from sage_fast.study import combinations, efficiency, measures
+from sage_fast.study import combinations, lever_study, measures
 from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, known_combinations, pflop_per_estimate
-from sage_fast.study.efficiency import CURVES, TABLE, EfficiencyStudy, gain, ranking
 from sage_fast.study.efficiency_page import PAGE, RESULTS, draw_curves, draw_table, render
 from sage_fast.study.estimators import (
     Grams,
@@ -30,6 +29,7 @@ from sage_fast.study.estimators import (
     signal,
 )
 from sage_fast.study.findings import Finding, Findings, read_findings
+from sage_fast.study.lever_study import CURVES, TABLE, EfficiencyStudy, gain, ranking
 from sage_fast.study.runner import Job, Outcome
 from sage_fast.tools.curves import to_svg
 
@@ -156,7 +156,7 @@ def test_levers_are_ranked_by_signal_per_flop(tiny_run: MakeRun, tmp_path: Path)
     study = EfficiencyStudy(tmp_path / "s", [str(file)], [], count=3, updates=1, priced=[])
     curves = study.curves(findings)
     assert [t.arm for t in curves[:4]] == ["reference-recipe", "fast", "SDE-window", "uniform-pairs"]
-    assert len(curves) == 4 * len(efficiency.SEEDS)
+    assert len(curves) == 4 * len(lever_study.SEEDS)
     # As many FLOPs each.
     assert [study.trainings.config(t).training.num_updates for t in curves[:4]] == [20, 50, 80, 33]
 
@@ -189,7 +189,7 @@ def test_the_committed_page_and_factors_are_made_of_the_committed_results() -> N
 
 def run_here(jobs: Sequence[Job], processes: int, tell: Callable[[str], None]) -> Outcome:
     """`run_jobs` without the processes, whose start takes longer than what they do here."""
-    programs = {"sage_fast": main, "sage_fast.study.measures": measures.main}
+    programs: dict[str, Callable[[Sequence[str]], int]] = {"sage_fast": main, "sage_fast.study.measures": measures.main}
     assert all(programs[job.command[2]](job.command[3:]) == 0 for job in jobs)
     return Outcome(failed=(), stopped=False)
 
@@ -200,8 +200,8 @@ def test_a_half_run_table_goes_on_and_trains(
 ) -> None:
     kept_names = (REFERENCE, "uniform pairs", "SDE window")
     monkeypatch.setattr(combinations, "COMBINATIONS", [c for c in COMBINATIONS if c.name in kept_names])
-    monkeypatch.setattr(efficiency, "SEEDS", (0, 1))
-    monkeypatch.setattr(efficiency, "run_jobs", run_here)
+    monkeypatch.setattr(lever_study, "SEEDS", (0, 1))
+    monkeypatch.setattr(lever_study, "run_jobs", run_here)
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run("--evaluation.num_samples=0")))
     output = tmp_path / "study"

@@ -2,13 +2,13 @@
 
 What is left out of an estimate adds noise in proportion to 1/f - 1, where f is the share that is kept: the signal is
 1 / (1 + c (1/f - 1)) of the whole gradient's, and one measurement gives c. That is exact for random shares, and for the
-others it is how the factor goes on from the measured share. Factors of different levers are multiplied.
+others it is how the factor goes on from the measured share. Factors of different levers are multiplied. Of a biased
+lever only the noise counts, as if its mean were the whole gradient's; docs/efficiency.md has what is known of its bias.
 """
 
 from math import log2
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.objective import kl_uses
 
 KEPT = {
     "KL at a quarter of the steps": 1.0,
@@ -18,7 +18,7 @@ KEPT = {
     "groups of 8": 1.0,
     "groups of 16": 1.0,
 }
-"""Signal of an estimate over the reference's by combination, as docs/results/efficiency.jsonl has it."""
+"""tr Var r of the reference over tr Var g by combination, as docs/results/efficiency.jsonl has it."""
 
 
 def relative_signal(config: RunConfig) -> float:
@@ -28,17 +28,16 @@ def relative_signal(config: RunConfig) -> float:
 
     Example: 1.0 for the reference recipe, and 0.5 for it with `training.pairs: uniform`, at one half of them.
     """
-    training, rollout, objective = config.training, config.rollout, config.objective
+    training, rollout = config.training, config.rollout
     signal = _of_group(rollout.num_generations)
-    if kl_uses(objective.kl_mode)[0]:
-        signal *= _of_share("KL at a quarter of the steps", 0.25, objective.kl_position_fraction)
+    signal *= _of_share("KL at a quarter of the steps", 0.25, config.objective.kl_position_fraction)
     if training.pairs == "weighted":
         signal *= _of_share("weighted pairs", 0.5, training.pair_fraction)
     signal *= _of_share("uniform pairs", 0.5, training.step_fraction)
-    if rollout.sde_window.size is not None:
-        signal *= _of_share("SDE window", 0.25, rollout.sde_window.size / rollout.num_steps)
-    elif rollout.sde_window.steps is not None:
-        signal *= _of_share("SDE window", 0.25, len(rollout.sde_window.steps) / rollout.num_steps)
+    window = rollout.sde_window
+    noisy = window.size if window.steps is None else len(set(window.steps))
+    if noisy is not None:
+        signal *= _of_share("SDE window", 0.25, noisy / rollout.num_steps)
     return signal
 
 

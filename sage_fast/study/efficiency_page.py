@@ -39,9 +39,9 @@ and other noise for each estimate, the same for all combinations. An estimate g 
 * **Bias** is |E g - E r|^2 / |E r|^2 for that r, **cosine** that between E g and E r. Both are free
   of the estimates' noise on average, so a bias of zero is measured as a small number of either sign.
 * **Signal kept** is the signal of an estimate, along E r, over the reference's, that is, (E g . E r)^2 / |E r|^4 times
-  tr Var r / tr Var g. Where the gradient is the same, or the same on average, which tests prove, E g is E r, and the
-  variances alone are measured. **Signal per FLOP** is that over what an estimate costs, both in multiples of the
-  reference recipe's.
+  tr Var r / tr Var g. Where the gradient is the same, or the same on average, which tests prove, E g is E r: the
+  variances alone are measured, and the signal is the reference recipe's times what is kept. **Signal per FLOP** is that
+  over what an estimate costs, both in multiples of the reference recipe's.
 
 Products of different estimates carry no noise of their own, and errors are standard errors of the jackknife over the
 estimates. Where the error of a biased lever is as large as its figure, the table does not tell how good the lever is.

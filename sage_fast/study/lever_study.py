@@ -1,5 +1,6 @@
 """The study behind `sage-fast efficiency`: signal and cost of combinations of levers, and trainings with the best."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,11 +105,20 @@ class EfficiencyStudy(Study):
                 cost = pflop_per_estimate(combination, priced=self.priced, videos=self.config.rollout.batch_size)
                 rows += [replace(row, arm=combination.name) for row in found]
                 rows.append(replace(found[0], quantity="pflop", value=cost, stderr=None, n=1))
+        rows = [self._with_known_mean(row, Findings(rows)) for row in rows]
         if any(row.arm == REFERENCE for row in rows):
             for training in self.curves(Findings(rows)):
                 if self.trainings.is_finished(training):
                     rows += self.trainings.findings(CURVES, training)
         return Findings(rows)
+
+    def _with_known_mean(self, row: Finding, findings: Findings) -> Finding:
+        """The signal of a lever that has the reference's mean, of which the reference has the most estimates."""
+        if row.quantity != "signal" or row.arm == REFERENCE or self.combinations[row.arm].kind == "biased":
+            return row
+        (whole,), (kept,) = (findings.select(TABLE, q, name) for q, name in (("signal", REFERENCE), ("kept", row.arm)))
+        errors = ((whole.stderr or 0.0) * kept.value, whole.value * (kept.stderr or 0.0))
+        return replace(row, value=whole.value * kept.value, stderr=math.hypot(*errors))
 
     @property
     def _checkpoints(self) -> Path:

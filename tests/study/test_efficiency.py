@@ -178,11 +178,11 @@ def test_the_page_has_trainings_where_there_are_some() -> None:
 
 
 def test_the_committed_page_and_factors_are_made_of_the_committed_results() -> None:
-    """`sage-fast efficiency --publish docs` mends the page, and prints the factors for planning/signal.py."""
+    """`sage-fast efficiency --publish docs` mends the page; the factors of planning/signal.py are typed."""
     assert render(COMMITTED) == (ROOT / "docs" / PAGE).read_text("utf-8")
-    measured = {row.arm: row.value for row in COMMITTED.select(TABLE, "kept")}
-    assert len(measured) >= 12
-    assert {name: round(measured[name], 2) for name in planned.KEPT} == planned.KEPT
+    noise = {row.arm: row.value for row in COMMITTED.select(TABLE, "noise")}
+    assert len(noise) >= 12
+    assert {name: round(1 / noise[name], 2) for name in planned.KEPT} == planned.KEPT
     pictures = {path.name for path in (ROOT / "docs/images/efficiency").iterdir()}
     assert pictures >= {"table.png", "table.svg"}
 
@@ -212,6 +212,8 @@ def test_a_half_run_table_goes_on_and_trains(
     rows = read_findings(output / "results.jsonl")
     assert rows.mean(TABLE, "bias", REFERENCE) == 0 and rows.mean(TABLE, "kept", REFERENCE) == 1
     assert rows.mean(TABLE, "kept", "uniform pairs") < 1 < rows.mean(TABLE, "noise", "uniform pairs")
+    whole, share = rows.mean(TABLE, "signal", REFERENCE), rows.mean(TABLE, "kept", "uniform pairs")
+    assert rows.mean(TABLE, "signal", "uniform pairs") == pytest.approx(whole * share, rel=1e-4)
     # What is missing is measured again, with the same numbers, and nothing else is.
     gone = output / "measures" / "uniform-pairs.json"
     before = json.loads(gone.read_text())["findings"]

@@ -20,7 +20,7 @@ KEPT = {
 def relative_signal(config: RunConfig) -> float:
     """|E g|^2 / tr Var g of a rollout's gradient, over that of the full gradient.
 
-    Only the levers that leave a part out count; exact ones keep 1, and the size of the groups does not change the noise.
+    Only the levers that leave a part out count; exact ones keep 1. The size of the groups does not change the noise.
 
     Example: 1.0 for the reference recipe, and 0.51 for it with `training.pairs: uniform`, at one half of them.
     """

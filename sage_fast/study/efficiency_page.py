@@ -44,8 +44,8 @@ and other noise for each estimate, the same for all combinations. An estimate g 
   over what an estimate costs, both in multiples of the reference recipe's.
 
 Products of different estimates carry no noise of their own, and errors are standard errors of the jackknife over the
-estimates. A dash is what the estimates do not tell: a signal whose error is as large as the figure itself, so that nothing
-is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1.
+estimates. A dash is what the estimates do not tell: a signal whose error is as large as the figure itself, so that
+nothing is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1.
 """
 
 

@@ -71,7 +71,9 @@ TOGETHER = {
 }
 """Lever -> keys without which it is none."""
 
-BESIDE = {key: ["rollout.sde_window.size", *GROUPS] for key in ("rollout.shared_initial_noise", "rollout.cache_threshold")}
+BESIDE = {
+    key: ["rollout.sde_window.size", *GROUPS] for key in ("rollout.shared_initial_noise", "rollout.cache_threshold")
+}
 """Lever -> keys that its factor has on both sides."""
 
 ABLATED = {
@@ -278,12 +280,14 @@ def changed_keys(preset: str) -> dict[str, Any]:
 def test_a_fast_preset_says_what_each_of_its_levers_gives(preset: str) -> None:
     """On the line of each key that it changes: a factor, and what the lever leaves of the gradient."""
     text = config_file(preset).read_text("utf-8")
-    needed = {"training.guidance", *sum(TOGETHER.values(), [])}
+    needed = {"training.guidance", *(key for keys in TOGETHER.values() for key in keys)}
     keys = {key.rpartition(".")[2] for key in changed_keys(preset) if key not in needed}
     kinds = set()
     for key in keys:
         found = re.search(
-            rf"^ +{key}: .*# \d\.\d\dx( (?:with|over) the [^,:]+)?, (exact|unbiased|biased|another policy): ", text, re.M
+            rf"^ +{key}: .*# \d\.\d\dx( (?:with|over) the [^,:]+)?, (exact|unbiased|biased|another policy): ",
+            text,
+            re.M,
         )
         assert found, key
         kinds.add(found[2])

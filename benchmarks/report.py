@@ -188,8 +188,8 @@ def levers_block(found: Results, *, kind: str) -> str:
 
 
 def signal_kept(lever: str) -> str:
-    """What a gradient with a lever keeps of the reference's signal, with its standard error; a dash if not measured."""
-    rows = read_findings(SIGNAL).select("efficiency", "kept", lever)
+    """What a gradient with a lever keeps of the reference's signal, with its standard error; a dash if not known."""
+    rows = [row for row in read_findings(SIGNAL).select("efficiency", "kept", lever) if row.is_resolved]
     return f"{rows[0].value:.2f} ± {rows[0].stderr:.2f}" if rows else "–"
 
 

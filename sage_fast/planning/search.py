@@ -9,7 +9,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.objective import kl_uses
 from sage_fast.planning.estimate import Plan, make_plan
-from sage_fast.planning.signal import relative_signal
+from sage_fast.planning.signal import is_measured, relative_signal
 
 Change = tuple[str, Any]
 """A config key and its new value."""
@@ -34,8 +34,13 @@ class Option:
 
     @property
     def signal(self) -> float:
-        """Of a video's gradient, relative to that of the full gradient of the reference."""
+        """Of a video's gradient, relative to that of the reference's full gradient; a bound unless `is_measured`."""
         return relative_signal(self.plan.config)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all factors of `signal` are; the others count as 1."""
+        return is_measured(self.plan.config)
 
     @property
     def signal_per_second(self) -> float:
@@ -78,7 +83,8 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
 def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 4) -> list[Option]:
     """Levers and combinations of them that fit, by predicted signal per GPU-hour: the best `most` of each kind.
 
-    Of each set, no member can be left out for the same.
+    Of each set, no member can be left out for the same. Behind those of a kind come as many whose signal is not
+    measured: those that would pay if the levers without a factor kept all of it.
     """
     kinds: tuple[Kind, ...] = get_args(Kind)
     found = [Option(changes=(), plan=plan)]
@@ -100,7 +106,12 @@ def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: in
         )
     ]
     useful.sort(key=lambda option: option.signal_per_second, reverse=True)
-    return [option for kind in kinds for option in [o for o in useful if o.kind == kind][:most]]
+    groups = product(kinds, (True, False))
+    return [
+        option
+        for kind, measured in groups
+        for option in [o for o in useful if o.kind == kind and o.is_measured == measured][:most]
+    ]
 
 
 def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple[Change, ...]]]]:
@@ -120,8 +131,16 @@ def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple
             ("unbiased", (("training.pairs", pairs), ("training.pair_fraction", share)))
             for pairs, share in (("uniform", 0.5), ("weighted", 0.5), ("weighted", 0.25))
         ]
+    shared: Change = ("rollout.shared_initial_noise", True)
     if rollout.sde_window.size is None and rollout.sde_window.steps is None:
-        levers["window"] = [("biased", (("rollout.sde_window.size", max(1, rollout.num_steps // 4)),))]
+        size: Change = ("rollout.sde_window.size", max(1, rollout.num_steps // 4))
+        levers["window"] = [("biased", (size,)), ("biased", (size, shared))]
+    elif not rollout.shared_initial_noise:
+        levers["window"] = [("biased", (shared,))]
+    quarter = rollout.num_generations // 4
+    if quarter and not training.train_on.count and rollout.batch_size % rollout.num_generations == 0:
+        best_and_worst = (("training.train_on.best", quarter), ("training.train_on.worst", quarter))
+        levers["train_on"] = [("biased", best_and_worst)]
     return levers
 
 

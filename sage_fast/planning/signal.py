@@ -4,6 +4,7 @@ What is left out of an estimate adds noise in proportion to 1/f - 1, where f is 
 1 / (1 + c (1/f - 1)) of the whole gradient's, and one measurement gives c. That is exact for random shares, and for the
 others it is how the factor goes on from the measured share. Factors of different levers are multiplied. Of a biased
 lever only the noise counts, as if its mean were the whole gradient's; docs/efficiency.md has what is known of its bias.
+What has no factor yet counts as if it kept everything, and `is_measured` tells.
 """
 
 from sage_fast.config.schema import RunConfig
@@ -34,6 +35,11 @@ def relative_signal(config: RunConfig) -> float:
     if noisy is not None:
         signal *= _of_share("SDE window", 0.25, noisy / rollout.num_steps)
     return signal
+
+
+def is_measured(config: RunConfig) -> bool:
+    """Whether every lever has a factor: best and worst has none, and neither has a shared start."""
+    return not config.training.train_on.count and not config.rollout.shared_initial_noise
 
 
 def _of_share(lever: str, measured: float, share: float) -> float:

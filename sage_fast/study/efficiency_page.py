@@ -44,7 +44,8 @@ and other noise for each estimate, the same for all combinations. An estimate g 
   over what an estimate costs, both in multiples of the reference recipe's.
 
 Products of different estimates carry no noise of their own, and errors are standard errors of the jackknife over the
-estimates. Where the error of a biased lever is as large as its figure, the table does not tell how good the lever is.
+estimates. A dash is what the estimates do not tell: a signal whose error is as large as the figure itself, so that
+nothing is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1.
 """
 
 
@@ -77,10 +78,8 @@ def _estimates(findings: Findings) -> str:
 
 def _row(findings: Findings, name: str) -> str:
     found = {row.quantity: row for row in findings.rows if row.experiment == TABLE and row.arm == name}
-    pflop, times = found["pflop"].value, gain(findings, name)
-    signal = found["signal"]
+    pflop, signal, cosine = found["pflop"].value, found["signal"], found.get("cosine")
     per_pflop = (1000 * signal.value / pflop, 1000 * (signal.stderr or 0.0) / pflop)
-    same = KINDS.get(name) == "exact"
     cells = [
         name,
         KINDS.get(name, ""),
@@ -88,12 +87,19 @@ def _row(findings: Findings, name: str) -> str:
         _relative_variance(signal),
         _number(found["noise"]),
         _number(found["bias"]),
-        _number(found["cosine"]) if "cosine" in found else "–",
+        _number(cosine) if cosine and (cosine.stderr or 0.0) <= 1 else "–",
         _pair(*per_pflop, 3),
-        "1" if same else _number(found["kept"]),
-        f"{times[0]:.2f}x" if same else f"{times[0]:.2f} ± {times[1]:.2f}x",
+        *_kept_and_gain(findings, name),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _kept_and_gain(findings: Findings, name: str) -> tuple[str, str]:
+    """Signal kept and signal per FLOP, where they are resolved."""
+    (kept,), (value, error) = findings.select(TABLE, "kept", name), gain(findings, name)
+    if KINDS.get(name) == "exact":
+        return "1", f"{value:.2f}x"
+    return (_number(kept), f"{value:.2f} ± {error:.2f}x") if kept.is_resolved else ("–", "–")
 
 
 def _relative_variance(signal: Finding) -> str:
@@ -150,8 +156,8 @@ def _made_with(row: Finding) -> str:
 
 
 def draw_table(findings: Findings) -> "Figure":
-    """Signal per FLOP of every combination, in multiples of the reference."""
-    names = ranking(findings)[::-1]
+    """Signal per FLOP of every combination for which it is resolved, in multiples of the reference."""
+    names = [name for name in ranking(findings)[::-1] if findings.select(TABLE, "kept", name)[0].is_resolved]
     gains = [gain(findings, name) for name in names]
     figure = new_figure(7.5, 1.2 + 0.26 * len(names))
     axes = figure.subplots()
@@ -159,7 +165,9 @@ def draw_table(findings: Findings) -> "Figure":
     colour = {"exact": COLOURS[2], "unbiased": COLOURS[0], "biased": COLOURS[1]}
     for kind, shade in colour.items():
         places = [i for i, name in enumerate(names) if KINDS.get(name) == kind]
-        values, errors = zip(*(gains[i] for i in places), strict=True) if places else ((), ())
+        if not places:
+            continue
+        values, errors = zip(*(gains[i] for i in places), strict=True)
         axes.errorbar(values, places, xerr=errors, fmt="o", ms=4, color=shade, label=kind)
     axes.axvline(1.0, color="#8c96a3", linewidth=1)
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -197,7 +205,6 @@ def summary(findings: Findings) -> str:
     """A line per combination, for the terminal."""
     lines = [f"{'levers':38} {'PFLOP':>7} {'signal kept':>14} {'signal per FLOP':>16}"]
     for name in (REFERENCE, *ranking(findings)) if findings.arms(TABLE, "kept") else ():
-        (kept,), times = findings.select(TABLE, "kept", name), gain(findings, name)
-        pflop = findings.mean(TABLE, "pflop", name)
-        lines.append(f"{name:38} {pflop:7.0f} {_number(kept):>14} {times[0]:8.2f} ± {times[1]:.2f}x")
+        kept, times = _kept_and_gain(findings, name)
+        lines.append(f"{name:38} {findings.mean(TABLE, 'pflop', name):7.0f} {kept:>14} {times:>16}")
     return "\n".join([*lines, f"Cost: {_seconds(findings, TABLE) / 60:.1f} core-minutes."])

@@ -45,11 +45,15 @@ MINUTES_PER_UPDATE = {
     "hv15_480p_lora_64gpu": 5,
     "hv15_480p_lora_8gpu": 9,
     "hv15_480p_lora_8gpu_fast": 5,
-    "hv15_480p_lora_8gpu_fastest": 3.5,
+    "hv15_480p_lora_8gpu_fastest": 17,
 }
 """As the presets' comments say."""
 
-SECONDS_PER_VIDEO = {"hv15_480p_lora_8gpu_fast": 185, "hv15_352x624_lora_8gpu_fast": 70}
+SECONDS_PER_VIDEO = {
+    "hv15_480p_lora_8gpu_fast": 185,
+    "hv15_480p_lora_8gpu_fastest": 65,
+    "hv15_352x624_lora_8gpu_fast": 70,
+}
 """At most, on an H100 with cuDNN's attention."""
 
 LEVERS = {
@@ -59,6 +63,18 @@ LEVERS = {
     "hv15_480p_lora_8gpu_fastest": "hv15_480p_lora_8gpu",
 }
 """Preset -> the one that it changes by levers."""
+
+GROUPS = ["rollout.num_generations", "rollout.batch_size"]
+TOGETHER = {
+    "training.pairs": ["training.pair_fraction"],
+    "training.train_on.best": ["training.train_on.worst", *GROUPS],
+}
+"""Lever -> keys without which it is none."""
+
+BESIDE = {
+    key: ["rollout.sde_window.size", *GROUPS] for key in ("rollout.shared_initial_noise", "rollout.cache_threshold")
+}
+"""Lever -> keys that its factor has on both sides."""
 
 ABLATED = {
     "setting_a": lambda c: c.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
@@ -190,7 +206,8 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     assert config.model.family == "hunyuan15" and config.output_dir == f"runs/{preset.stem}"
     rollout, objective, video = config.rollout, config.objective, config.video
     assert (rollout.sde_type, rollout.num_steps, rollout.shift, rollout.eta) == ("sage_grpo", 20, 5.0, 0.5)
-    assert (rollout.guidance_scale, rollout.num_generations) == (1.0 if "distilled" in preset.stem else 6.0, 4)
+    assert rollout.guidance_scale == (1.0 if "distilled" in preset.stem else 6.0)
+    assert rollout.num_generations == (16 if "fastest" in preset.stem else 4)
     assert (video.num_frames, video.fps) == (81, 24.0)
     assert (video.height, video.width) == ((352, 624) if "352x624" in preset.stem else (480, 832))
     assert (objective.clip_range, objective.kl_mode, objective.equalizer) == (1e-4, "dual", True)
@@ -226,8 +243,10 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     assert full == ("full" in preset.stem)
     assert (config.model.dtype, section.param_dtype) == (("float32", "bfloat16") if full else ("bfloat16", "float32"))
     if gpus > 1:
-        # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video.
-        assert rollout.batch_size == 2 and sp == (2 if gpus == 64 else 1)
+        # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video. A whole group where a part of
+        # it is trained.
+        whole = config.training.train_on.count > 0
+        assert rollout.batch_size == (rollout.num_generations if whole else 2) and sp == (2 if gpus == 64 else 1)
     # An hour is what a failure may cost.
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 
@@ -250,8 +269,8 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
 
 
 def changed_keys(preset: str) -> dict[str, Any]:
-    """What a preset of `LEVERS` changes of the computation; how often it saves is no lever."""
-    files = ("output_dir", "model.path", "checkpoint.every")
+    """What a preset of `LEVERS` changes of the computation; how often it saves and evaluates is no lever."""
+    files = ("output_dir", "model.path", "checkpoint.every", "evaluation.every")
     whole = ("reward.weights", "reward.options")
     own, base = (by_dotted_key(to_dict(load_config(name)), whole) for name in (preset, LEVERS[preset]))
     return {key: value for key, value in own.items() if value != base[key] and key not in files}
@@ -261,11 +280,14 @@ def changed_keys(preset: str) -> dict[str, Any]:
 def test_a_fast_preset_says_what_each_of_its_levers_gives(preset: str) -> None:
     """On the line of each key that it changes: a factor, and what the lever leaves of the gradient."""
     text = config_file(preset).read_text("utf-8")
-    keys = {key.rpartition(".")[2] for key in changed_keys(preset)} - {"pair_fraction", "guidance"}
+    needed = {"training.guidance", *(key for keys in TOGETHER.values() for key in keys)}
+    keys = {key.rpartition(".")[2] for key in changed_keys(preset) if key not in needed}
     kinds = set()
     for key in keys:
         found = re.search(
-            rf"^ +{key}: .*# \d\.\d\dx( with the next)?, (exact|unbiased|biased|another policy): ", text, re.M
+            rf"^ +{key}: .*# \d\.\d\dx( (?:with|over) the [^,:]+)?, (exact|unbiased|biased|another policy): ",
+            text,
+            re.M,
         )
         assert found, key
         kinds.add(found[2])
@@ -278,13 +300,16 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
     def planned(name: str, **overrides: Any) -> Plan:
         return make_plan(load_config(name, overrides), DEVICES["h100"], gpus=8, sizes={})
 
-    text, base = config_file(preset).read_text("utf-8"), planned(LEVERS[preset]).seconds_per_video
-    changed = changed_keys(preset)
-    together = {"training.pairs": ["training.pair_fraction"]}
+    def seconds(*keys: str) -> float:
+        return planned(LEVERS[preset], **{key: changed[key] for key in keys}).seconds_per_video
+
+    text, changed = config_file(preset).read_text("utf-8"), changed_keys(preset)
+    base = seconds()
     for key in changed:
         if said := re.search(rf"^ +{key.rpartition('.')[2]}: .*# (\d\.\d\d)x", text, re.M):
-            alone = {k: v for k, v in changed.items() if k in (key, *together.get(key, ()))}
-            assert float(said[1]) == pytest.approx(base / planned(LEVERS[preset], **alone).seconds_per_video, abs=0.006)
+            beside = BESIDE.get(key, [])
+            without, alone = seconds(*beside) if beside else base, seconds(key, *TOGETHER.get(key, ()), *beside)
+            assert float(said[1]) == pytest.approx(without / alone, abs=0.006), key
     plan = planned(preset, **{"model.attention": "cudnn"})
     assert plan.fits and plan.seconds_per_video <= SECONDS_PER_VIDEO.get(preset, base)
     assert [phase.name for phase in plan.phases] == ["rollout", "decode", "reward", "anchor", "update", "optimizer"]

@@ -23,12 +23,14 @@ def seconds(config: RunConfig) -> float:
     training, objective = config.training, config.objective
     share = training.pair_fraction if training.pairs != "all" else 1.0
     share *= (config.rollout.sde_window.size or 20) / 20
+    share *= training.train_on.count / config.rollout.num_generations or 1.0
+    shared = 0.3 if config.rollout.shared_initial_noise and config.rollout.sde_window.size else 0.0
     anchor = 1.0 if objective.kl_mode == "dual" else 0.0
     anchor *= objective.kl_position_fraction
     saved = 0.9 if config.model.checkpointing == "auto" else 1.0
     if training.update == "two_phase":
-        return 1 + share * (anchor + 3 * saved)
-    return 1 + share * (2 * saved + 3 * anchor)
+        return 1 - shared + share * (anchor + 3 * saved)
+    return 1 - shared + share * (2 * saved + 3 * anchor)
 
 
 def signal(config: RunConfig) -> float:
@@ -66,7 +68,10 @@ def test_levers_are_ranked_by_signal_per_second_within_their_kind() -> None:
     by_kind = {kind: [o for o in found if o.kind == kind] for kind in ("exact", "unbiased", "biased")}
     assert [o for options in by_kind.values() for o in options] == found
     for options in by_kind.values():
-        assert options and all(a.signal_per_second >= b.signal_per_second for a, b in pairwise(options))
+        known = [o for o in options if o.is_measured]
+        for rows in (known, options[len(known) :]):
+            assert all(a.signal_per_second >= b.signal_per_second for a, b in pairwise(rows))
+        assert known == options[: len(known)] != []
         assert all(o.plan.fits for o in options)
     assert [dict(o.changes) for o in by_kind["exact"]] == [{"model.checkpointing": "auto"}]
     for kind, options in by_kind.items():
@@ -86,6 +91,22 @@ def test_levers_are_ranked_by_signal_per_second_within_their_kind() -> None:
     assert any(("training.update", "single_pass") in o.changes for o in found)
 
 
+GROUP = "--rollout.batch_size=4"
+
+
+def test_what_has_no_factor_comes_behind_and_without_one() -> None:
+    found = ranked(GROUP)
+    pair, shared = ("training.train_on.best", 1), ("rollout.shared_initial_noise", True)
+    unknown = [o for o in found if pair in o.changes or shared in o.changes]
+    assert found[-len(unknown) :] == unknown and not any(o.is_measured for o in unknown)
+    assert all(o.is_measured and o.kind != "biased" for o in found[:3])
+    assert any(pair in o.changes for o in unknown) and any(shared in o.changes for o in unknown)
+    assert all(("rollout.sde_window.size", 5) in o.changes for o in unknown if shared in o.changes)
+    assert all(("training.update", "single_pass") not in o.changes for o in unknown if pair in o.changes)
+    assert not any(pair in o.changes for o in ranked()), "where a rank would wait for another"
+    assert (shared,) in [o.changes for o in ranked("--rollout.sde_window.size=5")]
+
+
 def test_no_member_of_a_combination_can_be_left_out() -> None:
     found = ranked()
     worth = {frozenset(o.changes): o.signal_per_second for o in found}
@@ -95,14 +116,16 @@ def test_no_member_of_a_combination_can_be_left_out() -> None:
 
 def test_levers_that_are_in_use_are_not_offered() -> None:
     words = ["--model.checkpointing=auto", "--objective.kl_position_fraction=0.25", "--rollout.sde_window.size=5"]
+    words += ["--rollout.shared_initial_noise=true", "--training.train_on={best: 1, worst: 1}", GROUP]
     keys = {key for option in ranked(*words, "--training.pairs=weighted") for key, _ in option.changes}
     assert not keys
     keys = {key for option in ranked("--objective.kl_mode=none", on_gpu=False) for key, _ in option.changes}
-    assert keys == {"training.update", "training.pairs", "training.pair_fraction", "rollout.sde_window.size"}
+    window = {"rollout.sde_window.size", "rollout.shared_initial_noise"}
+    assert keys == {"training.update", "training.pairs", "training.pair_fraction", *window}
 
 
 def test_the_fewest_of_each_kind() -> None:
-    assert [o.kind for o in ranked(most=1)] == ["exact", "unbiased", "biased"]
+    assert [o.kind for o in ranked(most=1)] == ["exact", "unbiased", "biased", "biased"]
 
 
 @pytest.mark.slow
@@ -118,6 +141,9 @@ def test_the_command_shows_seconds_signal_and_signal_per_hour(
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for lever in found["levers"]:
+        if lever["relative_signal"] is None:
+            assert lever["signal_per_gpu_hour"] is None
+            continue
         expected = 3600 * lever["relative_signal"] / lever["seconds_per_video"]
         assert lever["signal_per_gpu_hour"] == pytest.approx(expected)
 

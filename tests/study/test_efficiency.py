@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.study import combinations, lever_study, measures
 from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, known_combinations, pflop_per_estimate
-from sage_fast.study.efficiency_page import PAGE, RESULTS, draw_curves, draw_table, render
+from sage_fast.study.efficiency_page import PAGE, RESULTS, draw_curves, draw_table, render, summary
 from sage_fast.study.estimators import (
     Grams,
     bias,
@@ -159,6 +160,18 @@ def test_levers_are_ranked_by_signal_per_flop(tiny_run: MakeRun, tmp_path: Path)
     assert len(curves) == 4 * len(lever_study.SEEDS)
     # As many FLOPs each.
     assert [study.trainings.config(t).training.num_updates for t in curves[:4]] == [20, 50, 80, 33]
+
+
+def test_a_figure_that_is_not_resolved_is_a_dash() -> None:
+    rows = made_up({REFERENCE: (1.0, 200.0), "uniform pairs": (0.5, 120.0), "SDE window": (0.1, 50.0)})
+    findings = Findings([replace(row, stderr=1.1) if row.quantity == "cosine" else row for row in rows])
+    page = render(findings)
+    assert "| 0.10 ± 0.10 | – | 0.083 ± 0.833 | 0.50 ± 0.10 | 0.83 ± 0.17x |" in page
+    assert "| 0.10 ± 0.10 | – | 0.200 ± 2.000 | – | – |" in page
+    assert "| 0.10 ± 0.10 | 0.90 ± 0.10 |" in render(Findings(rows))
+    assert [line.split()[-1] for line in summary(findings).splitlines()[2:-1]] == ["0.17x", "–"]
+    (labels,) = [axes.get_yticklabels() for axes in draw_table(findings).axes]
+    assert [label.get_text() for label in labels] == ["uniform pairs"]
 
 
 def test_the_page_has_trainings_where_there_are_some() -> None:

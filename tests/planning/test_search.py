@@ -137,7 +137,7 @@ def test_the_command_shows_seconds_signal_and_signal_per_hour(
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "signal  per GPU-hour" in text and "exact: the same gradient" in text
-    assert "rollout.sde_window.size" in text
+    assert "--objective.kl_position_fraction=0.25  unbiased" in text
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for lever in found["levers"]:

@@ -38,8 +38,9 @@ def relative_signal(config: RunConfig) -> float:
 
 
 def is_measured(config: RunConfig) -> bool:
-    """Whether every lever has a factor: best and worst has none, and neither has a shared start."""
-    return not config.training.train_on.count and not config.rollout.shared_initial_noise
+    """Whether every lever has a factor: best and worst, a shared start and the feature cache have none."""
+    rollout = config.rollout
+    return not (config.training.train_on.count or rollout.shared_initial_noise or rollout.cache_threshold)
 
 
 def _of_share(lever: str, measured: float, share: float) -> float:

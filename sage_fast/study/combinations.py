@@ -1,11 +1,11 @@
 """Which levers are measured together, as overrides of one configuration, and what an estimate with them costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import RunConfig
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.planning.layout import least_gpus
@@ -40,12 +40,6 @@ class Combination:
                 option = option.replace(name, value)
             words.append(f"--{option}")
         return words
-
-    def is_known(self, config: RunConfig) -> bool:
-        """Whether there are such keys."""
-        known = by_dotted_key(to_dict(config))
-        keys = [option.partition("=")[0] for option in self.options]
-        return all(any(name == key or name.startswith(f"{key}.") for name in known) for key in keys)
 
 
 _QUARTER_KL = "objective.kl_position_fraction=0.25"
@@ -97,8 +91,3 @@ def pflop_per_estimate(combination: Combination, *, priced: Sequence[str], video
     """
     config = load_config(list(priced))
     return videos * flops_per_video(load_config(list(priced), combination.overrides(config))) / 1e15
-
-
-def known_combinations(config: RunConfig) -> Mapping[str, Combination]:
-    """By name, those whose keys exist."""
-    return {combination.name: combination for combination in COMBINATIONS if combination.is_known(config)}

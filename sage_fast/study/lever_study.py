@@ -8,12 +8,7 @@ from typing import Any
 
 from sage_fast.checkpoint import checkpoint_name, list_checkpoints
 from sage_fast.study.claims import Evidence, larger
-from sage_fast.study.combinations import (
-    REFERENCE,
-    Combination,
-    known_combinations,
-    pflop_per_estimate,
-)
+from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, pflop_per_estimate
 from sage_fast.study.findings import Finding, Findings
 from sage_fast.study.runner import Job, Outcome, Study, run_jobs
 from sage_fast.study.trainings import Training
@@ -53,7 +48,7 @@ class EfficiencyStudy(Study):
         super().__init__(folder, files, overrides)
         self.count, self.updates, self.priced = count, updates, priced
         self.digest = f"{self.digest}-{updates}-{count}"
-        self.combinations = known_combinations(self.config)
+        self.combinations = {combination.name: combination for combination in COMBINATIONS}
         self.prepared = Training(
             arm=PREPARED,
             overrides=(

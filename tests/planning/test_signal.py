@@ -3,7 +3,7 @@
 import pytest
 
 from sage_fast.config.load import load_config
-from sage_fast.planning.signal import KEPT, relative_signal
+from sage_fast.planning.signal import KEPT, is_measured, relative_signal
 
 
 def kept(*overrides: str) -> float:
@@ -30,3 +30,11 @@ def test_other_settings_lie_beside_them() -> None:
     assert quarter < half < most < 1
     # Three times the noise of what is left out.
     assert 1 / quarter - 1 == pytest.approx(3 * (1 / half - 1))
+
+
+@pytest.mark.parametrize(
+    "option", [None, "training.train_on.best=1", "rollout.shared_initial_noise=true", "rollout.cache_threshold=0.1"]
+)
+def test_what_has_no_factor_is_not_measured(option: str | None) -> None:
+    words = ["--rollout.sde_window.size=5", *([f"--{option}"] if option else [])]
+    assert is_measured(load_config("hv15_480p_lora_8gpu", words)) == (option is None)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from sage_fast.commands.cli import main
+from sage_fast.commands.efficiency import DEFAULT_CONFIG, PRICED
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.planning import signal as planned
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
-from sage_fast.study import combinations, lever_study, measures
-from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, known_combinations, pflop_per_estimate
+from sage_fast.study import lever_study, measures
+from sage_fast.study.combinations import COMBINATIONS, REFERENCE, pflop_per_estimate
 from sage_fast.study.efficiency_page import PAGE, RESULTS, draw_curves, draw_table, render, summary
 from sage_fast.study.estimators import (
     Grams,
@@ -114,8 +115,14 @@ def test_steps_are_shares_of_the_configuration(tiny_run: MakeRun) -> None:
     by_name = {combination.name: combination for combination in COMBINATIONS}
     assert by_name["SDE window"].overrides(config) == ["--rollout.sde_window.size=1"]
     assert by_name["fewer steps"].overrides(config) == ["--rollout.num_steps=2"]
-    assert not Combination(name="new", kind="biased", options=("training.new_key=1",)).is_known(config)
-    assert len(known_combinations(config)) >= 12 and next(iter(known_combinations(config))) == REFERENCE
+
+
+@pytest.mark.parametrize("preset", [DEFAULT_CONFIG, [PRICED]], ids=" ".join)
+def test_every_combination_is_a_configuration(preset: list[str]) -> None:
+    assert len(COMBINATIONS) >= 12 and COMBINATIONS[0].name == REFERENCE
+    config = load_config(preset)
+    for combination in COMBINATIONS:
+        load_config(preset, combination.overrides(config))
 
 
 @pytest.mark.slow
@@ -212,7 +219,7 @@ def test_a_half_run_table_goes_on_and_trains(
     tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept_names = (REFERENCE, "uniform pairs", "SDE window")
-    monkeypatch.setattr(combinations, "COMBINATIONS", [c for c in COMBINATIONS if c.name in kept_names])
+    monkeypatch.setattr(lever_study, "COMBINATIONS", [c for c in COMBINATIONS if c.name in kept_names])
     monkeypatch.setattr(lever_study, "SEEDS", (0, 1))
     monkeypatch.setattr(lever_study, "run_jobs", run_here)
     file = tmp_path / "new.yaml"

@@ -21,7 +21,7 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-repeat guard lint format docs clean
+.PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
@@ -54,10 +54,13 @@ demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train toy_cpu --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow --durations=25 $(PYTEST_ARGS)
+
+test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
+	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)
 
 # Four processes for each core: a race shows when processes have to wait for one another.
 test-repeat: $(READY)  ## repeat the tests of signals and kills REPEATS times, under load

@@ -20,6 +20,7 @@ COMMANDS = {
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
     "levers": "what each option is worth, predicted from counted work",
     "scaling": "the tables of docs/scaling.md, from the planner",
+    "cache": "reward and distance of the toy's samples with the feature cache",
 }
 """Command -> what it does; each is a module with a main(argv)."""
 

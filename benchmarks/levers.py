@@ -93,6 +93,20 @@ OTHER = (
     Lever("no KL to an anchor", _NO_KL, "objective.kl_mode=dual", "no anchor pass", kind="other"),
     Lever("SDE window", "rollout.sde_window.size=5", note="noise and gradient in 5 of 20 steps", kind="other"),
     Lever(
+        "shared start",
+        "rollout.shared_initial_noise=true",
+        note="steps before the window once per group; against the window",
+        both=("rollout.sde_window.size=5",),
+        kind="other",
+    ),
+    Lever(
+        "best and worst",
+        "training.train_on={best: 4, worst: 4}",
+        note="8 of the 16 videos of a group are trained",
+        both=("rollout.num_generations=16", "rollout.batch_size=16"),
+        kind="other",
+    ),
+    Lever(
         "guidance off", "rollout.guidance_scale=1", note="another policy: the conditional branch alone", kind="other"
     ),
     Lever("condition-only gradient", "training.guidance=conditional", note=_CONDITIONAL, kind="other"),

@@ -23,11 +23,14 @@ from typing import Any
 from benchmarks import goals, harness, results
 from benchmarks.results import Record, Result, Rows
 from benchmarks.workload import NUM_STEPS
+from sage_fast.study.findings import read_findings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
 PREDICTED = harness.RESULTS / "predicted"
 """The folder whose files hold no measurement."""
+SIGNAL = ROOT / "docs/results/efficiency.jsonl"
+"""What `sage-fast efficiency` measured of levers, by the names that they have here."""
 NO_GPU = "Not measured yet: no result of a GPU is committed.\n"
 HEADLINES = ("forward B vs P1", "forward B vs P2", "train step B vs P2", "video B: rollout, anchor, train")
 
@@ -179,8 +182,15 @@ def levers_block(found: Results, *, kind: str) -> str:
         seconds = f"{before['seconds']:.0f} → {after['seconds']:.0f}"
         memory = f"{before['peak_gb']:.0f} → {after['peak_gb']:.0f}"
         if row["kind"] == kind:
-            rows.append((row["name"], f"`{row['option']}`", f"{row['factor']:.2f}x", seconds, memory, row["note"]))
-    return markdown(("lever", "option", "factor", "seconds per video", "peak GB", ""), rows)
+            cells = (f"`{row['option']}`", f"{row['factor']:.2f}x", seconds, memory)
+            rows.append((row["name"], *cells, "" if kind == "exact" else signal_kept(row["name"]), row["note"]))
+    return markdown(("lever", "option", "factor", "seconds per video", "peak GB", "signal kept", ""), rows)
+
+
+def signal_kept(lever: str) -> str:
+    """What a gradient with a lever keeps of the reference's signal, with its standard error; a dash if not known."""
+    rows = [row for row in read_findings(SIGNAL).select("efficiency", "kept", lever) if row.is_resolved]
+    return f"{rows[0].value:.2f} ± {rows[0].stderr:.2f}" if rows else "–"
 
 
 def recipes_block(found: Results) -> str:

@@ -185,7 +185,7 @@ def presets() -> Iterator[Row]:
 
 def preset_gpus(path: Path) -> int:
     """The number of GPUs in a preset's name."""
-    found = re.search(r"_(\d+)gpu$", path.stem)
+    found = re.search(r"_(\d+)gpu(_|$)", path.stem)
     assert found is not None, path
     return int(found[1])
 

@@ -8,11 +8,12 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import TrainingConfig
+from sage_fast.config.schema import TrainingConfig, TrainOnConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -78,6 +79,21 @@ def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple
     return found
 
 
+@dataclass(frozen=True)
+class GroupOrder:
+    """Which of a rank's consecutive videos share a group of `size`.
+
+    first_video: number of the rank's first video among those of all ranks; it may be in the middle of a group.
+    """
+
+    size: int
+    first_video: int = 0
+
+    def begins_at(self, video: int) -> bool:
+        """Whether the rank's video number `video`, from 0, is the first one there of its group."""
+        return video == 0 or (self.first_video + video) % self.size == 0
+
+
 def num_trained(fraction: float, trainable: int) -> int:
     """How many of so many trainable steps are trained: their share, rounded down as in other trainers, at least one."""
     return max(1, int(fraction * trainable))
@@ -117,6 +133,17 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
     factors = torch.zeros(num_steps, dtype=torch.float64)
     factors[drawn] = num_steps / count
     return factors.tolist()
+
+
+def best_and_worst(advantages: Tensor, train_on: TrainOnConfig) -> Tensor:
+    """Which videos of every group are trained, (P, G) bool; advantages (P, G).
+
+    Of equal advantages that of the earlier member counts as higher, so that the choice is the same everywhere.
+    """
+    if not train_on.count:
+        return torch.ones_like(advantages, dtype=torch.bool)
+    rank = advantages.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (rank < train_on.best) | (rank >= advantages.shape[1] - train_on.worst)
 
 
 PAIR_FLOOR = 0.2
@@ -176,7 +203,7 @@ def pair_weights(
     """What the pair of a video and a position in its order counts in the sum of losses, as `training.pairs` says.
 
     Args:
-        advantages: (V,). trained: (V,) bool, False for dropped groups.
+        advantages: (V,). trained: (V,) bool, as in `ScoredRollout`.
         pulls: (V, K), see `step_pulls`.
         has_kl: the loss has a KL term; without one a video without advantage has no gradient.
         seed: of the run.

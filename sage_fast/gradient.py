@@ -150,8 +150,8 @@ class TwoPhaseGradient:
         self._on_policy = True
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`: the policy's own."""
-        return policy_velocity(self.policy, samples)
+        """As in `PolicyGradient`: the policy's own, which at steps without noise may use features again."""
+        return policy_velocity(self.policy, samples, table)
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
@@ -276,7 +276,7 @@ def gather_terms(
         own: this rank's, from `PolicyGradient.accumulate` with these positions.
 
     Returns:
-        Those of groups that were not dropped, (N,) each, in CPU memory and in the order of one process, and their
+        Those of trained videos, (N,) each, in CPU memory and in the order of one process, and their
         weights; and a description of a loss that is not finite, with its prompts, or None. The same on every rank.
     """
     # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.

@@ -108,9 +108,10 @@ class ScoredRollout:
     trajectories: micro-batches that together hold the N samples, group after group.
     all_orders: V lists of K step indices, each sample's own order.
     own: which of the V samples of all ranks are the N of this one.
-    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed.
+    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
+    videos that `training.train_on` leaves out.
     all_weights: (V, K) float64, what the pair of a sample and a position in its order counts in the sum of losses; the
-    gradient is that sum over the number of pairs that were not dropped. 0 is a pair that is not trained.
+    gradient is that sum over the number of pairs of the trained videos. 0 is a pair that takes no part.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
     them and N = 48, while V stays 96.
@@ -145,7 +146,7 @@ class ScoredRollout:
 
     @property
     def num_trained(self) -> int:
-        """Samples of all ranks that were not dropped."""
+        """Trained samples of all ranks."""
         return int(self.all_trained.sum())
 
     def batches(self) -> Iterator[tuple[slice, Trajectory]]:
@@ -166,8 +167,8 @@ class ScoredRollout:
         return self.own.start // len(self.orders)
 
     def term_rows(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of the (N len(positions),) rows that `PolicyGradient.accumulate` returns: which were not dropped, bool, and
-        their weights.
+        """Of the (N len(positions),) rows that `PolicyGradient.accumulate` returns: which are of trained videos,
+        bool, and their weights.
         """
         trained = [self.trained[rows].repeat(len(positions)) for rows, _ in self.batches()]
         weights = [self.weights[rows][:, list(positions)].T.flatten() for rows, _ in self.batches()]
@@ -231,11 +232,11 @@ def reward_metrics(
 def update_metrics(terms: PolicyTerms, weights: Tensor) -> dict[str, float]:
     """Statistics of an update's objective.
 
-    Loss and KL are those of all pairs, estimated from the trained ones by their weights; the ratio's are of the trained
-    pairs alone, and of all where none is.
+    Loss and KL are those of all pairs of trained videos, estimated from the drawn ones by their weights; the ratio's
+    are of the drawn pairs alone, and of all where none is.
 
     Args:
-        terms: the (N K,) rows of the pairs that were not dropped.
+        terms: the (N K,) rows of the trained videos' pairs.
         weights: what each counts, as in `ScoredRollout`.
     """
     seen = weights > 0 if weights.any() else torch.ones_like(weights, dtype=torch.bool)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainingConfig
+from sage_fast.data import GroupOrder
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import Kernels, StepColumns
@@ -36,7 +37,7 @@ from sage_fast.noise import NoiseKey
 from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings, surrogate_factor
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
-from sage_fast.rollout import StepVelocity, trajectory_step
+from sage_fast.rollout import StepVelocity, policy_velocity, trajectory_step
 from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -79,21 +80,6 @@ class VideoGradient:
     surrogate: GradientSum
     kl: GradientSum
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GroupOrder:
-    """Which of this rank's consecutive videos share a group of `size`.
-
-    first_video: number of this rank's first video among those of all ranks; it may be in the middle of a group.
-    """
-
-    size: int
-    first_video: int = 0
-
-    def begins_at(self, video: int) -> bool:
-        """Whether this rank's video number `video`, from 0, is the first one here of its group."""
-        return video == 0 or (self.first_video + video) % self.size == 0
 
 
 class SinglePassGradient:
@@ -155,11 +141,12 @@ class SinglePassGradient:
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
         self._videos.append(video)
+        without_gradient = policy_velocity(self.policy, samples, table)
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
             if step in video.kl_factors:
                 return self._differentiate(video, step, latents, sigma)
-            return self.policy.velocity(latents, sigma, [sample.embeds])
+            return without_gradient(step, latents, sigma)
 
         return velocity
 

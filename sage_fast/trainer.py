@@ -22,7 +22,9 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import (
+    GroupOrder,
     PromptSchedule,
+    best_and_worst,
     group_members,
     kl_factors,
     make_groups,
@@ -32,7 +34,7 @@ from sage_fast.data import (
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
 from sage_fast.distributed.launch import rank_device
-from sage_fast.distributed.parallelize import check_lockstep, parallelize
+from sage_fast.distributed.parallelize import check_lockstep, gather_second_block_when_due, parallelize
 from sage_fast.distributed.snapshot import check_same_shapes
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import ALONE, World
@@ -40,6 +42,7 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
+from sage_fast.models.reuse import ReuseRule
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
@@ -71,6 +74,7 @@ from sage_fast.rewards.gather import gather_scores
 from sage_fast.rewards.generators import generator_state, load_generator_state
 from sage_fast.rollout import (
     Progress,
+    SharedPrefixes,
     VideoScoring,
     check_trainable_steps,
     initial_latents,
@@ -81,7 +85,7 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import sigma_schedule, transition_table
-from sage_fast.single_pass import GroupOrder, SinglePassGradient
+from sage_fast.single_pass import SinglePassGradient
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +189,23 @@ class Trainer:
             self.embed(config.rollout.negative_prompt),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
+            reuse=self._reuse_rule(transformer),
         )
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+
+    def _reuse_rule(self, transformer: HunyuanVideo15Transformer3DModel) -> ReuseRule | None:
+        """The rule of `rollout.cache_threshold`, with the ranks that have to agree; None where it is off."""
+        if not self.config.rollout.cache_threshold:
+            return None
+        if self.engine.gathering_group is not None:
+            gather_second_block_when_due(transformer)
+        return ReuseRule(
+            threshold=self.config.rollout.cache_threshold,
+            tokens=self.world.sp_group if self.world.sp > 1 else None,
+            weights=self.engine.gathering_group,
+        )
 
     def _divide_rollout(
         self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
@@ -203,6 +220,12 @@ class Trainer:
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
         """Those of this rank."""
         self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
+        if config.training.train_on.count and size % config.rollout.num_generations:
+            logger.info(
+                "training.train_on: with rollout.batch_size %d a group of %d lies on several ranks, which wait for the "
+                "one with most of the trained videos. With a multiple of %d all ranks have as many.",
+                *(size, config.rollout.num_generations, config.rollout.num_generations),
+            )
         if self.engine.sharded:
             train, scored = ({lengths[p.text] for p in group} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
@@ -268,6 +291,10 @@ class Trainer:
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"):
             trajectories = self._rollout()
+        if self.policy.reuse is not None:
+            counts = self.world.gather(self.policy.reuse.take_counts())
+            skipped, forwards = (sum(column) for column in zip(*counts, strict=True))
+            metrics["rollout/skipped_forwards"] = skipped / max(1, forwards)
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
         with self._phase("anchor"), self.engine.phase("anchor"):
@@ -299,6 +326,19 @@ class Trainer:
             self.engine.zero_grad()
         return norms
 
+    def estimate_gradient(self) -> dict[str, Tensor]:
+        """The gradient by name that the next update would be given, before it is clipped. Nothing is trained."""
+        self._seconds = {}
+        weight = self.kl_weight.weight
+        self.gradient.begin(weight, self._due_anchor(), self._kl_factors())
+        scored = self._score(self._rollout(), {})
+        self.gradient.measure_anchor(scored)
+        positions = split_evenly(len(scored.orders[0]), self.config.training.updates_per_rollout)[0]
+        self.gradient.accumulate(scored, positions, weight)
+        found = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+        self.engine.zero_grad()
+        return found
+
     def _due_anchor(self) -> Snapshot | None:
         """The anchor of the coming rollout, refreshed if that is due; None where it is the policy itself."""
         age = self.update - self.anchor_update
@@ -325,6 +365,10 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         trajectories: list[Trajectory] = []
+        prefixes = None
+        if rollout.shared_initial_noise:
+            shape, group = self.latent_shape, rollout.num_generations
+            prefixes = SharedPrefixes(self.policy, table, self.kernels, shape, self.device, group)
         self._scoring = VideoScoring(
             decoder=self.decoder,
             reward=self.reward,
@@ -342,16 +386,25 @@ class Trainer:
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 keys = noise_keys(batch, seed, update)
-                group = rollout.num_generations if rollout.shared_initial_noise else 1
-                initial = initial_latents(keys, self.latent_shape, self.device, group=group)
+                begun = None
+                if prefixes is not None:
+                    begun = prefixes.take(batch, keys, always=self.engine.sharded and self._begins_group(done))
+                initial = begun.final if begun else initial_latents(keys, self.latent_shape, self.device)
                 velocity = self.gradient.velocity(batch, keys, table)
-                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels))
+                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels, begun=begun))
             if self.world.sp == 1:
                 submit(done)
         if self.world.sp > 1:
             for done in range(len(batches)):
                 submit(done)
         return trajectories
+
+    def _begins_group(self, number: int) -> bool:
+        """Whether on any rank micro-batch `number` has the first video there of a group."""
+        rollout = self.config.rollout
+        size, group = rollout.micro_batch_size, rollout.num_generations
+        orders = [GroupOrder(group, first) for first in range(0, self.videos_per_rollout, rollout.batch_size)]
+        return any(order.begins_at(number * size + row) for order in orders for row in range(size))
 
     def next_noise(self) -> list[NoiseKey]:
         """The keys of the noise of this rank's next videos."""
@@ -405,7 +458,7 @@ class Trainer:
                 trained=trained_groups,
             )
         )
-        trained = trained_groups.repeat_interleave(groups[1])
+        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.train_on)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
         orders = [trained_steps(key, table, config.training) for key in keys]

@@ -16,8 +16,8 @@ from sage_fast import single_pass
 from sage_fast import trainer as trainer_module
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
-from sage_fast.config.schema import RunConfig, TrainingConfig
-from sage_fast.data import PAIR_FLOOR, draw_pairs, inclusion_chances, kl_factors, pair_weights
+from sage_fast.config.schema import RunConfig, TrainingConfig, TrainOnConfig
+from sage_fast.data import PAIR_FLOOR, best_and_worst, draw_pairs, inclusion_chances, kl_factors, pair_weights
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms
 from sage_fast.objective import kl_uses, step_pulls
@@ -351,6 +351,80 @@ def test_pairs_without_a_gradient_are_not_drawn() -> None:
         assert not torch.equal(draws[0], draws[1])
 
 
+def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
+    advantages = torch.tensor([[0.5, -1.0, 2.0, -1.0, 0.5], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    for best, worst, expected in (
+        (1, 1, [[2, 3], [0, 4]]),
+        (2, 1, [[0, 2, 3], [0, 1, 4]]),
+        (0, 2, [[1, 3], [3, 4]]),
+        (0, 0, [[0, 1, 2, 3, 4]] * 2),
+    ):
+        chosen = best_and_worst(advantages, TrainOnConfig(best=best, worst=worst))
+        assert [row.nonzero().flatten().tolist() for row in chosen] == expected
+    many = torch.arange(64).remainder(3).float()[None]
+    assert best_and_worst(many, TrainOnConfig(best=3)).nonzero()[:, 1].tolist() == [2, 5, 8]
+
+
+TRAIN_ON = ["--training.train_on={best: 2, worst: 1}", "--rollout.num_generations=4"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--objective.kl_mode=none"],
+        ["--objective.kl_mode=dual"],
+        ["--objective.kl_mode=stepwise", "--rollout.micro_batch_size=2"],
+        ["--training.pairs=uniform", "--training.updates_per_rollout=2"],
+    ],
+    ids=["no-kl", "dual", "in-twos", "uniform"],
+)
+def test_the_gradient_is_the_mean_over_the_chosen_videos(
+    overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each video's gradient alone, from a run that trains all, and the KL is measured on the chosen videos."""
+    given = [*EXACT, *STRONG_KL, *overrides]
+    every = Estimates(tiny_run(*given), monkeypatch)
+    scored = every.scored()
+    order = sorted(range(4), key=lambda video: (-float(scored.all_advantages[video]), video))
+    chosen = [*order[:2], order[3]]
+    alone = []
+    for video in chosen:
+        rows = torch.arange(4)[:, None] == video
+        alone.append(every.gradient(replace(scored, all_weights=scored.all_weights * rows)))
+    some = Estimates(tiny_run(*given, *TRAIN_ON), monkeypatch)
+    fewer = some.scored()
+    assert torch.equal(fewer.all_advantages, scored.all_advantages)
+    found, metrics = some.gradient(fewer)
+    assert relative(found, sum(gradient for gradient, _ in alone) * 4 / 3) < 1e-10  # type: ignore[arg-type]
+    for key in ("loss", "kl/position", "kl/velocity"):
+        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) * 4 / 3, rel=1e-6, abs=1e-12)
+    assert relative(found, every.gradient(scored)[0]) > 1e-3
+
+
+def test_only_chosen_videos_are_passed_and_drawn_from(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four videos at four steps, the anchor at half of them; and half of these pairs."""
+    for words, expected in (
+        (["--objective.kl_position_fraction=0.5"], (6, 12)),
+        (["--training.pairs=weighted"], (6, 6)),
+    ):
+        trainer = build_trainer(tiny_run(*EXACT, *TRAIN_ON, *words))
+        move_weights(trainer)
+        counts = passes(trainer, monkeypatch)
+        record = trainer.iterate()
+        assert (counts["rollout"], counts["anchor"], counts["update"]) == (16, *expected)
+        assert record["ratio/mean"] == 1.0
+
+
+def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    for size, said in ((4, False), (2, True)):
+        caplog.clear()
+        config = tiny_run(*EXACT, *TRAIN_ON, f"--rollout.batch_size={size}")
+        ranks = {"world": SimpleNamespace(dp_degree=2, dp_rank=0), "engine": SimpleNamespace(sharded=False)}
+        with caplog.at_level("INFO"):
+            Trainer._divide_rollout(SimpleNamespace(config=config, **ranks), [], [], {})  # type: ignore[arg-type]
+        assert ("a group of 4 lies on several ranks" in caplog.text) == said
+
+
 def test_the_update_runs_at_the_drawn_pairs(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 of 16 pairs, and the anchor at those of them where the KL counts."""
     config = tiny_run(*EXACT, *WEIGHTED, "--objective.kl_position_fraction=0.5")
@@ -382,6 +456,12 @@ def test_the_older_name_of_uniform_pairs_draws_the_same(tiny_run: MakeRun) -> No
             ["pairs=weighted", "update=single_pass"],
             "draws by the advantage, .* Set training.pairs to uniform, or training.update to two_phase",
         ),
+        (["train_on.best=-1"], "training.train_on.best is -1, but it must be at least 0"),
+        (
+            ["train_on={best: 1, worst: 1}"],
+            r"takes 2 videos .*num_generations is 2.* Raise num_generations, lower best",
+        ),
+        (["train_on.best=1", "update=single_pass"], "by their advantage, .* Set train_on.best .*update to two_phase"),
     ],
 )
 def test_choices_that_do_nothing_or_exclude_each_other_are_refused(

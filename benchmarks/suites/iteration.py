@@ -30,7 +30,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.text_files import read_text, read_yaml
 from sage_fast.models.family import Components, load_components
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.planning.estimate import make_memory_plan, settle_decoding
+from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.records import Prompt, PromptEmbeds
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.run.prompt_files import read_prompts
@@ -106,7 +106,7 @@ class Iteration:
         if smoke:
             vae = decode.TINY | {"latent_channels": 32, "block_out_channels": [8, 8, 16, 16, 32]}
             self.config = replace(self.config, video=replace(self.config.video, num_frames=9, height=48, width=64))
-        self.config = settle_decoding(self.config)
+        self.config = settle_memory(self.config)
         decoder = VAEDecoder(
             decode.random_vae(vae, device, torch.float32 if device.type == "cpu" else torch.float16),
             memory_gib=self.config.model.decode_limit_gib,

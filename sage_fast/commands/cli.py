@@ -17,6 +17,7 @@ from sage_fast.commands import (
     compare,
     configs,
     doctor,
+    efficiency,
     evaluate,
     export,
     generate,
@@ -51,6 +52,7 @@ COMMANDS = {
     "prompts": prompts,
     "configs": configs,
     "reproduce": reproduce,
+    "efficiency": efficiency,
 }
 
 

@@ -66,8 +66,8 @@ def load_run_config(
     for word in options.config:
         _check_file_word(word)
     first, more = Path(options.config[0]), options.config[1:]
-    if not (first / "config.yaml").is_file():
-        if first.is_dir() and not config_file(first).is_file():
+    if not os.path.isfile(first / "config.yaml"):  # False, not an error, for a word too long to be a path
+        if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
                 f"{first} is a directory without config.yaml, so it is no run. Give a run, a YAML file or a preset."
             )

@@ -12,6 +12,7 @@ EPILOG = """\
 examples:
   sage-fast plan hv15_480p_lora_1gpu
   sage-fast plan hv15_480p_lora_1gpu --memory 48
+  sage-fast plan hv15_480p_lora_1gpu --levers
   sage-fast plan hv15_480p_lora_1gpu --device b200 --gpus 8 --json
   sage-fast plan hv15_480p_full_64gpu
   sage-fast plan toy_cpu
@@ -42,6 +43,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="processes, one per GPU; default: the fewest that the `distributed` section fits",
     )
+    parser.add_argument(
+        "--skipped-forwards",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are skipped, as "
+        "a run logs it; default: 0",
+    )
+    parser.add_argument(
+        "--levers",
+        action="store_true",
+        help="also rank levers and their combinations by predicted signal of the gradient per GPU-hour",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -54,12 +68,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.memory import weight_sizes
     from sage_fast.planning.search import options as find_options
+    from sage_fast.planning.search import ranked_levers
     from sage_fast.planning.text import to_json, to_text
 
     if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
+    if not 0 <= options.skipped_forwards < 1:
+        raise ConfigError(f"--skipped-forwards is {options.skipped_forwards:g}; it must be in [0, 1).")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device, on_gpu = choose_device(options.device, config.model.device, description.width, config.num_threads)
@@ -75,7 +92,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         memory_gb=options.memory,
         description=description,
         sizes=sizes,
+        skipped_forwards=options.skipped_forwards,
     )
     found = find_options(plan, on_gpu, sizes)
-    print(json.dumps(to_json(plan, found), indent=1) if options.json else to_text(plan, found))
+    levers = ranked_levers(plan, on_gpu, sizes) if options.levers else None
+    print(json.dumps(to_json(plan, found, levers), indent=1) if options.json else to_text(plan, found, levers))
     return 0 if plan.fits else 1

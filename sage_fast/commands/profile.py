@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Profile and print the table."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.planning.estimate import settle_decoding
+    from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.run import build_trainer
     from sage_fast.tools.profiling import profile_update
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         least = 1 if name == "top" else 0
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}.")
-    trainer = build_trainer(settle_decoding(load_run_config(options, overrides)))
+    trainer = build_trainer(settle_memory(load_run_config(options, overrides)))
     try:
         result = profile_update(trainer, options.output, warmup=options.warmup, memory=options.memory, top=options.top)
     finally:

@@ -40,7 +40,7 @@ def find_shipped(name: str) -> Path:
     """
     root = presets_folder()
     for file in (root / f"{name}.yaml", root / name):
-        if file.is_file() and file.resolve().is_relative_to(root.resolve()):
+        if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):
             return file
     raise ConfigError(f"There is no preset {name!r}.{_hint(name)}")
 
@@ -48,7 +48,8 @@ def find_shipped(name: str) -> Path:
 def config_file(name: str | Path) -> Path:
     """The file that a word means: a file of that path, else a preset of that name, else the path as it is."""
     path = Path(name)
-    return presets_folder() / f"{name}.yaml" if not path.is_file() and str(name) in preset_names() else path
+    # os.path's tests are False for a word that no file can be called, where Path's raise: too long, or with a NUL.
+    return presets_folder() / f"{name}.yaml" if not os.path.isfile(path) and str(name) in preset_names() else path
 
 
 def missing_file(path: Path) -> ConfigError:
@@ -79,7 +80,7 @@ def locate(path: str, folder: Path | None = None) -> str:
     else:  # runs of earlier versions have saved configs/prompts/..., relative to the repository
         bases = [folder or Path(), Path(), shipped, shipped.parent]
     found = (base / path for base in bases)
-    return next((os.path.abspath(file) for file in found if path and "\0" not in path and file.exists()), path)
+    return next((os.path.abspath(file) for file in found if path and os.path.exists(file)), path)
 
 
 def portable(path: str) -> str:

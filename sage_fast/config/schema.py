@@ -123,10 +123,15 @@ class ModelConfig:
     here that cannot run is an error."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
-    checkpointing: Literal["none", "selective", "full"] = free("none", MACHINE)
-    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `selective` keeps
-    attention's result and recomputes the rest, `full` recomputes everything. `none` takes 73 GB per guidance branch of
-    HunyuanVideo-1.5 at 480x832; the presets for it say `selective`."""
+    checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
+    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
+    also the first product of the feed-forward, `selective` keeps attention's result and recomputes the rest, `full`
+    recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` chooses between
+    the other three, and `lighter_blocks` with it, so that the plan fills the GPU's memory; it is `selective` on a
+    CPU."""
+    lighter_blocks: int = free(0, MACHINE)
+    """The last so many blocks keep more: what `selective` keeps with checkpointing full, what `feed_forward` keeps with
+    checkpointing selective."""
     offload_activations: bool = free(False, MACHINE)
     """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
     adaln: Literal["auto", "weights", "table", "offload"] = free("auto", MACHINE)
@@ -143,7 +148,7 @@ class ModelConfig:
         if self.forward == "stock":
             _require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             _require(
-                self.checkpointing != "selective",
+                self.checkpointing in ("none", "full"),
                 "model.checkpointing",
                 self.checkpointing,
                 "none or full with model.forward stock",
@@ -151,6 +156,24 @@ class ModelConfig:
             for key in ("deterministic", "offload_activations", "compile"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+        _require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
+        if self.lighter_blocks and (self.checkpointing not in ("selective", "full") or self.forward == "stock"):
+            raise ConfigError(
+                f"model.lighter_blocks is {self.lighter_blocks}, but it belongs to model.forward fused with "
+                f"model.checkpointing selective or full, and these are {self.forward} and {self.checkpointing}. Set "
+                "lighter_blocks to 0, or change the other two."
+            )
+        if self.offload_activations and (self.lighter_blocks or self.checkpointing == "auto"):
+            raise ConfigError(
+                "model.offload_activations keeps activations in CPU memory, so they do not fill the GPU's, but "
+                f"model.checkpointing is {self.checkpointing} with lighter_blocks {self.lighter_blocks}. Set "
+                "offload_activations to false, or checkpointing to selective with lighter_blocks 0."
+            )
+
+    @property
+    def settled_checkpointing(self) -> Literal["none", "feed_forward", "selective", "full"]:
+        """`checkpointing` as one of a block's, which it is for `auto` too where no plan has settled it."""
+        return "selective" if self.checkpointing == "auto" else self.checkpointing
 
     @property
     def decode_limit_gib(self) -> float | None:
@@ -255,9 +278,14 @@ class RolloutConfig:
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
     bit and the ratio starts at exactly 1."""
     shared_initial_noise: bool = False
-    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart. The steps
+    before the first noise of an SDE window are then taken once per group."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
+    cache_threshold: float = 0.0
+    """Steps outside the SDE window, which are never trained, run the first block of the transformer alone where what it
+    adds has changed by at most this share since the blocks last ran, and use again what the others added then. It
+    changes the sampler, not the gradient's exactness. 0 turns it off."""
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
@@ -303,6 +331,19 @@ class RolloutConfig:
             f"at most rollout.num_steps = {self.num_steps}",
         )
         _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        """A feature cache needs steps that draw no noise."""
+        threshold, window = self.cache_threshold, self.sde_window
+        _require(0 <= threshold < 1, "rollout.cache_threshold", threshold, "in [0, 1)")
+        noisy = window.size if window.steps is None else len(set(window.steps))
+        if threshold and (noisy is None or noisy >= self.num_steps):
+            raise ConfigError(
+                f"rollout.cache_threshold is {threshold:g}, but all {self.num_steps} steps draw noise and may be "
+                "trained, so none of them may use features again. Set rollout.sde_window.size or steps to leave some "
+                "out, or cache_threshold to 0."
+            )
 
 
 @dataclass(kw_only=True)
@@ -430,6 +471,29 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class TrainOnConfig:
+    """Which videos of a group are trained: the best and the worst by advantage, or with both at 0 all of them.
+
+    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
+    alone.
+    """
+
+    best: int = 0
+    """Videos of each group with the highest advantage; of equal ones the first."""
+    worst: int = 0
+    """Videos of each group with the lowest advantage; of equal ones the last."""
+
+    def __post_init__(self) -> None:
+        for key in ("best", "worst"):
+            _require(getattr(self, key) >= 0, f"training.train_on.{key}", getattr(self, key), "at least 0")
+
+    @property
+    def count(self) -> int:
+        """Videos of each group that are trained; 0 is all."""
+        return self.best + self.worst
+
+
+@dataclass(kw_only=True)
 class TrainingConfig:
     """The training loop."""
 
@@ -456,6 +520,8 @@ class TrainingConfig:
     advantage and with the step's pull, and weighted by its inverse. The gradient is unbiased either way."""
     pair_fraction: float = 0.5
     """Share of the pairs that uniform and weighted train, rounded down, at least one."""
+    train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
+    """Videos of each group that are trained."""
     timestep_fraction: float = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one: the published name of
     pairs uniform. With permute_timesteps false these are the first steps, and the gradient is that of them alone."""
@@ -656,6 +722,17 @@ class RunConfig:
                 "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
                 "(sage-fast export --format full)."
             )
+        if self.training.train_on.count >= self.rollout.num_generations:
+            raise ConfigError(
+                f"training.train_on takes {self.training.train_on.count} videos of each group (best + worst), but "
+                f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
+                "num_generations, lower best and worst, or set both to 0, which trains all videos."
+            )
+        if self.rollout.cache_threshold and self.model.forward == "stock":
+            raise ConfigError(
+                f"rollout.cache_threshold is {self.rollout.cache_threshold:g}, which the fused forward does, but "
+                "model.forward is stock. Set model.forward to fused, or cache_threshold to 0."
+            )
         if self.training.update == "single_pass":
             self._check_single_pass()
         if self.training.kl_share_every and self.objective.kl_mode == "none":
@@ -704,6 +781,12 @@ class RunConfig:
             raise ConfigError(
                 "training.pairs weighted draws by the advantage, but training.update single_pass takes the gradient "
                 "before there is one. Set training.pairs to uniform, or training.update to two_phase."
+            )
+        if training.train_on.count:
+            raise ConfigError(
+                "training.train_on chooses videos by their advantage, but training.update single_pass takes the "
+                "gradient of every video before there is one. Set train_on.best and train_on.worst to 0, or "
+                "training.update to two_phase."
             )
         if training.kl_share_every:
             raise ConfigError(

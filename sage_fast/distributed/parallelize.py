@@ -158,6 +158,16 @@ def shard_weights(
         following.set_modules_to_backward_prefetch([this])
 
 
+def gather_second_block_when_due(transformer: HunyuanVideo15Transformer3DModel) -> None:
+    """No longer gather a transformer's second block while the first computes: a feature cache may leave it out.
+
+    Weights that were gathered and not used would wait, and be stale once their shards have changed.
+    """
+    first: Any = transformer.transformer_blocks[0]
+    if isinstance(first, FSDPModule):
+        first.set_modules_to_forward_prefetch([])
+
+
 def _left_whole(
     transformer: HunyuanVideo15Transformer3DModel,
     model: ModelConfig,

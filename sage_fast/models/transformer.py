@@ -18,10 +18,15 @@ from torch import Tensor, nn
 from sage_fast.config.registry import TRANSFORMERS, resolve
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.joint import SequenceLayout
+from sage_fast.models.reuse import FeatureCache
 from sage_fast.records import PromptEmbeds
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """What a block keeps for its backward pass."""
+
+LIGHTER: Mapping[Checkpointing, Checkpointing] = {"full": "selective", "selective": "feed_forward"}
+"""Checkpointing -> the one that `model.lighter_blocks` blocks have beside it. `none` is not among them: it writes the
+GELU's input in every forward, which at the size of a large model costs as much as the product that it saves."""
 
 Layout = Literal["diffusers", "official", "comfyui"]
 """Programs that an export is for, each with names of its own for the same weights."""
@@ -84,7 +89,14 @@ class Backbone(Protocol):
         """A transformer with random weights, on the current default device."""
         ...
 
-    def velocity(self, transformer: Any, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
+        cache: FeatureCache | None = None,
+    ) -> Tensor:
         """See `velocity`."""
         ...
 
@@ -146,18 +158,25 @@ def build_transformer(config: Mapping[str, Any]) -> Any:
     return _backbone(config.get("_class_name", next(iter(TRANSFORMERS)))).build(config)
 
 
-def velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+def velocity(
+    transformer: nn.Module,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    cache: FeatureCache | None = None,
+) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
     Args:
         latents: (B, C, F, H, W) float32.
         sigma: (B,) float32 in [0, 1], one noise level per sample.
         prompts: B records.
+        cache: features of earlier steps, which the fused forward may use again; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`.
     """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts)
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:

@@ -28,6 +28,7 @@ import torch
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
 from sage_fast.models.family import ModelDescription
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group, Layout
 from sage_fast.planning.memory import PHASES, Calls
@@ -304,10 +305,12 @@ class Counter:
         group, sp = self.layout.groups["sp"], self.layout.sp
         if sp == 1 or not passes.forwards:
             return
-        checkpointing = self.config.model.checkpointing
+        model = self.config.model
+        # Only blocks that compute attention again exchange again.
+        repeating = self.layers - model.lighter_blocks if model.checkpointing == "full" else 0
         tokens = self.evaluation_tokens if passes.phase == "evaluation" else self.video_tokens
 
-        def layer(last: bool) -> tuple[int, int]:
+        def layer(last: bool, checkpointing: Checkpointing) -> tuple[int, int]:
             return all_to_all_bytes(
                 batch=passes.batch,
                 num_video=tokens,
@@ -319,11 +322,14 @@ class Counter:
                 last=last,
             )
 
+        end: Checkpointing = "full" if repeating == self.layers else "selective"
+        before = min(repeating, self.layers - 1)
         forward, backward = (
-            (self.layers - 1) * inner + end for inner, end in zip(layer(False), layer(True), strict=True)
+            before * again + (self.layers - 1 - before) * once + last
+            for again, once, last in zip(layer(False, "full"), layer(False, "selective"), layer(True, end), strict=True)
         )
         calls = 2 * self.layers
-        repeated = 2 if checkpointing == "full" else 1
+        repeated = 1 + repeating / self.layers
         yield Exchange(
             phase=passes.phase,
             purpose="tokens and heads",

@@ -11,9 +11,10 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import ModelConfig, RunConfig
 from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
+from sage_fast.models.transformer import LIGHTER, Checkpointing
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import DEVICES, Device
@@ -74,9 +76,11 @@ class Phase:
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
 
-    latent: (C, F, H, W) of one video. calls: of one GPU. loading: `loading_memory`, None on a CPU.
+    asked: the configuration that was planned; in `config` its `auto`s are settled. latent: (C, F, H, W) of one video.
+    calls: of one GPU. loading: `loading_memory`, None on a CPU.
     """
 
+    asked: RunConfig
     config: RunConfig
     description: ModelDescription
     layout: Layout
@@ -108,7 +112,7 @@ class Plan(MemoryPlan):
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory suffices.
-    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. skipped_forwards: as given.
     """
 
     device: Device
@@ -120,6 +124,7 @@ class Plan(MemoryPlan):
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
+    skipped_forwards: float
 
     @property
     def seconds_per_video(self) -> float:
@@ -160,12 +165,13 @@ def make_memory_plan(
         limit_gb: 1e9 bytes that may be used; None is all of them.
 
     Returns:
-        The plan. Its `config` has a number for `model.decode_memory_gib: auto` where a whole video fits.
+        The plan. Its `config` has what fits in place of `model.checkpointing: auto`, and a number for
+        `model.decode_memory_gib: auto` where a whole video fits.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    description = description or describe_model(config.model)
+    asked, description = config, description or describe_model(config.model)
     if runtime is None:
         runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
     try:
@@ -173,40 +179,45 @@ def make_memory_plan(
         heads = description.transformer["num_attention_heads"]
         layout = plan_layout(config, gpus, heads, _tokens(description, latent))
         weights = count_weights(config, description.transformer)
-        calls = model_calls(config, description, on_gpu, layout.sp)
+        gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+        sizes = weight_sizes(config) if sizes is None else sizes
+        room = SAFE_SHARE * (memory_gb if limit_gb is None else limit_gb) * GB
+
+        def planned(config: RunConfig) -> Memory:
+            return plan_memory(
+                config,
+                description,
+                on_gpu=on_gpu,
+                calls=model_calls(config, description, on_gpu, layout.sp),
+                weights=weights,
+                sizes=sizes,
+                runtime=runtime,
+                layout=layout,
+                gathered=gathered,
+            )
+
+        if on_gpu and config.model.checkpointing == "auto":
+            config = _fill(config, planned, room, description.num_layers)
+        memory = planned(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
-    sizes = weight_sizes(config) if sizes is None else sizes
-    planned = partial(
-        plan_memory,
-        description=description,
-        on_gpu=on_gpu,
-        calls=calls,
-        weights=weights,
-        sizes=sizes,
-        runtime=runtime,
-        layout=layout,
-        gathered=gathered,
-    )
-    memory = planned(config)
     if on_gpu and config.model.decode_memory_gib == "auto":
         whole = replace(config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
         decode = memory.phases["decode"]  # with what `auto` is without a plan
-        room = SAFE_SHARE * (memory_gb if limit_gb is None else limit_gb) * GB
         if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
             model = replace(config.model, decode_memory_gib=float(math.ceil(needed / 2**30)))
             config = replace(config, model=model)
             memory = planned(config)
     return MemoryPlan(
+        asked=asked,
         config=config,
         description=description,
         layout=layout,
         latent=latent,
         weights=weights,
         gathered=gathered,
-        calls=calls,
+        calls=model_calls(config, description, on_gpu, layout.sp),
         memory=memory,
         memory_limit=(memory_gb if limit_gb is None else limit_gb) * 1e9,
         loading=loading_memory(config, description, weights=weights, sizes=sizes, layout=layout, gathered=gathered)
@@ -215,22 +226,52 @@ def make_memory_plan(
     )
 
 
-def settle_decoding(config: RunConfig) -> RunConfig:
-    """With the memory for decoding that the plan has room for on this process's GPU, in place of `auto`.
+def _fill(config: RunConfig, planned: Callable[[RunConfig], Memory], room: float, num_layers: int) -> RunConfig:
+    """With the checkpointing that computes least again among those whose passes fit `room` bytes, for `auto`."""
+
+    def chosen(checkpointing: Checkpointing, lighter_blocks: int = 0) -> RunConfig:
+        model = replace(config.model, checkpointing=checkpointing, lighter_blocks=lighter_blocks)
+        return replace(config, model=model)
+
+    def fits(candidate: RunConfig) -> bool:
+        memory = planned(candidate)
+        return max(memory.total("rollout"), memory.total("update")) <= room
+
+    if fits(chosen("feed_forward")):
+        return chosen("feed_forward")
+    heavy: Checkpointing = "selective" if fits(chosen("selective")) else "full"
+    assert heavy in LIGHTER
+    # All of them do not fit, as has just been tried.
+    return chosen(heavy, bisect_left(range(1, num_layers), True, key=lambda count: not fits(chosen(heavy, count))))
+
+
+def checkpointing_text(model: ModelConfig) -> str:
+    """What blocks keep, for people."""
+    text = f"{model.settled_checkpointing} checkpointing"
+    if model.lighter_blocks:
+        text += f", {LIGHTER[model.settled_checkpointing]} in the last {model.lighter_blocks} blocks"
+    return text
+
+
+def settle_memory(config: RunConfig) -> RunConfig:
+    """With what the plan has room for on this process's GPU in place of `auto`: what blocks keep, how to decode.
 
     It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
-    and the run after it has been resumed, decodes alike.
+    and the run after it has been resumed, computes alike. Ranks whose GPUs differ are refused by `start_world`.
     """
-    device = rank_device(config.model.device)
-    if config.model.decode_memory_gib != "auto" or device.type != "cuda":
+    model, device = config.model, rank_device(config.model.device)
+    if "auto" not in (model.decode_memory_gib, model.checkpointing) or device.type != "cuda":
         return config
     memory_gb = torch.cuda.get_device_properties(device).total_memory / GB
     try:
         settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=memory_gb).config
     except ConfigError:
-        return config  # what cannot be planned is decoded as without a plan
-    limit = settled.model.decode_limit_gib
-    logger.info("model.decode_memory_gib auto: %s", "in tiles" if settled is config else f"whole, in {limit:g} GiB")
+        return config  # what cannot be planned is computed as without a plan
+    if model.checkpointing == "auto":
+        logger.info("model.checkpointing auto: %s", checkpointing_text(settled.model))
+    if model.decode_memory_gib == "auto":
+        limit = settled.model.decode_memory_gib
+        logger.info("model.decode_memory_gib auto: %s", "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB")
     return settled
 
 
@@ -258,6 +299,7 @@ def make_plan(
     runtime: float | None = None,
     description: ModelDescription | None = None,
     sizes: Mapping[str, float] | None = None,
+    skipped_forwards: float = 0.0,
 ) -> Plan:
     """Plan a configuration.
 
@@ -269,10 +311,17 @@ def make_plan(
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
         description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their files.
+        skipped_forwards: expected share of the forwards outside the SDE window that `rollout.cache_threshold` leaves
+            out, a run's metric `rollout/skipped_forwards`. Nobody can predict it from a configuration.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
+    if skipped_forwards and not config.rollout.cache_threshold:
+        raise ConfigError(
+            f"{skipped_forwards:.0%} of the forwards outside the SDE window are said to be skipped, but "
+            "rollout.cache_threshold is 0. Set it, or leave the share out."
+        )
     held = make_memory_plan(
         config,
         on_gpu=on_gpu,
@@ -286,7 +335,9 @@ def make_plan(
     config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
-    visited = visits(config)
+    # The first block always runs.
+    spared = skipped_forwards * (1 - 1 / description.num_layers)
+    visited = visits(config, layout.data_parallel, spared)
     tiled, decode = _decoding(description, device, held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
     _, decode_evaluated = _decoding(description, device, evaluated, config.evaluation.batch_size, config.model, on_gpu)
     exchanges = Counter(
@@ -310,12 +361,13 @@ def make_plan(
         visits=visited,
         phases=_phases(config, device, weights, calls, visited, decode, layout, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, alone, visited, decode, Layout(), ()),
+        alone=_phases(config, device, weights, alone, visits(config, skipped=spared), decode, Layout(), ()),
         seconds_per_evaluation=_evaluation_seconds(
             config, device, calls, decode_evaluated.predicted, layout, exchanges
         ),
         checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
         tiled=tiled,
+        skipped_forwards=skipped_forwards,
     )
 
 

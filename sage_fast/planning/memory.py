@@ -11,11 +11,11 @@ tokens, and attends with 1/P of the heads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import gcd, prod
+from math import prod
 
 import torch
 
-from sage_fast.config.schema import RolloutConfig, RunConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.ulysses import share_of
 from sage_fast.models.family import ModelDescription
@@ -24,6 +24,7 @@ from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype, hashable
+from sage_fast.planning.work import forward_work, most_groups
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -131,7 +132,8 @@ def _call(
         trained=config.training.mode,
         rank=config.lora.rank,
         target_modules=tuple(config.lora.target_modules),
-        checkpointing=model.checkpointing,
+        checkpointing=model.settled_checkpointing,
+        lighter_blocks=model.lighter_blocks,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
         guidance_scale=config.rollout.guidance_scale,
@@ -145,8 +147,6 @@ def _call(
 
 def _stock(call: Call) -> Cost:
     """Diffusers' own forward, which cannot run on the meta device: closed forms and counted constants."""
-    from sage_fast.planning.work import forward_work
-
     config = dict(call.transformer)
     tokens = prod(call.latent[1:])
     work = forward_work(config, tokens, call.text_tokens)
@@ -309,12 +309,20 @@ def plan_memory(
     produced = _produced(config, latent, copy, on_gpu)
     sampling = replace(without_gradient, **produced)
     sample = working(sampling, calls.single_pass if single_pass else calls.velocity)
+    if rollout.cache_threshold:
+        # Two tensors of the video tokens for each branch of guidance, and three at work.
+        tokens = share_of(prod(latent[1:]), layout.sp) * rollout.micro_batch_size * description.width
+        tensors = 5 if rollout.guidance_scale == 1.0 else 7
+        features = float(tensors * tokens * getattr(torch, compute_dtype(config)).itemsize)
+        sample = replace(sample, working_set=sample.working_set + features)
     decode = decoding(sampling, latent, rollout.micro_batch_size)
     score = replace(sampling, scoring=rewards.at_work)
 
     # The single pass measures the anchor within the rollout and keeps no velocity of it.
     measured = num_trained(config.objective.kl_position_fraction, rollout.num_steps)
-    kept_velocities = 4.0 * prod(latent) * rollout.batch_size * measured
+    chosen = config.training.train_on.count or rollout.num_generations
+    videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
+    kept_velocities = 4.0 * prod(latent) * videos * measured
     velocities = kept_velocities if has_anchor and not single_pass else 0.0
     measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.velocity)
 
@@ -421,15 +429,9 @@ def _produced(config: RunConfig, latent: tuple[int, ...], copy: float, on_gpu: b
         produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
     if config.training.update == "single_pass":
         # A gradient per video, and with a KL one per group for its terms.
-        groups = _most_groups(rollout) if any(kl_uses(config.objective.kl_mode)) else 0
+        groups = most_groups(rollout) if any(kl_uses(config.objective.kl_mode)) else 0
         produced["gradient_accumulators"] = copy * (rollout.batch_size + groups)
     return produced
-
-
-def _most_groups(rollout: RolloutConfig) -> int:
-    """Groups of which a rank has videos, on the rank that has most: its first video may be in a group's middle."""
-    latest = rollout.num_generations - gcd(rollout.batch_size, rollout.num_generations)
-    return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
 
 
 def _tables(config: RunConfig, description: ModelDescription, item: int) -> float:

@@ -1,27 +1,50 @@
-"""The smallest changes of a configuration that make it fit, or what could be changed of one that does."""
+"""What to change in a configuration: the least that makes it fit, and the levers that train more per hour."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
+from sage_fast.objective import kl_uses
 from sage_fast.planning.estimate import Plan, make_plan
+from sage_fast.planning.signal import is_measured, relative_signal
 
 Change = tuple[str, Any]
 """A config key and its new value."""
 
+Kind = Literal["exact", "unbiased", "biased"]
+"""What a change leaves of the objective's gradient: itself, its mean, or neither."""
+
+LEAST_GAIN = 1.005
+"""A change that gives less than this factor is not worth a key."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A configuration that computes the same, with its plan.
+    """A changed configuration with its plan.
 
     Example: `Option(changes=(("training.guidance", "split"),), plan=...)`
     """
 
     changes: tuple[Change, ...]
     plan: Plan
+    kind: Kind = "exact"
+
+    @property
+    def signal(self) -> float:
+        """Of a video's gradient, relative to that of the reference's full gradient; a bound unless `is_measured`."""
+        return relative_signal(self.plan.config)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all factors of `signal` are; the others count as 1."""
+        return is_measured(self.plan.config)
+
+    @property
+    def signal_per_second(self) -> float:
+        return self.signal / (self.plan.seconds_per_video * self.plan.layout.sp)
 
     @property
     def overrides(self) -> str:
@@ -57,6 +80,70 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
     return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
 
 
+def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 4) -> list[Option]:
+    """Levers and combinations of them that fit, by predicted signal per GPU-hour: the best `most` of each kind.
+
+    Of each set, no member can be left out for the same. Behind those of a kind come as many whose signal is not
+    measured: those that would pay if the levers without a factor kept all of it.
+    """
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    found = [Option(changes=(), plan=plan)]
+    for levers in product(*([None, *values] for values in _levers(plan.asked, on_gpu).values())):
+        chosen = [lever for lever in levers if lever is not None]
+        changes = tuple(change for _, changes in chosen for change in changes)
+        option = _try(plan, changes, on_gpu, sizes) if chosen else None
+        if option is not None and option.plan.fits:
+            kind = max((kind for kind, _ in chosen), key=kinds.index)
+            found.append(replace(option, kind=kind))
+    worth = {frozenset(option.changes): option.signal_per_second for option in found}
+    useful = [
+        option
+        for option in found[1:]
+        if all(
+            worth[frozenset(option.changes)] > LEAST_GAIN * other
+            for changes, other in worth.items()
+            if changes < frozenset(option.changes)
+        )
+    ]
+    useful.sort(key=lambda option: option.signal_per_second, reverse=True)
+    groups = product(kinds, (True, False))
+    return [
+        option
+        for kind, measured in groups
+        for option in [o for o in useful if o.kind == kind and o.is_measured == measured][:most]
+    ]
+
+
+def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple[Change, ...]]]]:
+    """What each lever can be set to beside what it is, by its name."""
+    training, rollout, model = config.training, config.rollout, config.model
+    levers: dict[str, list[tuple[Kind, tuple[Change, ...]]]] = {}
+    if on_gpu and model.forward == "fused" and model.checkpointing != "auto" and not model.offload_activations:
+        settled = (("model.lighter_blocks", 0),) if model.lighter_blocks else ()
+        levers["checkpointing"] = [("exact", (("model.checkpointing", "auto"), *settled))]
+    if training.update == "two_phase":
+        levers["update"] = [("exact", (("training.update", "single_pass"),))]
+    fraction = "objective.kl_position_fraction"
+    if kl_uses(config.objective.kl_mode)[0] and config.objective.kl_position_fraction > 0.25:
+        levers["kl"] = [("unbiased", ((fraction, 0.25),))]
+    if training.pairs == "all" and training.timestep_fraction == 1:
+        levers["pairs"] = [
+            ("unbiased", (("training.pairs", pairs), ("training.pair_fraction", share)))
+            for pairs, share in (("uniform", 0.5), ("weighted", 0.5), ("weighted", 0.25))
+        ]
+    shared: Change = ("rollout.shared_initial_noise", True)
+    if rollout.sde_window.size is None and rollout.sde_window.steps is None:
+        size: Change = ("rollout.sde_window.size", max(1, rollout.num_steps // 4))
+        levers["window"] = [("biased", (size,)), ("biased", (size, shared))]
+    elif not rollout.shared_initial_noise:
+        levers["window"] = [("biased", (shared,))]
+    quarter = rollout.num_generations // 4
+    if quarter and not training.train_on.count and rollout.batch_size % rollout.num_generations == 0:
+        best_and_worst = (("training.train_on.best", quarter), ("training.train_on.worst", quarter))
+        levers["train_on"] = [("biased", best_and_worst)]
+    return levers
+
+
 def _least(plan: Plan, changes: list[Change], on_gpu: bool, sizes: Mapping[str, float]) -> Option:
     """All changes together, without those that save nothing."""
     chosen = dict(changes)  # of the values of a key the last one saves most
@@ -80,11 +167,13 @@ def _memory(option: Option) -> float:
 
 def _changes(plan: Plan) -> Iterator[Change]:
     """Single changes that save memory and leave what is computed as it is."""
-    config = plan.config
+    config = plan.asked
     model, rollout = config.model, config.rollout
-    order = ["none", "selective", "full"] if model.forward == "fused" else ["none", "full"]
-    for value in order[order.index(model.checkpointing) + 1 :]:
+    order = ["selective", "full"] if model.forward == "fused" else ["full"]
+    for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
         yield "model.checkpointing", value
+    if model.lighter_blocks:
+        yield "model.lighter_blocks", 0
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
     sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
@@ -113,7 +202,7 @@ def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, .
 def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[str, float]) -> Option | None:
     """The option, or None where the configuration refuses the changes."""
     try:
-        config = _changed(plan.config, changes)
+        config = _changed(plan.asked, changes)
     except ConfigError:
         return None
     changed = make_plan(
@@ -125,16 +214,20 @@ def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[s
         runtime=plan.memory.phases["rollout"].runtime,
         description=plan.description,
         sizes=sizes,
+        skipped_forwards=plan.skipped_forwards,
     )
     return Option(changes=changes, plan=changed)
 
 
-def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
-    sections: dict[str, dict[str, Any]] = {}
+def _changed(config: Any, changes: tuple[Change, ...]) -> Any:
+    """A configuration, or a section of one, with the values of dotted keys; those of a section together."""
+    own = {key: value for key, value in changes if "." not in key}
+    inner: dict[str, list[Change]] = {}
     for key, value in changes:
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+        section, _, name = key.partition(".")
+        if name:
+            inner.setdefault(section, []).append((name, value))
+    return replace(config, **own, **{name: _changed(getattr(config, name), tuple(c)) for name, c in inner.items()})
 
 
 def _word(value: Any) -> str:

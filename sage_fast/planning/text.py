@@ -6,17 +6,19 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import HOST_LINK, Phase, Plan
+from sage_fast.planning.estimate import HOST_LINK, Phase, Plan, checkpointing_text
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
+from sage_fast.planning.signal import is_measured, relative_signal
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import anchor_share
+from sage_fast.planning.work import anchor_share, shared_steps
 
 
-def to_text(plan: Plan, options: Sequence[Option]) -> str:
+def to_text(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> str:
     """The plan for people."""
     lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options)]
+    lines += [] if levers is None else _levers(plan, levers)
     lines += [*_assumptions(plan), ""]
     return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
 
@@ -61,6 +63,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
+    if plan.config.model.lighter_blocks:
+        yield f"  {checkpointing_text(plan.config.model)}"
     if plan.loading is not None:
         yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
     yield ""
@@ -219,6 +223,24 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
     yield ""
 
 
+def _levers(plan: Plan, levers: Sequence[Option]) -> Iterator[str]:
+    """What each combination of levers trains per GPU-hour."""
+    rows = [Option(changes=(), plan=plan), *levers]
+    yield "levers that fit, the best of each kind by predicted signal of the gradient per GPU-hour"
+    yield "  exact: the same gradient; unbiased: the same on average; biased: another one; -: not measured"
+    words = [option.overrides or "as it is" for option in rows]
+    width = max(map(len, words))
+    yield f"  {'':<{width}}  {'kind':<8}  {'s per video':>11}  {'signal':>6}  {'per GPU-hour':>12}"
+    for name, option in zip(words, rows, strict=True):
+        per_hour = option.signal_per_second / rows[0].signal_per_second
+        signal = f"{option.signal:>6.2f}  {per_hour:>12.2f}" if option.is_measured else f"{'-':>6}  {'-':>12}"
+        yield (
+            f"  {name:<{width}}  {option.kind if option.changes else '':<8}  "
+            f"{_number(option.plan.seconds_per_video):>11}  {signal}"
+        )
+    yield ""
+
+
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on."""
     config, device = plan.config, plan.device
@@ -240,6 +262,18 @@ def assumptions(plan: Plan) -> list[str]:
         )
         if config.objective.kl_position_fraction < 1:
             lines.append(f"the KL to it is measured at {config.objective.kl_position_fraction:.0%} of the steps")
+    rollout, chosen = config.rollout, config.training.train_on.count
+    if chosen:
+        uneven = plan.layout.data_parallel > 1 and rollout.batch_size % rollout.num_generations
+        waiting = "; a group lies on several ranks, which wait for the one with most" if uneven else ""
+        lines.append(f"{chosen} of the {rollout.num_generations} videos of a group are trained{waiting}")
+    if shared := shared_steps(rollout):
+        lines.append(f"the steps before the first noise, {shared:.3g} on average, are taken once per group and rank")
+    if config.rollout.cache_threshold:
+        lines.append(
+            f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
+            "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
+        )
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:
@@ -298,7 +332,7 @@ def _verdict(plan: Plan) -> str:
     return f"It does not fit: {used:.0%} of the memory."
 
 
-def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
+def to_json(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> dict[str, Any]:
     """The plan for scripts; bytes, FLOPs and seconds without rounding."""
     return {
         "fits": plan.fits,
@@ -313,6 +347,8 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
+        "checkpointing": plan.config.model.checkpointing,
+        "lighter_blocks": plan.config.model.lighter_blocks,
         "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {
@@ -354,6 +390,19 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
                 "seconds_per_video": option.plan.seconds_per_video,
             }
             for option in options
+        ],
+        "relative_signal": relative_signal(plan.config) if is_measured(plan.config) else None,
+        "levers": None
+        if levers is None
+        else [
+            {
+                "changes": dict(option.changes),
+                "kind": option.kind,
+                "seconds_per_video": option.plan.seconds_per_video,
+                "relative_signal": option.signal if option.is_measured else None,
+                "signal_per_gpu_hour": 3600.0 * option.signal_per_second if option.is_measured else None,
+            }
+            for option in levers
         ],
         "assumptions": assumptions(plan),
     }

@@ -9,7 +9,7 @@ Shapes: B batch, L text tokens.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.transformer import build_transformer, choose_forward
+from sage_fast.models.transformer import Checkpointing, build_transformer, choose_forward
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
@@ -115,7 +115,7 @@ class Call:
     trained: Literal["lora", "full"]
     rank: int
     target_modules: tuple[str, ...]
-    checkpointing: Literal["none", "selective", "full"]
+    checkpointing: Checkpointing
     kernels: Literal["triton", "reference"]
     adaln: Literal["auto", "weights"]
     guidance_scale: float
@@ -124,6 +124,7 @@ class Call:
     guidance: Literal["paired", "split", "conditional"] = "paired"
     on_policy: bool = True
     collected: bool = False
+    lighter_blocks: int = 0
 
 
 class Tracer(TorchDispatchMode):
@@ -170,15 +171,21 @@ class Tracer(TorchDispatchMode):
 def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
     num_layers = dict(call.transformer)["num_layers"]
+    if call.lighter_blocks > num_layers:
+        raise ValueError(f"model.lighter_blocks is {call.lighter_blocks}, but the model has {num_layers} blocks.")
     if num_layers <= 3:
         return _trace(call, num_layers)
-    two, three = _trace(call, 2), _trace(call, 3)
+    # Lighter blocks are the last ones: the first of them, then more in place of others.
+    one = replace(call, lighter_blocks=min(1, call.lighter_blocks))
+    two, three = _trace(one, 2), _trace(one, 3)
+    more = _trace(replace(call, lighter_blocks=2), 3) if call.lighter_blocks > 1 else three
     values = {}
     for field in fields(Cost):
-        first, second = getattr(two, field.name), getattr(three, field.name)
+        first, second, third = (getattr(cost, field.name) for cost in (two, three, more))
         values[field.name] = first + (num_layers - 2) * (second - first)
+        values[field.name] += (call.lighter_blocks - 1) * (third - second)
     # What works beside the graph does so in one block at a time; with another number of blocks it is the same.
-    return Cost(**values | {"working": max(two.working, three.working)})
+    return Cost(**values | {"working": max(two.working, three.working) if more is three else more.working})
 
 
 def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None) -> Any:
@@ -208,6 +215,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
         deterministic=False,
         kernels=call.kernels,
         checkpointing=call.checkpointing,
+        lighter_blocks=call.lighter_blocks,
         adaln=call.adaln,
     )
     choose_forward(transformer, model)

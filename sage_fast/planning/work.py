@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sage_fast.config.schema import RunConfig, TrainingConfig
-from sage_fast.data import num_trained
+import torch
+
+from sage_fast.config.schema import RolloutConfig, RunConfig, TrainingConfig
+from sage_fast.data import best_and_worst, num_trained
 from sage_fast.objective import anchor_kind
-from sage_fast.rollout import rollout_table
+from sage_fast.rollout import rollout_table, steps_before_noise
+from sage_fast.sde import TransitionTable
+
+DRAWS = 256
+"""Rollouts over which the videos that `training.train_on` takes are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,7 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """How often per video, on average over a run's rollouts.
+    """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
     rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
     anchor: steps at which the anchor's velocity is measured. second_products: steps with a second backward pass.
@@ -84,24 +90,27 @@ class Visits:
     late_updates: float
 
 
-def visits(config: RunConfig) -> Visits:
-    """Calls of the model per video."""
+def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) -> Visits:
+    """Calls of the model per video.
+
+    Args:
+        ranks: that have videos of their own; None is the mean of any number.
+        skipped: share of a forward that a step outside the SDE window is spared on average (`rollout.cache_threshold`).
+    """
     training, rollout = config.training, config.rollout
-    cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
-    trainable = [
-        int(rollout_table(rollout, number).trainable.sum()) for number in range(0, cycle, rollout.sde_window.interval)
-    ]
+    trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
     trained = [num_trained(training.step_fraction, count) for count in trainable if count]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
-    # A micro-batch runs where any of its videos is drawn.
-    missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
-    drawn = 1 - missed**rollout.micro_batch_size
+    drawn = update_share(config, ranks)
+    shared = shared_steps(rollout) * (1 - most_groups(rollout) / rollout.batch_size)
+    without_noise = rollout.num_steps - shared - sum(trainable) / len(trainable)
+    sampled = rollout.num_steps - shared - skipped * without_noise
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     if training.update == "single_pass":
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(
-            rollout=rollout.num_steps - steps,
+            rollout=sampled - steps,
             pass_steps=steps,
             anchor=behind,
             second_products=second,
@@ -110,13 +119,51 @@ def visits(config: RunConfig) -> Visits:
         )
     first = steps / training.updates_per_rollout
     return Visits(
-        rollout=rollout.num_steps,
+        rollout=sampled,
         pass_steps=0.0,
         anchor=behind,
         second_products=0.0,
         update=first,
         late_updates=steps - first,
     )
+
+
+def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:
+    """The sampler at every position of the SDE window."""
+    window = rollout.sde_window
+    cycle = rollout.num_steps * window.interval if window.size else 1
+    return [rollout_table(rollout, number) for number in range(0, cycle, window.interval)]
+
+
+def shared_steps(rollout: RolloutConfig) -> float:
+    """Steps that the videos of a group share, on average over a run's rollouts."""
+    tables = rollout_tables(rollout) if rollout.shared_initial_noise else []
+    return sum(map(steps_before_noise, tables)) / max(1, len(tables))
+
+
+def most_groups(rollout: RolloutConfig) -> int:
+    """Groups of which a rank has videos, on the rank that has most: its first video may be in a group's middle."""
+    latest = rollout.num_generations - math.gcd(rollout.batch_size, rollout.num_generations)
+    return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
+
+
+def update_share(config: RunConfig, ranks: int | None = None) -> float:
+    """Share of the micro-batches and steps that run in an update, because a video of theirs is trained there.
+
+    Which videos `training.train_on` takes is simulated, and where their groups lie on several ranks the rank with most
+    counts; which pairs are drawn is taken as independent of it.
+
+    Args:
+        ranks: as in `visits`.
+    """
+    training, rollout = config.training, config.rollout
+    size, group = rollout.batch_size, rollout.num_generations
+    whole = group // math.gcd(size, group)
+    scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
+    trained = best_and_worst(scores, training.train_on).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
+    missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
+    share = (1 - missed ** trained.sum(-1).double()).mean(-1)
+    return float(share.mean() if ranks is None else share.amax(1).mean())
 
 
 def anchor_share(training: TrainingConfig, kl_mode: str) -> float:

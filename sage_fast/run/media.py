@@ -173,7 +173,7 @@ def plot_reward(
         _style(panel, max_ticks=4)
         curve = _Curve.read(metrics, f"eval/{name}_mean", f"eval/{name}_stderr")
         curve.draw(panel, "#0b6bcb", None, marker=True)
-        title = name.replace("_", " ") + (" (lower is better)" if name in lower_is_better else "")
+        title = name.replace("_", " ") + (" ↓" if name in lower_is_better else "")
         panel.set_title(title, loc="left", fontsize=9)
         panel.set_xlabel("update", fontsize=8)
         panel.tick_params(labelsize=8)

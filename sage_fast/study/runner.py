@@ -265,7 +265,7 @@ class Study:
         """Jobs of the measurements that are missing."""
         requests = {name: r for e in experiments if self.can_measure(e) for name, r in e.requests().items()}
         return [
-            self._measurement(name, request) for name, request in requests.items() if not self._result(name).is_file()
+            self.measurement(name, request) for name, request in requests.items() if not self.result(name).is_file()
         ]
 
     def can_measure(self, experiment: Experiment) -> bool:
@@ -274,14 +274,14 @@ class Study:
 
     def speed(self) -> dict[str, float] | None:
         """Seconds of one core per rollout and evaluation; None before they were measured."""
-        file = self._result(SPEED)
+        file = self.result(SPEED)
         if not file.is_file():
             return None
         return {row["quantity"]: row["value"] for row in json.loads(file.read_text("utf-8"))["findings"]}
 
     def speed_job(self) -> Job:
         """The job that measures `speed`."""
-        return self._measurement(SPEED, {"measure": SPEED, "seed": 0})
+        return self.measurement(SPEED, {"measure": SPEED, "seed": 0})
 
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, those that experiments share once, the probe first. ConfigError."""
@@ -315,7 +315,7 @@ class Study:
             if experiment.key in TABLES:
                 rows += [replace(row, **environment) for row in TABLES[experiment.key]()]
             for name in experiment.requests():
-                rows += self._measured(name, experiment)
+                rows += self.measured(name, experiment.key)
             for training in experiment.trainings():
                 if self._finished(training):
                     rows += self.trainings.findings(experiment.key, training)
@@ -326,23 +326,26 @@ class Study:
             return False
         return self.trainings.is_finished(training)
 
-    def _measured(self, name: str, experiment: Experiment) -> list[Finding]:
-        file = self._result(name)
+    def measured(self, name: str, experiment: str) -> list[Finding]:
+        """What a measurement found, with its cost; nothing where it is missing."""
+        file = self.result(name)
         if not file.is_file():
             return []
         tree = json.loads(file.read_text("utf-8"))
         common = {"settings": self.digest, **tree["made_with"]}
         rows = [Finding(**(row | {"parts": tuple(row["parts"])} | common)) for row in tree["findings"]]
         seed, seconds = rows[0].seed, tree["core_seconds"]
-        cost = Finding(experiment=experiment.key, quantity=COST, arm="all", seed=seed, value=seconds, **common)
+        cost = Finding(experiment=experiment, quantity=COST, arm="all", seed=seed, value=seconds, **common)
         return [*rows, cost]
 
-    def _measurement(self, name: str, request: Mapping[str, Any]) -> Job:
-        request = {**request, "overrides": self.overrides}
-        command = [sys.executable, "-m", "sage_fast.study.measures", str(self._result(name)), json.dumps(request)]
+    def measurement(self, name: str, request: Mapping[str, Any]) -> Job:
+        """The job of a measurement: `measure`, `overrides` of its own, and arguments."""
+        request = {**request, "overrides": [*self.overrides, *request.get("overrides", ())]}
+        command = [sys.executable, "-m", "sage_fast.study.measures", str(self.result(name)), json.dumps(request)]
         return Job(name=name, command=[*command, *self.files], log=self._log(name))
 
-    def _result(self, name: str) -> Path:
+    def result(self, name: str) -> Path:
+        """File of a measurement."""
         return self.folder / "measures" / f"{name}.json"
 
     def _log(self, name: str) -> Path:

@@ -33,7 +33,7 @@ from sage_fast.models.hub import Requirement, downloaded_files, local_folder, pu
 from sage_fast.models.transformer import choose_forward, velocity
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
-from sage_fast.planning.estimate import make_memory_plan, settle_decoding
+from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.planning.memory import CUDA_RUNTIME
 from sage_fast.policy.lora import cast_weights
 from sage_fast.rewards.base import find_reward
@@ -69,7 +69,7 @@ def examine_deeply(config: RunConfig, scores: Path | None = None) -> list[Check]
         config: of a run that `examine` lets pass.
         scores: a file of scores by the rewards' public code, see `read_scores`.
     """
-    config = settle_decoding(config)
+    config = settle_memory(config)
     return [*_guarded("files", lambda: _files(config)), *_Examination(config, scores).checks()]
 
 

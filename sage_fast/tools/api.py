@@ -28,7 +28,7 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.launch import rank, rank_device, world_size
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
-from sage_fast.planning.estimate import planned_iteration_seconds, settle_decoding
+from sage_fast.planning.estimate import planned_iteration_seconds, settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.trained import adapter_file, weights_digest
 from sage_fast.records import Prompt
@@ -129,7 +129,7 @@ def train(
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
     _refuse_cpu(config, allow_cpu)
-    settled = settle_decoding(config)
+    settled = settle_memory(config)
     planned = planned_iteration_seconds(settled) if rank() == 0 else None
     result = training.train(settled, allow_changes=allow_changes, callbacks=callbacks, planned_seconds=planned)
     return TrainedRun(
@@ -191,7 +191,7 @@ def evaluate(
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
     _refuse_cpu(config, allow_cpu)
-    config = settle_decoding(config)
+    config = settle_memory(config)
     prompts = training.load_eval_prompts(config)
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts

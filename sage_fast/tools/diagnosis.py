@@ -31,7 +31,13 @@ from sage_fast.models.family import (
 )
 from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import host_memory
-from sage_fast.planning.estimate import SAFE_SHARE, MemoryPlan, checkpoint_bytes, make_memory_plan
+from sage_fast.planning.estimate import (
+    SAFE_SHARE,
+    MemoryPlan,
+    checkpoint_bytes,
+    checkpointing_text,
+    make_memory_plan,
+)
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import loading_text, summary
 from sage_fast.planning.weights import count_weights
@@ -390,7 +396,7 @@ def _assumptions(plan: MemoryPlan) -> str:
     model, guidance = plan.config.model, plan.config.training.guidance
     return (
         f"{plan.gpus} process(es), each with as much; {plan.video_tokens:,} video tokens; {model.forward} forward, "
-        f"{model.checkpointing} checkpointing, {guidance} guidance; the peak is in {plan.memory.peak_phase}, each part "
+        f"{checkpointing_text(model)}, {guidance} guidance; the peak is in {plan.memory.peak_phase}, each part "
         "at its own peak; predicted, not measured: "
         "`sage-fast plan` has every phase"
     )
@@ -404,7 +410,7 @@ def _save_memory(config: RunConfig) -> str:
         return "--rollout.micro_batch_size=1"
     if config.model.dtype == "float32":
         return "--model.dtype=bfloat16"
-    if config.model.checkpointing == "none":
+    if config.model.checkpointing in ("none", "feed_forward"):
         return "--model.checkpointing=selective"
     if config.training.guidance == "paired" and config.rollout.guidance_scale != 1.0:
         return "--training.guidance=split"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from benchmarks import levers
 from sage_fast.config.schema import to_dict
@@ -19,7 +20,7 @@ def test_a_lever_is_an_option_of_a_run(lever: levers.Lever) -> None:
     key, _, value = lever.option.partition("=")
     for name in key.split("."):
         without, with_it = without[name], with_it[name]
-    assert str(with_it) in (value, f"{value}.0") and with_it != without
+    assert with_it == yaml.safe_load(value) != without
 
 
 def test_the_committed_file_has_every_lever() -> None:

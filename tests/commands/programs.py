@@ -12,8 +12,8 @@ from unittest import mock
 from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
+from sage_fast.commands import efficiency, reproduce
 from sage_fast.commands.cli import parse
-from sage_fast.commands.reproduce import DEFAULT_CONFIG
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 
@@ -123,8 +123,9 @@ def _check_own(arguments: list[str]) -> None:
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command in ("prompts", "configs") or (options.command == "train" and options.keys):
         return
-    if options.command == "reproduce":
-        load_config(files or DEFAULT_CONFIG, overrides)
+    studies = {"reproduce": reproduce, "efficiency": efficiency}
+    if options.command in studies:
+        load_config(files or studies[options.command].DEFAULT_CONFIG, overrides)
         return
     if files and not f"{files[0]}/".startswith("runs/"):
         load_config(files, overrides)

@@ -46,7 +46,9 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 }
 
 
-def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
+def train(
+    file: str, words: list[str], updates: int = UPDATES
+) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
     """Metrics by update with the evaluation last; prompts and first noise of each rollout; weights in the end."""
     from sage_fast.config.load import load_config
     from sage_fast.run.run import build_trainer
@@ -65,7 +67,7 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any
 
     trainer._rollout = watched  # type: ignore[method-assign]
     records = []
-    while trainer.update < UPDATES:
+    while trainer.update < updates:
         records.append({k: v for k, v in trainer.iterate().items() if not k.startswith("time/")})
     evaluation, _ = trainer.evaluate()
     records.append({f"eval/{i}": reward for i, reward in enumerate(evaluation.reward)})
@@ -132,6 +134,7 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
             assert error < 1e-5, (rank, name, error)
 
 
+SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[2,3]"]
 DRAWS = {
     "weighted": ["--training.pairs=weighted", "--training.pair_fraction=0.4", "--objective.kl_position_fraction=0.5"],
     "single-pass": [
@@ -140,6 +143,8 @@ DRAWS = {
         "--training.pair_fraction=0.5",
         "--objective.kl_position_fraction=0.5",
     ],
+    "best-and-worst": ["--training.train_on={best: 1, worst: 1}", *SHARED_START],
+    "single-pass-shared-start": ["--training.update=single_pass", *SHARED_START],
 }
 
 
@@ -151,7 +156,7 @@ def test_what_is_drawn_does_not_depend_on_the_ranks(name: str, tiny_model_4_head
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(sections))
     records, _, weights = train(str(file), DRAWS[name])
-    keep = "never" if name == "weighted" else "rollout"
+    keep = "rollout" if name == "single-pass" else "never"
     words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
     for own_records, _, own_weights in run_ranks(train, 2, str(file), [*DRAWS[name], *words]):
         assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
@@ -160,6 +165,45 @@ def test_what_is_drawn_does_not_depend_on_the_ranks(name: str, tiny_model_4_head
         for parameter, value in weights.items():
             error = float((own_weights[parameter] - value).norm() / value.norm().clamp(min=1e-3))
             assert error < 1e-5, parameter
+
+
+@pytest.mark.parametrize(
+    ("mode", "degree", "words"),
+    [
+        ("lora", 2, []),
+        ("full", 2, ["--distributed.dp_shard=2", "--distributed.keep_gathered=never"]),
+        ("lora", 2, ["--distributed.engine=deepspeed"]),
+        ("lora", 1, ["--distributed.sp=2"]),
+    ],
+    ids=["replicated", "fsdp", "zero-3", "sp"],
+)
+def test_a_feature_cache_decides_alike_on_any_number_of_ranks(
+    mode: str, degree: int, words: list[str], tiny_model_4_heads: Path, tmp_path: Path
+) -> None:
+    """Two ranks whose videos leave out different forwards; with FSDP and ZeRO-3 they must make the same ones."""
+    sections = settings(tiny_model_4_heads, tmp_path, mode)
+    sections["rollout"] |= {"batch_size": 4, "micro_batch_size": 1, "num_steps": 8, "cache_threshold": 0.3}
+    sections["rollout"]["sde_window"] = {"size": 2, "start": 3}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(sections))
+    records, _, weights = train(str(file), [], 3)
+    shares = [record.pop("rollout/skipped_forwards") for record in records[:-1]]
+    if "--distributed.engine=deepspeed" in words:
+        pytest.importorskip("deepspeed")
+        zero = tmp_path / "zero.json"
+        section = {"stage": 3, "stage3_param_persistence_threshold": 0}  # every weight is sharded
+        zero.write_text(json.dumps({"zero_optimization": section}))
+        words = [*words, f"--distributed.deepspeed_config={zero}"]
+    results = run_ranks(train, 2, str(file), [*words, f"--rollout.batch_size={4 // degree}"], 3)
+    for own_records, _, own_weights in results:
+        own_shares = [record.pop("rollout/skipped_forwards") for record in own_records[:-1]]
+        together = bool(words) and degree == 2
+        assert sum(own_shares) < sum(shares) if together else own_shares == shares
+        assert 0 < sum(own_shares) < 0.9 * len(shares)
+        assert own_records[-1] == pytest.approx(records[-1], rel=1e-5)
+        for name, value in weights.items():
+            error = float((own_weights[name] - value).norm() / value.norm().clamp(min=1e-3))
+            assert error < 1e-5, name
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])

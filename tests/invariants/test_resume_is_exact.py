@@ -36,6 +36,7 @@ MakeRun = Callable[..., RunConfig]
             marks=pytest.mark.slow,
         ),
         ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
+        ("--rollout.sde_window.size=2", "--rollout.num_steps=6", "--rollout.cache_threshold=0.4"),
         (
             "--objective.kl_position_fraction=0.5",
             "--training.pairs=weighted",
@@ -43,8 +44,23 @@ MakeRun = Callable[..., RunConfig]
             "--training.anchor_interval=4",
             "--rollout.micro_batch_size=1",
         ),
+        (
+            "--training.train_on={best: 1, worst: 1}",
+            "--rollout.num_generations=4",
+            "--rollout.shared_initial_noise=true",
+            "--rollout.sde_window.size=2",
+            "--rollout.sde_window.start=1",
+            "--rollout.micro_batch_size=2",
+        ),
     ],
-    ids=["lora-anchor", "full-muon-ema", "window-two-updates", "drawn-pairs-and-kl"],
+    ids=[
+        "lora-anchor",
+        "full-muon-ema",
+        "window-two-updates",
+        "feature-cache",
+        "drawn-pairs-and-kl",
+        "best-and-worst-shared-start",
+    ],
 )
 def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     def config(output: str, updates: int, resume: str) -> RunConfig:

@@ -212,21 +212,24 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
             assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4), (name, kind)  # FSDP fills up
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("lighter", [None, 0, 1])
 @pytest.mark.parametrize("sp", [2, 4])
-def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, checkpointing: str) -> None:
+def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, lighter: int | None) -> None:
     """72 tokens; 2 + 2 all-to-alls per layer, of which the last one's text is no part."""
     if sp == 4:  # of two heads
         with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
             small(f"--distributed.sp={sp}", gpus=sp)
         return
-    plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={checkpointing}", gpus=sp)
+    mode = ["selective"] if lighter is None else ["full", f"--model.lighter_blocks={lighter}"]
+    plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={mode[0]}", *mode[1:], gpus=sp)
     share, away = ceil(TOKENS / sp), (sp - 1) / sp
     forward = 2 * away * WIDTH * (LAYERS * 4 * share + (LAYERS - 1) * TEXT)
     backward = 2 * away * WIDTH * (LAYERS * 8 * share + (LAYERS - 1) * TEXT)
     assert sent(plan, "rollout", "tokens and heads") == (16 * 2 * LAYERS, pytest.approx(16 * forward))
-    again = (2, forward) if checkpointing == "full" else (1, 0.0)
-    expected = (16 * 2 * LAYERS * again[0], pytest.approx(16 * (backward + again[1])))
+    # Blocks that keep all but their input forget attention and exchange again; the last of them is the last block.
+    repeated = 0 if lighter is None else LAYERS - lighter
+    again = 2 * away * WIDTH * (repeated * 4 * share + min(repeated, LAYERS - 1) * TEXT)
+    expected = (16 * 2 * (LAYERS + repeated), pytest.approx(16 * (backward + again)))
     assert sent(plan, "update", "tokens and heads, backward") == expected
     assert sent(plan, "rollout", "velocity") == (16, pytest.approx(16 * (sp - 1) * share * 32 * 2))
 

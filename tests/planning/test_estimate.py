@@ -1,6 +1,7 @@
 """The plan: counts against closed forms and torch, memory against measurement, what makes a configuration fit."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -32,11 +33,12 @@ from sage_fast.models.hunyuan15.description import (
     vae_decode_traffic,
 )
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.transformer import LIGHTER
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
-from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_decoding
+from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_memory
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.memory import PROCESS, _call, loading_memory
+from sage_fast.planning.memory import PROCESS, Memory, PhaseMemory, _call, loading_memory
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
@@ -141,12 +143,16 @@ def small_call(**changes: Any) -> Call:
     return replace(call, **changes)
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["velocity", "gradient"])
-def test_six_blocks_follow_from_two_and_three(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient": False}, {}, {"lighter_blocks": 4}],
+    ids=["velocity", "gradient", "mixed"],
+)
+def test_six_blocks_follow_from_two_and_three(changes: dict[str, Any]) -> None:
     """Tracing all blocks gives the same work to the last operation, and the same memory."""
     from sage_fast.planning import trace as module
 
-    call = small_call(gradient=gradient)
+    call = small_call(**changes)
     line, whole = trace(call), module._trace(call, 6)
     for name in ("linear", "attention", "attention_backward", "elementwise", "kept"):
         assert getattr(line, name) == getattr(whole, name), name
@@ -185,6 +191,9 @@ def test_the_tracer_counts_what_is_alive() -> None:
 # ------------------------------------------------------------------------------------------ visits, time
 
 
+SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[8,9]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -199,6 +208,12 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--training.pairs=uniform", "--training.pair_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
         (["--training.pairs=weighted", "--training.pair_fraction=0.3"], (20, 0, 5.4, 0, 6, 0)),
         (["--training.pairs=weighted", "--rollout.micro_batch_size=2"], (20, 0, 13.5, 0, 15, 0)),
+        (["--training.train_on={best: 2, worst: 1}"], (20, 0, 13.5, 0, 15, 0)),
+        (["--training.train_on.best=1", "--training.pairs=weighted"], (20, 0, 2.25, 0, 2.5, 0)),
+        (["--training.train_on.best=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
+        (SHARED_START, (14, 0, 1.8, 0, 2, 0)),
+        ([*SHARED_START, "--training.update=single_pass"], (12, 2, 1.8, 1.8, 0, 0)),
+        (["--rollout.shared_initial_noise=true"], (20, 0, 18, 0, 20, 0)),
     ],
     ids=[
         "reference",
@@ -212,6 +227,12 @@ def test_the_tracer_counts_what_is_alive() -> None:
         "uniform",
         "weighted",
         "in-twos",
+        "best-and-worst",
+        "best-weighted",
+        "best-in-fours",
+        "shared-start",
+        "shared-start-single-pass",
+        "nothing-shared",
     ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
@@ -227,16 +248,60 @@ def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> 
     assert values == pytest.approx(expected)
 
 
+def test_a_feature_cache_spares_a_share_of_the_steps_without_noise() -> None:
+    """Of the 15 steps outside the window, but for the first of 54 blocks; and takes its tensors."""
+    words = ["--rollout.sde_window.size=5", "--rollout.cache_threshold=0.1"]
+    assert visits(load_config(B, words), skipped=0.4).rollout == pytest.approx(20 - 0.4 * 15)
+    single = visits(load_config(B, [*words, "--training.update=single_pass"]), skipped=0.4)
+    assert (single.rollout, single.pass_steps) == pytest.approx((15 - 0.4 * 15, 5))
+    off, none, some = (
+        make_plan(load_config(B, given), DEVICES["h100"], sizes={}, skipped_forwards=share)
+        for given, share in ((words[:1], 0.0), (words, 0.0), (words, 0.4))
+    )
+    assert none.seconds_per_video == off.seconds_per_video
+    (rollout, *_), (spared, *_) = none.phases, some.phases
+    assert spared.cost.linear == pytest.approx(rollout.cost.linear * (20 - 0.4 * 15 * 53 / 54) / 20)
+    more = some.memory.phases["rollout"].working_set - off.memory.phases["rollout"].working_set
+    assert more == 7 * 2048 * 32_760 * 2
+    with pytest.raises(ConfigError, match=r"40% of the forwards .* rollout.cache_threshold is 0"):
+        make_plan(load_config(B), DEVICES["h100"], sizes={}, skipped_forwards=0.4)
+
+
 def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
     assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
 
 
-def test_forwards_of_the_trainer_are_those_of_the_plan(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_with_most_trained_videos_counts() -> None:
+    """Eight ranks: two videos each of a group of 16, of which one rank nearly always has two of the eight; or all."""
+    half = ["--rollout.num_generations=16", "--training.train_on={best: 4, worst: 4}"]
+    spread, whole = (load_config(B, [*half, f"--rollout.batch_size={size}"]) for size in (2, 16))
+    assert visits(spread, 8).update == pytest.approx(20 * (1 - 2**8 / math.comb(16, 8) / 2), rel=0.01)
+    assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            "--rollout.micro_batch_size=1",
+            "--rollout.num_generations=4",
+            "--training.train_on={best: 2, worst: 1}",
+            "--rollout.shared_initial_noise=true",
+            "--rollout.sde_window.size=2",
+        ],
+    ],
+    ids=["all", "best-and-worst-shared-start"],
+)
+def test_forwards_of_the_trainer_are_those_of_the_plan(
+    overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole training of a tiny model calls the transformer as often as `visits` says."""
     from sage_fast.policy import guidance
     from sage_fast.run.run import build_trainer
 
-    config = tiny_run("--training.anchor_interval=2", "--training.num_updates=4", "--training.guidance=split")
+    given = ["--training.anchor_interval=2", "--training.num_updates=4", "--training.guidance=split"]
+    config = tiny_run(*given, *overrides)
     calls = []
     original = guidance.model_velocity
 
@@ -250,6 +315,15 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(tiny_run: MakeRun, monkey
         trainer.iterate()
     found = visits(config)
     assert sum(calls) == 2 * 4 * config.rollout.batch_size * (found.rollout + found.anchor + found.update)
+
+
+def test_a_plan_says_what_is_left_out_and_counts_its_memory() -> None:
+    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}", *SHARED_START]))
+    said = to_text(part, ())
+    assert "3 of the 4 videos of a group are trained\n" in said and "before the first noise, 8 on average, are" in said
+    assert "of a group are" not in to_text(whole, ())
+    whole_bytes, part_bytes = (plan.memory.phases["update"].anchor_velocities for plan in (whole, part))
+    assert part_bytes == 0.75 * whole_bytes > 0
 
 
 def test_seconds_are_work_over_ceilings() -> None:
@@ -567,12 +641,54 @@ def test_a_video_is_decoded_whole_where_that_fits(preset: str, memory_gb: float,
         assert less.config.model.decode_memory_gib == "auto"
 
 
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (1e3, ("feed_forward", 0)),
+        (323, ("selective", 53)),  # 54 would be all of them
+        (109, ("selective", 0)),
+        (112, ("selective", 1)),
+        (107, ("full", 53)),
+        (55, ("full", 1)),
+        (54, ("full", 0)),
+        (1, ("full", 0)),
+    ],
+)
+def test_blocks_keep_what_fits(room: float, expected: tuple[str, int]) -> None:
+    """With 1, 2 or 6 units per block, as in a block of the model."""
+    units = {"full": 1, "selective": 2, "feed_forward": 6}
+
+    def planned(config: RunConfig) -> Memory:
+        model = config.model
+        kept = 54 * units[model.checkpointing]
+        if model.lighter_blocks:
+            kept += model.lighter_blocks * (units[LIGHTER[model.settled_checkpointing]] - units[model.checkpointing])
+        # The decoder's memory does not decide.
+        return Memory(
+            phases={
+                "rollout": PhaseMemory(),
+                "decode": PhaseMemory(decoding=1e6),
+                "update": PhaseMemory(kept_activations=kept),
+            }
+        )
+
+    model = estimate._fill(load_config(B, ["--model.checkpointing=auto"]), planned, room, 54).model
+    assert (model.checkpointing, model.lighter_blocks) == expected
+
+
+def test_more_lighter_blocks_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lighter_blocks is 7, but the model has 6 blocks"):
+        small_plan("--model.checkpointing=selective", "--model.lighter_blocks=7")
+
+
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"])
-    assert settle_decoding(config) is config
+    assert settle_memory(config) is config
     monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))
     properties: Any = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert settle_decoding(config).model.decode_memory_gib == 34
+    assert settle_memory(config).model.decode_memory_gib == 34
+    filled = settle_memory(replace(config, model=replace(config.model, checkpointing="auto"))).model
+    assert filled.decode_memory_gib == 34 and filled.lighter_blocks > 10
     given = replace(config, model=replace(config.model, decode_memory_gib=8.0))
-    assert settle_decoding(given) is given
+    assert settle_memory(given) is given

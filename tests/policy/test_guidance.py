@@ -34,10 +34,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     made: list[tuple[str, bool]] = []
     velocity = guidance.model_velocity
 
-    def counted(transformer: Any, latents: Tensor, sigma: Tensor, prompts: list[PromptEmbeds]) -> Tensor:
+    def counted(transformer: Any, latents: Tensor, sigma: Tensor, prompts: list[PromptEmbeds], *rest: Any) -> Tensor:
         # The empty prompt is one token long.
         made.append(("free" if len(prompts[0].text) == 1 else "prompt", torch.is_grad_enabled()))
-        return velocity(transformer, latents, sigma, prompts)
+        return velocity(transformer, latents, sigma, prompts, *rest)
 
     monkeypatch.setattr(guidance, "model_velocity", counted)
     return made

@@ -33,7 +33,9 @@ def use_smooth_velocity(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> No
     """From now on the trainer's policy is the field, over its own trained weights in float64."""
     parameters = list(trainer.parameters.values())
 
-    def velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def velocity(
+        transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds], cache: object = None
+    ) -> Tensor:
         return smooth_velocity(parameters, latents, sigma, torch.stack([p.text.mean() + len(p.text) for p in prompts]))
 
     monkeypatch.setattr(guidance, "model_velocity", velocity)

@@ -149,7 +149,7 @@ def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
     patch.setattr(
         guidance,
         "model_velocity",
-        lambda transformer, latents, sigma, prompts: exact(transformer, latents, sigma.bfloat16().float(), prompts),
+        lambda transformer, latents, sigma, *rest: exact(transformer, latents, sigma.bfloat16().float(), *rest),
     )
     return []
 

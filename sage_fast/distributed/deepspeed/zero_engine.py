@@ -102,6 +102,7 @@ class DeepSpeedEngine:
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
         self.sharded = config.stage == 3
+        self.gathering_group = dist.group.WORLD if self.sharded else None
         self.lockstep = True
 
         exact: dict[str, Tensor] = {}

@@ -13,9 +13,10 @@ steps. Nothing reads the text output of the last block, so its text stream has k
 
 What the forward saves for the backward (S = one tensor of all tokens; lse is S/64 in bfloat16):
 
-    none       x, qkv, o, lse, o W_o, y2 W_1: 10 S; only elementwise work is recomputed
-    selective  x, o, lse: 2 S; matrix products are recomputed except the one with W_2, attention is not
-    full       x: 1 S; attention is recomputed too
+    none          x, qkv, o, lse, o W_o, y2 W_1: 10 S; only elementwise work is recomputed
+    feed_forward  x, qkv, o, lse, o W_o: 6 S; the product with W_1 is recomputed too
+    selective     x, o, lse: 2 S; matrix products are recomputed except the one with W_2, attention is not
+    full          x: 1 S; attention is recomputed too
 
 The product h W_2 is never recomputed for its own sake. The backward needs it only for the gradient of the gate, and
 
@@ -84,7 +85,7 @@ class LocalAttention:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """How blocks are computed; the same for all of them."""
+    """How a block is computed; the same for all of them but for what they keep."""
 
     kernels: Kernels
     attention: JointAttention
@@ -337,7 +338,7 @@ class _Block:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Both streams after the block (the text as it came in where nothing reads its output)."""
         self.attend(*self.rotate(*self.project_inputs()))
-        if self.settings.checkpointing != "none":
+        if self.settings.checkpointing in ("selective", "full"):
             self.qkv = None  # memory for the feed-forward
         out, text_out = (self.feed_forward(stream) if stream.live else stream.x for stream in self.streams)
         return out, text_out
@@ -445,8 +446,9 @@ class _Block:
             rest = iter(saved[4:])
             for stream in self.live:
                 stream.attended = next(rest)
-            for stream in self.live:
-                stream.hidden = next(rest)
+            if self.settings.checkpointing == "none":
+                for stream in self.live:
+                    stream.hidden = next(rest)
             self.qkv = tuple(rest)
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -479,8 +481,8 @@ class _Block:
         out_grad = self.residuals_backward(gradients, modulation)
         if normed is None and (self.qkv is None or trains_qkv):
             normed = self.normed_inputs()  # elementwise; it is never saved
-        # q, k, v before norm and rotation: saved by "none", recomputed here by "selective" and above by "full". Norm
-        # and rotation are elementwise and run again in any case.
+        # q, k, v before norm and rotation: recomputed here by "selective" and above by "full", saved by the others.
+        # Norm and rotation are elementwise and run again in any case.
         projected = projected or self.project_inputs(normed)
         rotated = rotated or self.rotate(*projected)
         head_grads = self.attention_backward(out_grad, projected, rotated, gradients)
@@ -504,7 +506,7 @@ class _Block:
 
     def residual_backward(self, stream: _Pass, gradients: Gradients, modulation: bool) -> Tensor:
         """One live stream from x2 to o W_o, whose gradient is returned; dL/dx1 replaces dL/dx2 in `grad`."""
-        # x1 and y2 are elementwise in x and o W_o. That product is saved by "none" and recomputed otherwise.
+        # x1 and y2 are elementwise in x and o W_o. "selective" and "full" compute that product again.
         residual, normed = self.add_attention(stream)
         normed_grad = self.feed_forward_backward(stream, normed, gradients, modulation)
         m = stream.modulation

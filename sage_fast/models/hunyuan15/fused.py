@@ -42,7 +42,8 @@ from sage_fast.models.hunyuan15.block import (
 )
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.reuse import FeatureCache
+from sage_fast.models.transformer import LIGHTER, Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Acceleration:
         attention: str,
         kernels: Choice,
         checkpointing: Checkpointing,
+        lighter_blocks: int,
         deterministic: bool,
         offload_activations: bool,
         adaln: AdaLN,
@@ -75,6 +77,12 @@ class Acceleration:
         self.blocks: list[Any] = list(transformer.transformer_blocks)
         self.attention_choice, self.deterministic = attention, deterministic
         self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
+        if not 0 <= lighter_blocks <= len(self.blocks) or (lighter_blocks and checkpointing not in LIGHTER):
+            raise ValueError(
+                f"lighter_blocks is {lighter_blocks} with checkpointing {checkpointing!r}; it must be 0, or with "
+                f"{' or '.join(LIGHTER)} at most the model's {len(self.blocks)} blocks."
+            )
+        self.lighter_blocks = lighter_blocks
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
         self.adaln, self.compiled = adaln, compile
@@ -112,11 +120,14 @@ class Acceleration:
                     f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
                     "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
                 )
-        for block in self.blocks:
+        heavy = len(self.blocks) - self.lighter_blocks
+        for index, block in enumerate(self.blocks):
             for layers in _stackable(block):
                 stack_weights(layers)
             block.forward = partial(_fused_block, block)
             block._acceleration = self
+            # The last ones: a backward pass frees what they keep before it comes to blocks that need more to work.
+            block._checkpointing = self.checkpointing if index < heavy else LIGHTER[self.checkpointing]
         transformer: Any = self.transformer
         transformer.forward = partial(_fused_forward, transformer)
         transformer._acceleration = self
@@ -138,7 +149,7 @@ class Acceleration:
             self.table.restore(self.transformer.device)
         transformer: Any = self.transformer
         for module in (transformer, *self.blocks):
-            for name in ("forward", "_acceleration"):
+            for name in ("forward", "_acceleration", "_checkpointing"):
                 module.__dict__.pop(name, None)
         for block in self.blocks:
             for layers in _stackable(block):
@@ -150,9 +161,11 @@ class Acceleration:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
-        """How blocks are computed for tensors of a device and dtype."""
-        checkpointing: Checkpointing = self.checkpointing
+    def settings(
+        self, device: torch.device, dtype: torch.dtype, checkpointing: Checkpointing | None = None
+    ) -> BlockSettings:
+        """How blocks are computed for tensors of a device and dtype; `checkpointing` is a block's own."""
+        checkpointing = checkpointing or self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
         # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
@@ -175,13 +188,20 @@ class Acceleration:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def forward(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        prompts: Sequence[PromptEmbeds],
+        cache: FeatureCache | None = None,
+    ) -> Tensor:
         """Velocity of B samples; prompts of one length run together.
 
         Args:
             latents: (B, C', F, H, W); C' is the model's in_channels, or its latent channels alone.
             timestep: (B,) float32 sigma * 1000. On the CPU it can be read without waiting for the GPU.
             prompts: B records.
+            cache: decides whether the blocks after the first run, or what they added before is used again.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.
@@ -189,22 +209,27 @@ class Acceleration:
         # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = self.transformer.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
-            return self._grouped(latents, timestep, prompts)
+            return self._grouped(latents, timestep, prompts, cache)
 
-    def _grouped(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def _grouped(
+        self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], cache: FeatureCache | None
+    ) -> Tensor:
         groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
         if len(groups) == 1:
-            return self._dense(latents, timestep, prompts)
+            return self._dense(latents, timestep, prompts, cache)
         rows = [row for group in groups.values() for row in group]
         parts = [
-            self._dense(latents[group], timestep[group], [prompts[row] for row in group]) for group in groups.values()
+            self._dense(latents[group], timestep[group], [prompts[row] for row in group], cache)
+            for group in groups.values()
         ]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         return torch.cat(parts)[order]
 
-    def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def _dense(
+        self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], cache: FeatureCache | None
+    ) -> Tensor:
         transformer: Any = self.transformer
         weight = transformer.x_embedder.proj.weight
         device, dtype = weight.device, weight.dtype
@@ -222,7 +247,14 @@ class Acceleration:
         self.rotary = Rotary(cos, sin)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
+            start = x if index == 0 and cache is not None else None  # without a cache nothing stays alive
             x, text = block(x, text, activated, *modulations)
+            if start is not None and cache is not None:
+                lengths = prompts[0].text.shape[0], prompts[0].glyph.shape[0]
+                if not cache.begin(lengths, start, x):
+                    break
+        if cache is not None:
+            x = cache.end(x)
         tokens = self.project_out(x, activated)
         if self.sequence is not None:
             tokens = self.sequence.join(tokens, 1, self.num_video)
@@ -377,6 +409,7 @@ def accelerate(
     attention: str = "auto",
     kernels: Choice = "auto",
     checkpointing: Checkpointing = "none",
+    lighter_blocks: int = 0,
     deterministic: bool = False,
     offload_activations: bool = False,
     adaln: AdaLN = "auto",
@@ -393,6 +426,7 @@ def accelerate(
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
         checkpointing: what blocks save for the backward pass, see `block.py`.
+        lighter_blocks: the last so many save what is next in `LIGHTER`.
         deterministic: only attention backends whose backward gives the same bits every time.
         offload_activations: save it in CPU memory.
         adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
@@ -417,6 +451,7 @@ def accelerate(
         attention=attention,
         kernels=kernels,
         checkpointing=checkpointing,
+        lighter_blocks=lighter_blocks,
         deterministic=deterministic,
         offload_activations=offload_activations,
         adaln=adaln,
@@ -461,7 +496,8 @@ def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelCo
         transformer,
         attention=model.attention,
         kernels=model.kernels,
-        checkpointing=model.checkpointing,
+        checkpointing=model.settled_checkpointing,
+        lighter_blocks=model.lighter_blocks,
         deterministic=model.deterministic,
         offload_activations=model.offload_activations,
         adaln=model.adaln,
@@ -495,7 +531,7 @@ def _fused_block(
         video_layer, text_layer = adaln_layers(self)
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
-    settings = acceleration.settings(x.device, x.dtype)
+    settings = acceleration.settings(x.device, x.dtype, self._checkpointing)
     video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
     return block_forward(settings, streams, flat, video, words, acceleration.rotary)
 
@@ -514,6 +550,7 @@ def _fused_forward(
     return_dict: bool = True,
     *,
     prompts: Sequence[PromptEmbeds] | None = None,
+    cache: FeatureCache | None = None,
 ) -> Any:
     """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
     acceleration: Acceleration = self._acceleration
@@ -540,7 +577,7 @@ def _fused_forward(
 
         scale_lora_layers(self, scale)
     try:
-        sample = acceleration.forward(hidden_states, timestep, prompts)
+        sample = acceleration.forward(hidden_states, timestep, prompts, cache)
     finally:
         if scale != 1.0:
             unscale_lora_layers(self, scale)

@@ -14,6 +14,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
+from sage_fast.models.reuse import FeatureCache
 from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
@@ -34,6 +35,7 @@ def velocity(
     latents: Tensor,
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
+    cache: FeatureCache | None = None,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -42,6 +44,7 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
             the GPU, which lets the fused forward look its modulation up in a table.
         prompts: B records.
+        cache: as in `models.transformer.velocity`.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
@@ -49,8 +52,11 @@ def velocity(
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
         call: Any = transformer
-        packed: Tensor = call(hidden_states=latents, timestep=sigma * 1000.0, prompts=prompts, return_dict=False)[0]
+        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts, "cache": cache}
+        packed: Tensor = call(**given, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
+    if cache is not None:
+        raise ValueError("A feature cache needs the fused forward; set model.forward to fused.")
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
     batch, channels, *size = latents.shape

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast import accelerate
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
-from sage_fast.models.transformer import is_dead
+from sage_fast.models.transformer import LIGHTER, is_dead
 from sage_fast.policy.lora import add_lora, cast_weights, save_lora
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
@@ -29,7 +29,7 @@ PROMPTS = {
     "ragged": [(5, 0), (7, 2), (5, 0)],
     "one-token": [(1, 1)],
 }
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "feed_forward", "selective", "full")
 Gradients = dict[str, Tensor]
 
 
@@ -238,6 +238,35 @@ def test_what_is_more_than_plain_lora_is_refused() -> None:
     accelerate(model)
     with pytest.raises(ValueError, match="LoRA variant"):
         packed(model, latents(1), torch.tensor([1.0]), prompts_of("one", torch.float32))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all-weights", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_which_blocks_keep_more(dtype: torch.dtype, lora: bool) -> None:
+    """Output and every gradient, of each mix of three blocks; blocks of both kinds have run."""
+    found: list[tuple[Tensor, Gradients]] = []
+    for checkpointing, lighter in [(c, n) for c in ("selective", "full") for n in range(4)] + [("feed_forward", 0)]:
+        model = tiny_transformer(layers=3)
+        cast_weights(model, dtype)
+        if lora:
+            model = with_lora(model.requires_grad_(False), LORA_TARGETS[:8])
+        accelerate(model, checkpointing=checkpointing, lighter_blocks=lighter)
+        kept = [block._checkpointing for block in model.transformer_blocks]
+        assert kept == [checkpointing] * (3 - lighter) + [LIGHTER.get(checkpointing)] * lighter
+        x, timestep = latents(1), torch.tensor([500.0])
+        prompts = prompts_of("one-token", torch.float32)
+        found.append(differentiate(model, partial(packed, model, x, timestep, prompts)))
+    (output, gradients), *others = found
+    assert gradients
+    for other, given in others:
+        assert torch.equal(output, other) and given.keys() == gradients.keys()
+        assert all(torch.equal(given[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize(("checkpointing", "lighter"), [("none", 1), ("feed_forward", 1), ("full", 4), ("full", -1)])
+def test_lighter_blocks_that_there_are_not(checkpointing: Any, lighter: int) -> None:
+    with pytest.raises(ValueError, match=f"lighter_blocks is {lighter} with checkpointing '{checkpointing}'"):
+        accelerate(tiny_transformer(layers=3), checkpointing=checkpointing, lighter_blocks=lighter)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,12 +7,15 @@ caption shows a scene of another colour, shape or motion. What a perfect model o
 E[z - x0 | x, caption], has a closed form (`ExactPolicy`), and the network is fitted to it. That needs a tenth of the
 steps of fitting it to single draws of z - x0, and allows latents of two kinds: noised data, as in flow matching, and
 latents on the sampling paths of the network itself, where it learns to come back to the legal videos.
+
+A second run refines the first at half the rates, on noised videos of small sigma only: how far samples lie from the
+legal videos is decided by the last steps of a path.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,9 +49,11 @@ class PretrainConfig:
     """Settings of a pretraining run. Example: `PretrainConfig(steps=300, seed=0)`."""
 
     steps: int = 8000
-    """Optimizer steps."""
+    """Optimizer steps of the first run."""
+    refine_steps: int = 5500
+    """Optimizer steps of the second run."""
     seed: int = 0
-    """Seed of the initial weights and of every draw."""
+    """Seed of the initial weights and of every draw of the first run; the second run's is one more."""
     batch_size: int = 32
     """Latents per step."""
     path_share: float = 0.5
@@ -62,12 +67,16 @@ class PretrainConfig:
     shift: float = 3.0
     """Timestep shift of the paths, as in the rollout's schedule: sigma = shift u / (1 + (shift - 1) u) from u = 1
     to 0. Noised videos have a uniform sigma: at small ones samples get their details."""
+    noised_up_to: float = 1.0
+    """Largest sigma of noised videos in the first run."""
+    refine_up_to: float = 0.6
+    """Largest sigma of noised videos in the second run. The paths still have every sigma."""
     learning_rate: float = 2e-2
-    """Peak rate of Muon, for the matrices of the blocks."""
+    """Peak rate of Muon, for the matrices of the blocks. The second run has half of both rates."""
     other_learning_rate: float = 4e-3
     """Peak rate of AdamW, for every other parameter."""
     warmup_steps: int = 100
-    """Steps of the warm-up."""
+    """Steps of the warm-up of each run."""
     decay_share: float = 1.0
     """Share of the steps, at the end, over which the rates fall linearly to zero."""
     averaging: float = 0.999
@@ -81,14 +90,29 @@ class PretrainConfig:
         for name in ("steps", "batch_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        for name in ("shift", "knee", "decay_share"):
+        if self.refine_steps < 0:
+            raise ValueError(f"refine_steps is {self.refine_steps}: use 0 for no second run, or more.")
+        for name in ("shift", "knee", "decay_share", "noised_up_to", "refine_up_to"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: use a positive number.")
-        for name in ("caption_dropout", "wrong_captions", "path_share", "decay_share", "averaging"):
+        shares = ("caption_dropout", "wrong_captions", "path_share", "decay_share", "averaging")
+        for name in (*shares, "noised_up_to", "refine_up_to"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: use a share from 0 to 1.")
         if not 1 <= self.path_steps[0] <= self.path_steps[1]:
             raise ValueError(f"path_steps is {self.path_steps}: use the fewest and the most, from 1.")
+
+    @property
+    def refinement(self) -> "PretrainConfig":
+        """The second run: it goes on from the weights that the first leaves, with an optimizer and draws of its own."""
+        return replace(
+            self,
+            steps=self.refine_steps,
+            seed=self.seed + 1,
+            learning_rate=self.learning_rate / 2,
+            other_learning_rate=self.other_learning_rate / 2,
+            noised_up_to=self.refine_up_to,
+        )
 
     def rate_at(self, step: int) -> float:
         """Learning rate of a step counted from 0, as a share of the peak."""
@@ -108,12 +132,20 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
     threads = torch.get_num_threads()
     torch.set_num_threads(config.num_threads)
     try:
-        transformer, losses = _train(config, progress)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            transformer = build_transformer(TRANSFORMER_CONFIG)
+        losses = _train(transformer, config, "pretrain" if progress else None)
+        if config.refine_steps:
+            losses += _train(transformer, config.refinement, "refine" if progress else None)
     finally:
         torch.set_num_threads(threads)
     recent = losses[-50:]
     metadata = {
-        "command": f"{MODULE_COMMAND} --steps {config.steps} --seed {config.seed} --output DIR",
+        "command": (
+            f"{MODULE_COMMAND} --steps {config.steps} --refine-steps {config.refine_steps} --seed {config.seed} "
+            "--output DIR"
+        ),
         **{name: str(value) for name, value in asdict(config).items()},
         "torch_version": torch.__version__,
         "loss_last_50_steps": f"{sum(recent) / len(recent):.5f}",
@@ -176,7 +208,7 @@ class _Data:
         shares = torch.cat([self.table, self.table.mean(0, keepdim=True)])[captions]
         shown = torch.multinomial(shares, 1, generator=self.generator)[:, 0]
         rows = shown * self.positions + torch.randint(self.positions, shown.shape, generator=self.generator)
-        sigma = torch.rand(len(captions), generator=self.generator).clamp_min(1e-3)
+        sigma = (self.config.noised_up_to * torch.rand(len(captions), generator=self.generator)).clamp_min(1e-3)
         level = sigma.view(-1, 1, 1, 1, 1)
         return (1 - level) * self.latents[rows] + level * self.noise(len(captions)), sigma
 
@@ -212,10 +244,8 @@ class _Paths:
         self.step[ended], self.num_steps[ended] = 0, self._draw_lengths(count)
 
 
-def _train(config: PretrainConfig, progress: bool) -> tuple[HunyuanVideo15Transformer3DModel, list[float]]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        transformer = build_transformer(TRANSFORMER_CONFIG)
+def _train(transformer: HunyuanVideo15Transformer3DModel, config: PretrainConfig, bar_name: str | None) -> list[float]:
+    """One run of `config.steps` steps: the weights become their running average, in the precision of the file."""
     trained = {name: value for name, value in transformer.named_parameters() if not is_unused(name)}
     average = {name: value.detach().clone() for name, value in trained.items()}
     optimizers = _optimizers(trained, config)
@@ -225,7 +255,7 @@ def _train(config: PretrainConfig, progress: bool) -> tuple[HunyuanVideo15Transf
     on_paths = len(paths.captions)
 
     losses: list[float] = []
-    bar = tqdm(range(config.steps), desc="pretrain", disable=not progress)
+    bar = tqdm(range(config.steps), desc=bar_name, disable=bar_name is None)
     for step in bar:
         captions = data.draw_captions(config.batch_size - on_paths)
         noised, noised_sigma = data.noised(captions)
@@ -250,8 +280,8 @@ def _train(config: PretrainConfig, progress: bool) -> tuple[HunyuanVideo15Transf
                 average[name].lerp_(value, 1 - decay)
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
-    transformer.load_state_dict(average, strict=False)
-    return transformer, losses
+    transformer.load_state_dict({name: value.half() for name, value in average.items()}, strict=False)
+    return losses
 
 
 def _optimizers(trained: dict[str, nn.Parameter], config: PretrainConfig) -> list[Optimizer]:
@@ -275,16 +305,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Pretrain the toy model on rendered videos, some of which have a wrong caption.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=PretrainConfig.steps, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=PretrainConfig.steps, help="optimizer steps of the first run")
+    parser.add_argument(
+        "--refine-steps", type=int, default=PretrainConfig.refine_steps, help="optimizer steps of the second run"
+    )
     parser.add_argument("--seed", type=int, default=PretrainConfig.seed, help="seed of the weights and every draw")
     parser.add_argument("--output", required=True, help="folder to write config.json and weights.safetensors into")
     given = parser.parse_args(arguments)
     try:
-        config = PretrainConfig(steps=given.steps, seed=given.seed)
+        config = PretrainConfig(steps=given.steps, refine_steps=given.refine_steps, seed=given.seed)
     except ValueError as error:
         parser.error(str(error))
     losses = pretrain(config, given.output)
-    print(f"Wrote {given.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {config.steps} steps.")
+    print(f"Wrote {given.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps.")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,10 +22,18 @@ from sage_fast.models.toy.components import (
     read_metadata,
     stored_parameters,
 )
-from sage_fast.models.toy.pretrain import MODULE_COMMAND, PretrainConfig, main, pretrain, shown_by_caption
+from sage_fast.models.toy.pretrain import (
+    MODULE_COMMAND,
+    PretrainConfig,
+    _Data,
+    _train,
+    main,
+    pretrain,
+    shown_by_caption,
+)
 
 WORDS = [(caption.colour, caption.shape, caption.motion) for caption in all_captions()]
-TINY = PretrainConfig(steps=3, seed=1, batch_size=4)
+TINY = PretrainConfig(steps=3, refine_steps=2, seed=1, batch_size=4)
 
 
 def test_the_shipped_checkpoint_loads():
@@ -47,7 +56,8 @@ def test_the_shipped_checkpoint_loads():
 
 def test_the_shipped_checkpoint_says_how_it_was_made():
     metadata = read_metadata()
-    command = f"{MODULE_COMMAND} --steps {metadata['steps']} --seed {metadata['seed']} --output "
+    settings = f"--steps {metadata['steps']} --refine-steps {metadata['refine_steps']} --seed {metadata['seed']}"
+    command = f"{MODULE_COMMAND} {settings} --output "
     assert metadata["command"] == f"{command}DIR"
     assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
     default = PretrainConfig()
@@ -55,7 +65,7 @@ def test_the_shipped_checkpoint_says_how_it_was_made():
         assert metadata[name] == str(getattr(default, name)), name
     assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
     assert json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8")) == TRANSFORMER_CONFIG
-    assert (ASSETS / WEIGHTS_NAME).stat().st_size < 8e6
+    assert (ASSETS / WEIGHTS_NAME).stat().st_size < 20e6
 
 
 def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
@@ -72,8 +82,29 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
 
 
 def test_another_seed_gives_another_model(tmp_path):
-    losses = [pretrain(PretrainConfig(steps=1, seed=seed, batch_size=2), tmp_path, progress=False) for seed in (0, 1)]
+    configs = [PretrainConfig(steps=1, refine_steps=0, seed=seed, batch_size=2) for seed in (0, 1)]
+    losses = [pretrain(config, tmp_path, progress=False) for config in configs]
     assert losses[0] != losses[1]
+
+
+def test_the_second_run_goes_on_from_the_weights_of_the_first(tmp_path):
+    pretrain(replace(TINY, refine_steps=0), tmp_path / "first", progress=False)
+    losses = pretrain(TINY, tmp_path / "both", progress=False)
+    transformer = build_transformer(TRANSFORMER_CONFIG)
+    first = load_file(tmp_path / "first" / WEIGHTS_NAME)
+    transformer.load_state_dict({name: value.float() for name, value in first.items()}, strict=False)
+    assert _train(transformer, TINY.refinement, None) == losses[TINY.steps :]
+    both = load_file(tmp_path / "both" / WEIGHTS_NAME)
+    assert all(torch.equal(value.half(), both[name]) for name, value in stored_parameters(transformer).items())
+
+
+def test_the_second_run_has_half_the_rates_and_videos_with_little_noise():
+    second = TINY.refinement
+    assert (second.seed, second.steps) == (TINY.seed + 1, TINY.refine_steps)
+    assert (second.learning_rate, second.other_learning_rate) == (TINY.learning_rate / 2, TINY.other_learning_rate / 2)
+    for config, most in ((TINY, 1.0), (second, 0.6)):
+        sigma = _Data(config, torch.Generator().manual_seed(0)).noised(torch.zeros(2000, dtype=torch.int64))[1]
+        assert 0.95 * most < sigma.max() <= most and sigma.min() >= 1e-3
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
@@ -81,8 +112,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sage_fast.models.toy.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
     )
-    main(["--steps", "7", "--seed", "5", "--output", str(tmp_path)])
-    assert calls == [(PretrainConfig(steps=7, seed=5), str(tmp_path))]
+    main(["--steps", "7", "--refine-steps", "3", "--seed", "5", "--output", str(tmp_path)])
+    assert calls == [(PretrainConfig(steps=7, refine_steps=3, seed=5), str(tmp_path))]
     with pytest.raises(SystemExit):
         main(["--steps", "0", "--output", str(tmp_path)])
     assert "at least 1" in capsys.readouterr().err
@@ -109,6 +140,8 @@ def test_wrong_captions_differ_in_one_attribute():
     "setting",
     [
         {"steps": 0},
+        {"refine_steps": -1},
+        {"refine_up_to": 1.1},
         {"batch_size": 0},
         {"num_threads": 0},
         {"shift": 0.0},

@@ -2,14 +2,11 @@
 
     python -m sage_fast.models.toy.pretrain --output DIR
 
-Real base models are like this because their captions are. Here too: a share `wrong_captions` of the videos of every
-caption shows a scene of another colour, shape or motion. What a perfect model of these data predicts, the velocity
-E[z - x0 | x, caption], has a closed form (`ExactPolicy`), and the network is fitted to it. That needs a tenth of the
-steps of fitting it to single draws of z - x0, and allows latents of two kinds: noised data, as in flow matching, and
-latents on the sampling paths of the network itself, where it learns to come back to the legal videos.
-
-A second run refines the first at half the rates, on noised videos of small sigma only: how far samples lie from the
-legal videos is decided by the last steps of a path.
+Real base models are like this because their captions are. Here too: of the videos of a caption, a stated share shows
+another colour, shape or motion. What a perfect model of these data predicts, the velocity E[z - x0 | x, caption], has
+a closed form (`ExactPolicy`), and the network is fitted to it. That needs a tenth of the steps of fitting it to single
+draws of z - x0, and allows latents of two kinds: noised data, as in flow matching, and latents on the sampling paths
+of the network itself, where it learns to come back to the legal videos.
 """
 
 import argparse
@@ -45,38 +42,65 @@ MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """Settings of a pretraining run. Example: `PretrainConfig(steps=300, seed=0)`."""
+class Phase:
+    """A part of the pretraining, with an optimizer and draws of its own. It goes on from the weights before it."""
 
-    steps: int = 8000
-    """Optimizer steps of the first run."""
-    refine_steps: int = 5500
-    """Optimizer steps of the second run."""
+    steps: int
+    """Optimizer steps."""
+    rate: float = 1.0
+    """Peak of the learning rates, as a share of the configuration's."""
+    noised_up_to: float = 1.0
+    """Largest sigma of noised videos. Those on the network's own paths have every sigma."""
+    wrong_colour: float
+    """Share of a caption's videos that differ from it in their colour alone."""
+    wrong_shape: float
+    wrong_motion: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 0 or (name != "steps" and value > 1):
+                raise ValueError(f"{name} is {value}: use {'0 or more' if name == 'steps' else 'a share from 0 to 1'}.")
+        if self.wrong_colour + self.wrong_shape + self.wrong_motion > 1:
+            raise ValueError(
+                "wrong_colour, wrong_shape and wrong_motion are more than 1 together: no video would be right."
+            )
+
+
+PHASES = (
+    Phase(steps=8000, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3),
+    # The last steps of a path decide how far a sample lies from the legal videos.
+    Phase(steps=5500, rate=0.5, noised_up_to=0.6, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3),
+    # So far the same caption always gets the same scene, often a wrong one: with nothing to choose from, post-training
+    # cannot mend it. A network of this size tells colours apart in the noise where a scene is decided, shapes hardly.
+    Phase(steps=4000, rate=0.5, wrong_colour=0.45, wrong_shape=0.0, wrong_motion=0.15),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Settings of a pretraining. Example: `PretrainConfig(seed=1)`."""
+
+    phases: tuple[Phase, ...] = PHASES
+    """Parts of the pretraining, in order."""
     seed: int = 0
-    """Seed of the initial weights and of every draw of the first run; the second run's is one more."""
+    """Seed of the initial weights and of the first phase's draws; each later phase has one more."""
     batch_size: int = 32
     """Latents per step."""
     path_share: float = 0.5
     """Share of the batch that lies on the network's own sampling paths; the rest are noised videos."""
     path_steps: tuple[int, int] = (8, 20)
     """Fewest and most steps of a sampling path."""
-    wrong_captions: float = 0.35
-    """Share of a caption's videos that differ from it in one attribute: colour, shape or motion, equally often."""
     caption_dropout: float = 0.1
     """Share of latents whose caption is replaced by the unconditional prompt."""
     shift: float = 3.0
     """Timestep shift of the paths, as in the rollout's schedule: sigma = shift u / (1 + (shift - 1) u) from u = 1
     to 0. Noised videos have a uniform sigma: at small ones samples get their details."""
-    noised_up_to: float = 1.0
-    """Largest sigma of noised videos in the first run."""
-    refine_up_to: float = 0.6
-    """Largest sigma of noised videos in the second run. The paths still have every sigma."""
     learning_rate: float = 2e-2
-    """Peak rate of Muon, for the matrices of the blocks. The second run has half of both rates."""
+    """Peak rate of Muon, for the matrices of the blocks."""
     other_learning_rate: float = 4e-3
     """Peak rate of AdamW, for every other parameter."""
     warmup_steps: int = 100
-    """Steps of the warm-up of each run."""
+    """Steps of the warm-up of each phase."""
     decay_share: float = 1.0
     """Share of the steps, at the end, over which the rates fall linearly to zero."""
     averaging: float = 0.999
@@ -87,37 +111,22 @@ class PretrainConfig:
     """CPU threads. Part of the recipe: the order of summation, hence the last bits, depend on it."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "num_threads"):
+        for name in ("batch_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        if self.refine_steps < 0:
-            raise ValueError(f"refine_steps is {self.refine_steps}: use 0 for no second run, or more.")
-        for name in ("shift", "knee", "decay_share", "noised_up_to", "refine_up_to"):
+        for name in ("shift", "knee", "decay_share"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: use a positive number.")
-        shares = ("caption_dropout", "wrong_captions", "path_share", "decay_share", "averaging")
-        for name in (*shares, "noised_up_to", "refine_up_to"):
+        for name in ("caption_dropout", "path_share", "decay_share", "averaging"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: use a share from 0 to 1.")
         if not 1 <= self.path_steps[0] <= self.path_steps[1]:
             raise ValueError(f"path_steps is {self.path_steps}: use the fewest and the most, from 1.")
 
-    @property
-    def refinement(self) -> "PretrainConfig":
-        """The second run: it goes on from the weights that the first leaves, with an optimizer and draws of its own."""
-        return replace(
-            self,
-            steps=self.refine_steps,
-            seed=self.seed + 1,
-            learning_rate=self.learning_rate / 2,
-            other_learning_rate=self.other_learning_rate / 2,
-            noised_up_to=self.refine_up_to,
-        )
-
-    def rate_at(self, step: int) -> float:
-        """Learning rate of a step counted from 0, as a share of the peak."""
+    def rate_at(self, step: int, steps: int) -> float:
+        """Learning rate of a step counted from 0 of a phase, as a share of the phase's peak."""
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        return warmup * min(1.0, (1 - step / self.steps) / self.decay_share)
+        return warmup * min(1.0, (1 - step / steps) / self.decay_share)
 
 
 def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = True) -> list[float]:
@@ -135,17 +144,15 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             transformer = build_transformer(TRANSFORMER_CONFIG)
-        losses = _train(transformer, config, "pretrain" if progress else None)
-        if config.refine_steps:
-            losses += _train(transformer, config.refinement, "refine" if progress else None)
+        losses = []
+        for number, phase in enumerate(config.phases):
+            name = f"phase {number + 1} of {len(config.phases)}"
+            losses += _train(transformer, config, phase, config.seed + number, name if progress else None)
     finally:
         torch.set_num_threads(threads)
     recent = losses[-50:]
     metadata = {
-        "command": (
-            f"{MODULE_COMMAND} --steps {config.steps} --refine-steps {config.refine_steps} --seed {config.seed} "
-            "--output DIR"
-        ),
+        "command": f"{MODULE_COMMAND} --steps {_steps(config.phases)} --seed {config.seed} --output DIR",
         **{name: str(value) for name, value in asdict(config).items()},
         "torch_version": torch.__version__,
         "loss_last_50_steps": f"{sum(recent) / len(recent):.5f}",
@@ -160,17 +167,27 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
     return losses
 
 
-def shown_by_caption(wrong: float) -> Tensor:
+def _steps(phases: Sequence[Phase]) -> str:
+    """Steps of the phases, as the command line has them."""
+    return ",".join(str(phase.steps) for phase in phases)
+
+
+def shown_by_caption(phase: Phase) -> Tensor:
     """What the videos of a caption show: float32 (120, 120), row = caption, column = what is shown, rows sum to 1."""
     captions = all_captions()
     table = torch.zeros(len(captions), len(captions))
+    wrong = {
+        "colour": (phase.wrong_colour, COLOURS),
+        "shape": (phase.wrong_shape, SHAPES),
+        "motion": (phase.wrong_motion, MOTIONS),
+    }
     for row, caption in enumerate(captions):
-        table[row, row] += 1 - wrong
-        for name, values in (("colour", COLOURS), ("shape", SHAPES), ("motion", MOTIONS)):
-            others = [value for value in values if value != getattr(caption, name)]
-            for value in others:
-                shown = Caption(**{**vars(caption), name: value})
-                table[row, captions.index(shown)] += wrong / 3 / len(others)
+        table[row, row] = 1 - sum(share for share, _ in wrong.values())
+        for name, (share, values) in wrong.items():
+            for value in values:
+                if value != getattr(caption, name):
+                    shown = Caption(**{**vars(caption), name: value})
+                    table[row, captions.index(shown)] = share / (len(values) - 1)
     return table
 
 
@@ -180,12 +197,12 @@ class _Data:
     A caption is its row in `all_captions()`; the row after the last is the unconditional prompt.
     """
 
-    def __init__(self, config: PretrainConfig, generator: torch.Generator) -> None:
-        self.config, self.generator = config, generator
+    def __init__(self, config: PretrainConfig, phase: Phase, generator: torch.Generator) -> None:
+        self.config, self.phase, self.generator = config, phase, generator
         manifold = manifold_for(NUM_FRAMES, HEIGHT, WIDTH)
         self.latents = PatchCodec().encode(manifold.videos)
         self.policy = ExactPolicy(self.latents)
-        self.table = shown_by_caption(config.wrong_captions)
+        self.table = shown_by_caption(phase)
         self.unconditional = len(self.table)
         self.positions = len(self.latents) // len(self.table)
         anything = torch.full((1, len(self.table)), 1 / len(self.table))
@@ -208,7 +225,7 @@ class _Data:
         shares = torch.cat([self.table, self.table.mean(0, keepdim=True)])[captions]
         shown = torch.multinomial(shares, 1, generator=self.generator)[:, 0]
         rows = shown * self.positions + torch.randint(self.positions, shown.shape, generator=self.generator)
-        sigma = (self.config.noised_up_to * torch.rand(len(captions), generator=self.generator)).clamp_min(1e-3)
+        sigma = (self.phase.noised_up_to * torch.rand(len(captions), generator=self.generator)).clamp_min(1e-3)
         level = sigma.view(-1, 1, 1, 1, 1)
         return (1 - level) * self.latents[rows] + level * self.noise(len(captions)), sigma
 
@@ -244,19 +261,21 @@ class _Paths:
         self.step[ended], self.num_steps[ended] = 0, self._draw_lengths(count)
 
 
-def _train(transformer: HunyuanVideo15Transformer3DModel, config: PretrainConfig, bar_name: str | None) -> list[float]:
-    """One run of `config.steps` steps: the weights become their running average, in the precision of the file."""
+def _train(
+    transformer: HunyuanVideo15Transformer3DModel, config: PretrainConfig, phase: Phase, seed: int, bar: str | None
+) -> list[float]:
+    """One phase: the weights become their running average, in the precision of the file. Returns the losses."""
     trained = {name: value for name, value in transformer.named_parameters() if not is_unused(name)}
     average = {name: value.detach().clone() for name, value in trained.items()}
-    optimizers = _optimizers(trained, config)
-    schedulers = [LambdaLR(optimizer, config.rate_at) for optimizer in optimizers]
-    data = _Data(config, torch.Generator().manual_seed(config.seed))
+    optimizers = _optimizers(trained, config, phase.rate)
+    schedulers = [LambdaLR(optimizer, lambda step: config.rate_at(step, phase.steps)) for optimizer in optimizers]
+    data = _Data(config, phase, torch.Generator().manual_seed(seed))
     paths = _Paths(data, int(config.batch_size * config.path_share))
     on_paths = len(paths.captions)
 
     losses: list[float] = []
-    bar = tqdm(range(config.steps), desc=bar_name, disable=bar_name is None)
-    for step in bar:
+    steps = tqdm(range(phase.steps), desc=bar, disable=bar is None)
+    for step in steps:
         captions = data.draw_captions(config.batch_size - on_paths)
         noised, noised_sigma = data.noised(captions)
         latents, sigma = torch.cat([paths.latents, noised]), torch.cat([paths.sigma(), noised_sigma])
@@ -279,12 +298,12 @@ def _train(transformer: HunyuanVideo15Transformer3DModel, config: PretrainConfig
             for name, value in trained.items():
                 average[name].lerp_(value, 1 - decay)
         losses.append(loss.item())
-        bar.set_postfix(loss=f"{losses[-1]:.4f}")
+        steps.set_postfix(loss=f"{losses[-1]:.4f}")
     transformer.load_state_dict({name: value.half() for name, value in average.items()}, strict=False)
     return losses
 
 
-def _optimizers(trained: dict[str, nn.Parameter], config: PretrainConfig) -> list[Optimizer]:
+def _optimizers(trained: dict[str, nn.Parameter], config: PretrainConfig, rate: float) -> list[Optimizer]:
     """Muon for the matrices of the blocks, AdamW for everything else."""
 
     def is_matrix(name: str) -> bool:
@@ -293,8 +312,8 @@ def _optimizers(trained: dict[str, nn.Parameter], config: PretrainConfig) -> lis
     matrices = [value for name, value in trained.items() if is_matrix(name)]
     others = [value for name, value in trained.items() if not is_matrix(name)]
     return [
-        Muon(matrices, lr=config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, lr=config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        Muon(matrices, lr=rate * config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        AdamW(others, lr=rate * config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -305,15 +324,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Pretrain the toy model on rendered videos, some of which have a wrong caption.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=PretrainConfig.steps, help="optimizer steps of the first run")
-    parser.add_argument(
-        "--refine-steps", type=int, default=PretrainConfig.refine_steps, help="optimizer steps of the second run"
-    )
+    parser.add_argument("--steps", default=_steps(PHASES), help="optimizer steps of each phase")
     parser.add_argument("--seed", type=int, default=PretrainConfig.seed, help="seed of the weights and every draw")
     parser.add_argument("--output", required=True, help="folder to write config.json and weights.safetensors into")
     given = parser.parse_args(arguments)
     try:
-        config = PretrainConfig(steps=given.steps, refine_steps=given.refine_steps, seed=given.seed)
+        counts = given.steps.split(",")
+        if len(counts) != len(PHASES) or not all(count.isdecimal() for count in counts):
+            raise ValueError(f"--steps is {given.steps}: use {len(PHASES)} numbers, such as {_steps(PHASES)}.")
+        phases = tuple(replace(phase, steps=int(count)) for phase, count in zip(PHASES, counts, strict=True))
+        config = PretrainConfig(phases=phases, seed=given.seed)
     except ValueError as error:
         parser.error(str(error))
     losses = pretrain(config, given.output)

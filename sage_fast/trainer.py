@@ -190,6 +190,7 @@ class Trainer:
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
             reuse=self._reuse_rule(transformer),
+            fp8=config.model.fp8 == "no_grad",
         )
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError as ConfigError
 from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, REMEDY, SHAPES, fixed, free
-from sage_fast.objective import KLWeightConfig, ObjectiveConfig
+from sage_fast.objective import KLWeightConfig, ObjectiveConfig, anchor_kind
 from sage_fast.sde import SAGE_SIGMA_MARGIN
 
 SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
@@ -121,6 +121,10 @@ class ModelConfig:
     )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
+    fp8: Literal["none", "no_grad"] = "none"
+    """Which large products of the blocks are in FP8. `no_grad`: those that no gradient depends on, in the steps of a
+    rollout that draw no noise and in the anchor's velocities. It needs frozen, unsharded weights and a GPU of compute
+    capability 8.9 or more; on a CPU its rounding is emulated, as a reference."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
@@ -155,6 +159,7 @@ class ModelConfig:
             )
             for key in ("deterministic", "offload_activations", "compile"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
+            _require(self.fp8 == "none", "model.fp8", self.fp8, "none with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
         _require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
         if self.lighter_blocks and (self.checkpointing not in ("selective", "full") or self.forward == "stock"):
@@ -179,6 +184,14 @@ class ModelConfig:
     def decode_limit_gib(self) -> float | None:
         """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
         return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
+
+    def check_whole_weights(self, keep_gathered: str) -> None:
+        """ConfigError if sharded weights, whose `distributed.keep_gathered` is given, would have to be whole."""
+        if self.fp8 != "none":
+            raise ConfigError(
+                f"model.fp8 is {self.fp8}, which copies whole weights, but the frozen weights are sharded over ranks "
+                f"(distributed.keep_gathered {keep_gathered}). Set keep_gathered to always, or fp8 to none."
+            )
 
     def decode_dtype(self, on_gpu: bool) -> str:
         """`vae_dtype` as the name of a type of torch, which it is for `auto` too."""
@@ -333,12 +346,18 @@ class RolloutConfig:
         _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
         self._check_cache()
 
+    @property
+    def ode_steps(self) -> int:
+        """Steps outside the SDE window."""
+        window = self.sde_window
+        noisy = window.size if window.steps is None else len(set(window.steps))
+        return 0 if noisy is None else self.num_steps - noisy
+
     def _check_cache(self) -> None:
         """A feature cache needs steps that draw no noise."""
-        threshold, window = self.cache_threshold, self.sde_window
+        threshold = self.cache_threshold
         _require(0 <= threshold < 1, "rollout.cache_threshold", threshold, "in [0, 1)")
-        noisy = window.size if window.steps is None else len(set(window.steps))
-        if threshold and (noisy is None or noisy >= self.num_steps):
+        if threshold and not self.ode_steps:
             raise ConfigError(
                 f"rollout.cache_threshold is {threshold:g}, but all {self.num_steps} steps draw noise and may be "
                 "trained, so none of them may use features again. Set rollout.sde_window.size or steps to leave some "
@@ -745,6 +764,8 @@ class RunConfig:
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
+        if self.model.fp8 != "none":
+            self._check_fp8()
 
     @property
     def evaluation_video(self) -> VideoConfig:
@@ -810,6 +831,25 @@ class RunConfig:
             raise ConfigError(
                 f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
                 "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
+            )
+
+    def _check_fp8(self) -> None:
+        """FP8 copies are of whole, frozen weights, and serve where no gradient is taken."""
+        given = f"model.fp8 is {self.model.fp8}, but "
+        if self.training.mode == "full":
+            raise ConfigError(
+                f"{given}training.mode full changes the weights that its copies are of in every update. Set model.fp8 "
+                "to none, or training.mode to lora."
+            )
+        if self.distributed.engine == "deepspeed":
+            raise ConfigError(
+                f"{given}distributed.engine deepspeed holds the weights. Set model.fp8 to none, or the engine to fsdp."
+            )
+        if not self.rollout.ode_steps and anchor_kind(self.objective.kl_mode) == "none":
+            raise ConfigError(
+                f"{given}all {self.rollout.num_steps} steps draw noise and may be trained, and objective.kl_mode "
+                f"{self.objective.kl_mode} has no anchor, so it would do nothing. Set rollout.sde_window.size or "
+                "steps to leave some out, or model.fp8 to none."
             )
 
     def _check_frozen_adaln(self) -> None:

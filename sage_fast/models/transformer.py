@@ -8,6 +8,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
@@ -112,6 +113,14 @@ class Backbone(Protocol):
         """See `choose_forward`."""
         ...
 
+    def check_fp8(self, transformer: Any) -> None:
+        """See `check_fp8`."""
+        ...
+
+    def fp8_products(self, transformer: Any) -> AbstractContextManager[None]:
+        """See `fp8_products`."""
+        ...
+
     def stored_weights(self, names: Iterable[str], layout: Layout) -> dict[str, StoredTensor]:
         """The tensors of a layout by their names there. ValueError for a name that the class does not have."""
         ...
@@ -213,3 +222,13 @@ def choose_forward(transformer: nn.Module, model: ModelConfig) -> FusedForward |
         not support.
     """
     return backbone(transformer).choose_forward(transformer, model)
+
+
+def check_fp8(transformer: nn.Module) -> None:
+    """ConfigError, which says what to change, where `fp8_products` cannot be computed."""
+    backbone(transformer).check_fp8(transformer)
+
+
+def fp8_products(transformer: nn.Module) -> AbstractContextManager[None]:
+    """Within it the large products of a transformer with the fused forward are in FP8; nothing has a gradient there."""
+    return backbone(transformer).fp8_products(transformer)

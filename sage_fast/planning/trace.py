@@ -27,7 +27,7 @@ from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
 
 PRODUCTS = frozenset(
-    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
+    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
 )
 """Operators that are not elementwise."""
 
@@ -48,7 +48,8 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     """Whether an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
     if name not in PRODUCTS or name.startswith("attention"):
         return False
-    a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    a, b = tensors[:2] if name == "_scaled_mm" else tensors[-2:]
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
 
 
@@ -56,13 +57,15 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products and by thin ones.
+    linear, attention, attention_backward: FLOPs. fp8: those of linear work in FP8, which are not part of `linear`.
+    elementwise: bytes read and written outside products and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
     Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and 964e12 attention FLOPs.
     """
 
     linear: float = 0.0
+    fp8: float = 0.0
     attention: float = 0.0
     attention_backward: float = 0.0
     elementwise: float = 0.0
@@ -71,12 +74,13 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        return self.linear + self.attention + self.attention_backward
+        return self.linear + self.fp8 + self.attention + self.attention_backward
 
     def times(self, count: float) -> "Cost":
         """So many such calls, one after the other: work adds up, memory does not."""
         return Cost(
             linear=self.linear * count,
+            fp8=self.fp8 * count,
             attention=self.attention * count,
             attention_backward=self.attention_backward * count,
             elementwise=self.elementwise * count,
@@ -88,6 +92,7 @@ class Cost:
         """Both calls, one after the other."""
         return Cost(
             linear=self.linear + other.linear,
+            fp8=self.fp8 + other.fp8,
             attention=self.attention + other.attention,
             attention_backward=self.attention_backward + other.attention_backward,
             elementwise=self.elementwise + other.elementwise,
@@ -103,7 +108,7 @@ class Call:
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
     on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
-    takes them, and not added to `.grad`.
+    takes them, and not added to `.grad`. fp8: whether products without a gradient are in FP8.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """
@@ -125,6 +130,7 @@ class Call:
     on_policy: bool = True
     collected: bool = False
     lighter_blocks: int = 0
+    fp8: bool = False
 
 
 class Tracer(TorchDispatchMode):
@@ -218,20 +224,20 @@ def _trace(call: Call, num_layers: int) -> Cost:
         lighter_blocks=call.lighter_blocks,
         adaln=call.adaln,
     )
-    choose_forward(transformer, model)
+    forward: Any = choose_forward(transformer, model)
     prompt = PromptEmbeds(
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
     )
-    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=call.guidance == "conditional")
+    conditional = call.guidance == "conditional"
+    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=conditional, fp8=call.fp8)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    with torch.no_grad():
-        policy.velocity(latents, sigma, prompts)  # fills the caches: rotary tables, modulation
-    own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
+    policy.untrained_velocity(latents, sigma, prompts)  # fills the caches: rotary tables, modulation, FP8 copies
+    own = [*transformer.parameters(), *forward.quantized.tensors(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
         # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
         for parameter in trained:
@@ -241,6 +247,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     with FlopCounterMode(display=False) as counter, Tracer(own) as tracer:
         run(tracer)
     flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
+    fp8 = flops.pop("aten._scaled_mm", 0)
     attention = flops.pop("sage_fast.attention", 0)
     attention_backward = flops.pop("sage_fast.attention_backward", 0)
     # The text refiner attends by torch's own operators; their share is counted as the library's.
@@ -252,6 +259,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     held = max(kept, default=0)
     return Cost(
         linear=sum(flops.values()),
+        fp8=fp8,
         attention=attention,
         attention_backward=attention_backward,
         elementwise=tracer.elementwise,
@@ -268,8 +276,7 @@ def _function(
     kept: list[int] = []
 
     def velocity(tracer: Tracer) -> None:
-        with torch.no_grad():
-            policy.velocity(latents, sigma, prompts)
+        policy.untrained_velocity(latents, sigma, prompts)
 
     def gradient(tracer: Tracer) -> None:
         def vjp(output: Tensor, cotangents: Any) -> None:

@@ -11,14 +11,15 @@ Shapes: B batch, C channels, F frames, H, W.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.models.reuse import FeatureCache, ReuseRule
+from sage_fast.models.transformer import check_fp8, fp8_products, velocity_dtype
 from sage_fast.models.transformer import velocity as model_velocity
-from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
@@ -50,6 +51,7 @@ class GuidedPolicy:
         conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
             d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
         reuse: when a sampler may use features again; None is never.
+        fp8: compute velocities that no gradient depends on with products in FP8. ConfigError where that cannot be done.
     """
 
     def __init__(
@@ -60,12 +62,16 @@ class GuidedPolicy:
         *,
         conditional_gradient: bool = False,
         reuse: ReuseRule | None = None,
+        fp8: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
         self.reuse = reuse
+        self.fp8 = fp8
+        if fp8:
+            check_fp8(self.transformer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +105,18 @@ class GuidedPolicy:
         if self.guidance_scale == 1.0:
             return conditional
         return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache))
+
+    @torch.no_grad()
+    def untrained_velocity(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
+        caches: BranchCaches | None = None,
+    ) -> Tensor:
+        """`velocity` where no gradient depends on it: of a step without noise, or of the anchor."""
+        with fp8_products(self.transformer) if self.fp8 else nullcontext():
+            return self.velocity(latents, sigma, prompts, caches)
 
     def velocity_and_gradient(
         self,

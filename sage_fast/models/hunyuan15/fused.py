@@ -16,8 +16,8 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from sage_fast.models.hunyuan15.block import (
     block_forward,
     read_block,
 )
+from sage_fast.models.hunyuan15.fp8 import QuantizedWeights
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.reuse import FeatureCache
@@ -91,6 +92,9 @@ class Acceleration:
         """Tables of the forward that runs, for the video tokens that are computed here."""
         self.num_video = 0
         """Video tokens of the forward that runs, on all ranks that share them."""
+        self.quantized = QuantizedWeights()
+        """FP8 copies of the blocks' weights, of those that `fp8_products` has used."""
+        self._fp8 = False
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._glyphs = WeakTensorKeyDictionary()
@@ -170,7 +174,7 @@ class Acceleration:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
         # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
-        key = (device, dtype, checkpointing, sequence)
+        key = (device, dtype, checkpointing, sequence, self._fp8)
         if key not in self._settings:
             kernels = select_kernels(self.kernels_choice, device, dtype)
             backend = resolve_backend(
@@ -183,10 +187,21 @@ class Acceleration:
             attention: JointAttention = LocalAttention(backend, self.deterministic)
             if self.sequence is not None:
                 attention = self.sequence.attention(attention, self.num_video)
-            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload)
+            fp8 = self.quantized if self._fp8 else None
+            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload, fp8)
         return self._settings[key]
 
     # --------------------------------------------------------------------------------------------------- forward
+
+    @contextmanager
+    def fp8_products(self) -> Iterator[None]:
+        """Within it the blocks' products with frozen weights are in FP8, and nothing has a gradient."""
+        self._fp8 = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._fp8 = False
 
     def forward(
         self,
@@ -337,6 +352,7 @@ class Acceleration:
         if self.table is not None:
             self.table.forget()
         self._glyphs.clear()
+        self.quantized.forget()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
         """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""

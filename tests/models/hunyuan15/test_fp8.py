@@ -17,6 +17,7 @@ from sage_fast.models.hunyuan15 import fp8
 from sage_fast.models.hunyuan15.fp8 import LARGEST, Quantized, QuantizedWeights, quantize_rows
 from sage_fast.models.hunyuan15.projection import LowRank, Projection, project, read_adapters
 from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.planning.memory import fp8_copies
 from sage_fast.run.run import build_trainer
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -97,6 +98,7 @@ def test_it_is_diffusers_with_rounded_operands_in_the_large_layers(batch: int) -
     # A number on the border of two FP8 values may be rounded either way.
     assert relative(given, expected) < 0.05 * relative(expected, exact)
     assert not given.requires_grad
+    assert sum(tensor.nbytes for tensor in acceleration.quantized.tensors()) == fp8_copies(own.config)
     with torch.no_grad():
         torch.testing.assert_close(velocity(own, x, sigma, words), exact, rtol=1e-4, atol=1e-5)
 
@@ -117,7 +119,8 @@ def test_low_rank_updates_keep_their_precision(into: bool) -> None:
     out = torch.zeros(10, 160)[:, 16:] if into else None
     given, low = project(x, layers, adapter, out, copies)
     without, _ = project(x, plain, None, None, copies)
-    expected = torch.cat([sum((u.scale * x @ u.a.t() @ u.b.t() for u in l), torch.zeros(2, 5, 48)) for l in updates], 2)
+    zero = torch.zeros(2, 5, 48)
+    expected = torch.cat([sum((u.scale * x @ u.a.t() @ u.b.t() for u in own), zero) for own in updates], dim=2)
     torch.testing.assert_close(given.view(2, 5, -1) - without, expected, rtol=1e-4, atol=1e-4)
     assert low is not None and (out is None or given is out)
     exact, _ = project(x, plain)

@@ -17,7 +17,7 @@ from sage_fast.trainer import Trainer
 
 FP8 = "--model.fp8=no_grad"
 TRAINED = ("--objective.kl_mode=fixed", "--rollout.batch_size=32", "--evaluation.every=0", FP8)
-UPDATES = (0, 1, 5)
+UPDATES = (0, 1)
 
 
 def samples(prompts: int = PROMPTS) -> str:

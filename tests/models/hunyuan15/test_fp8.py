@@ -141,7 +141,9 @@ def test_copies_are_made_once_and_again_when_a_weight_changes() -> None:
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
-def test_steps_that_are_trained_and_the_ratio_keep_their_precision(tiny_run: MakeRun, update: str) -> None:
+def test_steps_that_are_trained_and_the_ratio_keep_their_precision(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
     options = (*WINDOW, "--rollout.batch_size=2", "--rollout.micro_batch_size=1", "--objective.kl_mode=fixed")
     trainer = build_trainer(tiny_run(*options, "--model.fp8=no_grad", f"--training.update={update}"))
     rounded: list[int] = []
@@ -153,7 +155,7 @@ def test_steps_that_are_trained_and_the_ratio_keep_their_precision(tiny_run: Mak
         rounded.append(1)
         return given(*arguments)
 
-    trainer.policy.untrained_velocity = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer.policy, "untrained_velocity", counted)
     trainer.on_rollout = lambda record: rolled.append(len(rounded))
     first = trainer.iterate()
     assert rolled == [2 * (STEPS - len(NOISY))] and len(rounded) == rolled[0]

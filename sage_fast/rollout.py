@@ -107,7 +107,7 @@ def policy_velocity(
         if step != last_ode_step + 1:
             caches = policy.new_caches()
         last_ode_step = step
-        return policy.untrained_velocity(latents, sigma, embeds, caches)
+        return policy.velocity(latents, sigma, embeds, caches, trained=False)
 
     return velocity
 

@@ -183,8 +183,8 @@ class SinglePassGradient:
         anchor_velocity: Tensor | None = None
         if self._anchor is not None and video.kl_factors[step]:
             # Before there is a graph, because the anchor's values take the place of the weights.
-            with self._anchor.applied():
-                anchor_velocity = self.policy.untrained_velocity(latents, sigma, embeds)
+            with self._anchor.applied(), torch.no_grad():
+                anchor_velocity = self.policy.velocity(latents, sigma, embeds, trained=False)
         losses = partial(self._losses, video, step, latents, anchor_velocity)
         one = torch.ones(1)
 

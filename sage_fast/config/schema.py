@@ -121,9 +121,9 @@ class ModelConfig:
     )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
-    fp8: Literal["none", "no_grad"] = "none"
-    """Which large products of the blocks are in FP8. `no_grad`: those that no gradient depends on, in the steps of a
-    rollout that draw no noise and in the anchor's velocities. It needs frozen, unsharded weights and a GPU of compute
+    fp8: bool = False
+    """Large products of the blocks are in FP8 where no gradient depends on them: in the steps of a rollout that draw no
+    noise, and in the anchor's velocities. It needs frozen weights that every rank holds whole, and a GPU of compute
     capability 8.9 or more; on a CPU its rounding is emulated, as a reference."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
@@ -157,9 +157,8 @@ class ModelConfig:
                 self.checkpointing,
                 "none or full with model.forward stock",
             )
-            for key in ("deterministic", "offload_activations", "compile"):
+            for key in ("deterministic", "offload_activations", "compile", "fp8"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
-            _require(self.fp8 == "none", "model.fp8", self.fp8, "none with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
         _require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
         if self.lighter_blocks and (self.checkpointing not in ("selective", "full") or self.forward == "stock"):
@@ -184,14 +183,6 @@ class ModelConfig:
     def decode_limit_gib(self) -> float | None:
         """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
         return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
-
-    def check_whole_weights(self, keep_gathered: str) -> None:
-        """ConfigError if sharded weights, whose `distributed.keep_gathered` is given, would have to be whole."""
-        if self.fp8 != "none":
-            raise ConfigError(
-                f"model.fp8 is {self.fp8}, which copies whole weights, but the frozen weights are sharded over ranks "
-                f"(distributed.keep_gathered {keep_gathered}). Set keep_gathered to always, or fp8 to none."
-            )
 
     def decode_dtype(self, on_gpu: bool) -> str:
         """`vae_dtype` as the name of a type of torch, which it is for `auto` too."""
@@ -764,7 +755,7 @@ class RunConfig:
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
-        if self.model.fp8 != "none":
+        if self.model.fp8:
             self._check_fp8()
 
     @property
@@ -835,21 +826,22 @@ class RunConfig:
 
     def _check_fp8(self) -> None:
         """FP8 copies are of whole, frozen weights, and serve where no gradient is taken."""
-        given = f"model.fp8 is {self.model.fp8}, but "
-        if self.training.mode == "full":
-            raise ConfigError(
-                f"{given}training.mode full changes the weights that its copies are of in every update. Set model.fp8 "
-                "to none, or training.mode to lora."
-            )
-        if self.distributed.engine == "deepspeed":
-            raise ConfigError(
-                f"{given}distributed.engine deepspeed holds the weights. Set model.fp8 to none, or the engine to fsdp."
-            )
+        mode, section = self.training.mode, self.distributed
+        _require(mode == "lora", "training.mode", mode, "lora with model.fp8, which copies frozen weights")
+        _require(section.engine == "fsdp", "distributed.engine", section.engine, "fsdp with model.fp8")
+        # One of dp_replicate and dp_shard that is null may stand for any number.
+        unsharded = section.sp == 1 and (section.dp_shard == 1 or section.dp_replicate is section.dp_shard is None)
+        _require(
+            unsharded or section.keep_gathered == "always",
+            "distributed.keep_gathered",
+            section.keep_gathered,
+            "always with model.fp8, which copies whole weights, where dp_shard or sp could shard them",
+        )
         if not self.rollout.ode_steps and anchor_kind(self.objective.kl_mode) == "none":
             raise ConfigError(
-                f"{given}all {self.rollout.num_steps} steps draw noise and may be trained, and objective.kl_mode "
-                f"{self.objective.kl_mode} has no anchor, so it would do nothing. Set rollout.sde_window.size or "
-                "steps to leave some out, or model.fp8 to none."
+                f"model.fp8 is true, but all {self.rollout.num_steps} steps draw noise and may be trained, and "
+                f"objective.kl_mode {self.objective.kl_mode} has no anchor, so it would do nothing. Set "
+                "rollout.sde_window.size or steps to leave some out, or model.fp8 to false."
             )
 
     def _check_frozen_adaln(self) -> None:

@@ -80,8 +80,6 @@ def parallelize(
             "keep_gathered auto every rank holds them whole. Set keep_gathered to rollout to shard them.",
             world.dp_shard,
         )
-    if sharded:
-        model.check_whole_weights(keep_gathered)
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
         _check_steps_agree(distributed, training, kl_position_fraction)
     if not sharded:

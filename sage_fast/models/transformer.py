@@ -8,7 +8,6 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
@@ -97,6 +96,7 @@ class Backbone(Protocol):
         sigma: Tensor,
         prompts: Sequence[PromptEmbeds],
         cache: FeatureCache | None = None,
+        fp8: bool = False,
     ) -> Tensor:
         """See `velocity`."""
         ...
@@ -111,14 +111,6 @@ class Backbone(Protocol):
 
     def choose_forward(self, transformer: Any, model: ModelConfig) -> FusedForward | None:
         """See `choose_forward`."""
-        ...
-
-    def check_fp8(self, transformer: Any) -> None:
-        """See `check_fp8`."""
-        ...
-
-    def fp8_products(self, transformer: Any) -> AbstractContextManager[None]:
-        """See `fp8_products`."""
         ...
 
     def stored_weights(self, names: Iterable[str], layout: Layout) -> dict[str, StoredTensor]:
@@ -173,6 +165,7 @@ def velocity(
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
     cache: FeatureCache | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -181,11 +174,12 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample.
         prompts: B records.
         cache: features of earlier steps, which the fused forward may use again; no gradient then.
+        fp8: whether the fused forward's large products are in FP8; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`.
     """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache, fp8)
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:
@@ -222,13 +216,3 @@ def choose_forward(transformer: nn.Module, model: ModelConfig) -> FusedForward |
         not support.
     """
     return backbone(transformer).choose_forward(transformer, model)
-
-
-def check_fp8(transformer: nn.Module) -> None:
-    """ConfigError, which says what to change, where `fp8_products` cannot be computed."""
-    backbone(transformer).check_fp8(transformer)
-
-
-def fp8_products(transformer: nn.Module) -> AbstractContextManager[None]:
-    """Within it the large products of a transformer with the fused forward are in FP8; nothing has a gradient there."""
-    return backbone(transformer).fp8_products(transformer)

@@ -72,28 +72,22 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
             "float32 (distributed.param_dtype is what is computed with), or training.mode to lora."
         )
     batch = rollout.micro_batch_size
+    exact = replace(config, model=replace(config.model, fp8=False))
 
     def cost(
-        *,
-        batch: int,
-        gradient: bool,
-        on_policy: bool = True,
-        collected: bool = False,
-        of: RunConfig = config,
-        fp8: bool = False,
+        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = exact
     ) -> Cost:
         call = _call(of, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
-        call = replace(call, fp8=fp8)
         return _share(call, sp) if config.model.forward == "fused" else _stock(call)
 
     nothing = Cost()
     two_phase = training.update == "two_phase"
     differs = training.guidance == "split" and training.updates_per_rollout > 1
     gradient = cost(batch=batch, gradient=True) if two_phase else nothing
-    evaluated = replace(config, video=config.evaluation_video)
+    evaluated = replace(exact, video=config.evaluation_video)
     return Calls(
         velocity=cost(batch=batch, gradient=False),
-        untrained=cost(batch=batch, gradient=False, fp8=config.model.fp8 != "none"),
+        untrained=cost(batch=batch, gradient=False, of=config),
         gradient=gradient,
         late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
         single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
@@ -145,6 +139,7 @@ def _call(
         target_modules=tuple(config.lora.target_modules),
         checkpointing=model.settled_checkpointing,
         lighter_blocks=model.lighter_blocks,
+        fp8=model.fp8,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
         guidance_scale=config.rollout.guidance_scale,
@@ -200,7 +195,7 @@ class PhaseMemory:
     reward_models: float = 0.0
     prompt_encoder: float = 0.0
     transformer: float = 0.0
-    fp8_copies: float = field(default=0.0, metadata={"label": "FP8 copies"})
+    fp8_copies: float = 0.0
     adapters: float = 0.0
     optimizer_state: float = 0.0
     anchor: float = 0.0
@@ -276,8 +271,6 @@ def plan_memory(
         layout, gathered: how GPUs share the work and the weights.
     """
     rollout, evaluation = config.rollout, config.evaluation
-    if gathered.sharded:
-        config.model.check_whole_weights(gathered.keep)
     latent, evaluated = (
         description.latent_shape(video.num_frames, video.height, video.width)
         for video in (config.video, config.evaluation_video)
@@ -423,7 +416,7 @@ def _resident(
     return PhaseMemory(
         transformer=max(0.0, gathered.resident - offloaded),
         gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
-        fp8_copies=fp8_copies(description.transformer) if model.fp8 != "none" else 0.0,
+        fp8_copies=fp8_copies(description.transformer) if model.fp8 else 0.0,
         adapters=copy if lora else 0.0,
         optimizer_state=4.0 * weights.moments * share,
         anchor=copy if anchor_kind(config.objective.kl_mode) != "none" else 0.0,

@@ -128,7 +128,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"  {'':<13}  {flop_unit:>9}  {flop_unit:>9}  {byte_unit:>11}  {'s':>10}{seconds}  {'s':>11}"
 
     def row(name: str, phases: Sequence[Phase]) -> str:
-        linear = sum(phase.cost.linear + phase.cost.fp8 for phase in phases) / flop_size
+        linear = sum(phase.cost.linear for phase in phases) / flop_size
         attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
         waiting = f"  {_number(sum(phase.waiting for phase in phases)):>13}" if several else ""
@@ -275,8 +275,8 @@ def assumptions(plan: Plan) -> list[str]:
             "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
         )
     if fp8 := sum(phase.cost.fp8 for phase in plan.phases):
-        linear = fp8 + sum(phase.cost.linear for phase in plan.phases)
-        lines.append(f"{fp8 / linear:.0%} of the linear work is in FP8, at {plan.device.fp8:.0f} TFLOP/s")
+        linear = sum(phase.cost.linear for phase in plan.phases)
+        lines.append(f"{fp8 / linear:.0%} of the linear work is in FP8, {plan.device.fp8:g} times as fast")
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:
@@ -356,7 +356,7 @@ def to_json(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | No
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {
             phase.name: {
-                "linear_flops": phase.cost.linear + phase.cost.fp8,
+                "linear_flops": phase.cost.linear,
                 "attention_flops": phase.cost.attention + phase.cost.attention_backward,
                 "elementwise_bytes": phase.cost.elementwise,
                 "seconds": phase.predicted,

@@ -46,10 +46,9 @@ def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
 
 def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     """Whether an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
-    if name not in PRODUCTS or name.startswith("attention"):
+    if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    a, b = tensors[:2] if name == "_scaled_mm" else tensors[-2:]
+    a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
 
 
@@ -57,7 +56,7 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. fp8: those of linear work in FP8, which are not part of `linear`.
+    linear, attention, attention_backward: FLOPs. fp8: those of `linear` that are in FP8.
     elementwise: bytes read and written outside products and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
@@ -74,7 +73,7 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        return self.linear + self.fp8 + self.attention + self.attention_backward
+        return self.linear + self.attention + self.attention_backward
 
     def times(self, count: float) -> "Cost":
         """So many such calls, one after the other: work adds up, memory does not."""
@@ -224,7 +223,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
         lighter_blocks=call.lighter_blocks,
         adaln=call.adaln,
     )
-    forward: Any = choose_forward(transformer, model)
+    choose_forward(transformer, model)
     prompt = PromptEmbeds(
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
@@ -236,8 +235,10 @@ def _trace(call: Call, num_layers: int) -> Cost:
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    policy.untrained_velocity(latents, sigma, prompts)  # fills the caches: rotary tables, modulation, FP8 copies
-    own = [*transformer.parameters(), *forward.quantized.tensors(), latents, cotangent, prompt.text, prompt.glyph]
+    with torch.no_grad():
+        # Fills the caches: rotary tables, modulation, FP8 copies.
+        policy.velocity(latents, sigma, prompts, trained=False)
+    own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
         # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
         for parameter in trained:
@@ -247,7 +248,6 @@ def _trace(call: Call, num_layers: int) -> Cost:
     with FlopCounterMode(display=False) as counter, Tracer(own) as tracer:
         run(tracer)
     flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
-    fp8 = flops.pop("aten._scaled_mm", 0)
     attention = flops.pop("sage_fast.attention", 0)
     attention_backward = flops.pop("sage_fast.attention_backward", 0)
     # The text refiner attends by torch's own operators; their share is counted as the library's.
@@ -259,7 +259,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     held = max(kept, default=0)
     return Cost(
         linear=sum(flops.values()),
-        fp8=fp8,
+        fp8=flops.get("aten._scaled_mm", 0),
         attention=attention,
         attention_backward=attention_backward,
         elementwise=tracer.elementwise,
@@ -276,7 +276,8 @@ def _function(
     kept: list[int] = []
 
     def velocity(tracer: Tracer) -> None:
-        policy.untrained_velocity(latents, sigma, prompts)
+        with torch.no_grad():
+            policy.velocity(latents, sigma, prompts, trained=False)
 
     def gradient(tracer: Tracer) -> None:
         def vjp(output: Tensor, cotangents: Any) -> None:

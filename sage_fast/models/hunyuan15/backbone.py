@@ -1,14 +1,12 @@
 """The `Backbone` of diffusers' `HunyuanVideo15Transformer3DModel`."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 
 from sage_fast.models.hunyuan15 import layouts, modulation
-from sage_fast.models.hunyuan15.fp8 import check_fp8
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
 
@@ -19,7 +17,6 @@ class HunyuanVideo15Backbone:
     velocity = staticmethod(velocity)
     dead_modules = staticmethod(dead_modules)
     choose_forward = staticmethod(choose_forward)
-    check_fp8 = staticmethod(check_fp8)
     stored_weights = staticmethod(layouts.stored_weights)
     stored_config = staticmethod(layouts.stored_config)
     stored_adapter = staticmethod(layouts.stored_adapter)
@@ -28,11 +25,6 @@ class HunyuanVideo15Backbone:
     def build(self, config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
         """See `build_transformer`."""
         return HunyuanVideo15Transformer3DModel(**config)
-
-    def fp8_products(self, transformer: Any) -> AbstractContextManager[None]:
-        """See `fp8_products`."""
-        products: AbstractContextManager[None] = transformer._acceleration.fp8_products()
-        return products
 
     def adaln_layers(self, transformer: Any) -> list[nn.Module]:
         """The AdaLN projections of all blocks, of the video and of the text."""

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from sage_fast.kernels import Kernels, without_graph
 from sage_fast.models.attention.attention import attention, attention_backward, call_backward, call_forward
 from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.hunyuan15.fp8 import QuantizedWeights
+from sage_fast.models.fp8 import Copies
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
     Adapter,
@@ -92,8 +92,8 @@ class BlockSettings:
     attention: JointAttention
     checkpointing: Checkpointing
     offload: bool = False
-    fp8: QuantizedWeights | None = None
-    """Copies of the weights that products without a gradient take in their place."""
+    fp8: Copies | None = None
+    """FP8 copies of the weights, which products take in their place; for passes without a gradient."""
 
 
 class Stream(NamedTuple):
@@ -272,7 +272,7 @@ class _Pass:
     x: Tensor
     tokens: slice
     """Where its tokens lie in the joint sequence."""
-    fp8: QuantizedWeights | None = None
+    fp8: Copies | None = None
     low: dict[str, Tensor | None] = field(default_factory=dict)
     """Inputs times the first factors of the low-rank updates, as the forward left them."""
     attended: Tensor | None = None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.hunyuan15.fp8 import QuantizedWeights, quantize_rows, scaled_product
+from sage_fast.models.fp8 import Copies, quantize_rows, quantized_weights, scaled_product
 
 
 class LowRank(NamedTuple):
@@ -210,7 +210,7 @@ def project(
     layers: Sequence[Projection],
     adapter: Adapter | None = None,
     out: Tensor | None = None,
-    fp8: QuantizedWeights | None = None,
+    fp8: Copies | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply layers of one input. No graph is built.
 
@@ -250,9 +250,9 @@ def project(
 
 
 def _project_fp8(
-    rows: Tensor, layers: Sequence[Projection], adapter: Adapter | None, out: Tensor | None, fp8: QuantizedWeights
+    rows: Tensor, layers: Sequence[Projection], adapter: Adapter | None, out: Tensor | None, fp8: Copies
 ) -> tuple[Tensor, Tensor | None]:
-    weight = fp8.joined([layer.weight for layer in layers])
+    weight = quantized_weights([layer.weight for layer in layers], fp8)
     product = scaled_product(quantize_rows(rows), weight, _stacked_biases(layers), rows.dtype)
     if adapter is None:
         return product if out is None else out.copy_(product), None

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.nn import functional as F
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15 import fp8
-from sage_fast.models.hunyuan15.fp8 import LARGEST, Quantized, QuantizedWeights, quantize_rows
+from sage_fast.models import fp8
+from sage_fast.models.fp8 import LARGEST, Copies, Quantized, quantize_rows, quantized_weights, scaled_product
 from sage_fast.models.hunyuan15.projection import LowRank, Projection, project, read_adapters
 from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.planning.memory import fp8_copies
@@ -48,9 +47,9 @@ def test_the_emulation_is_torchs_own_product(dtype: torch.dtype) -> None:
     own = torch._scaled_mm(
         rows.values, weight.values, scale_a=rows.scales, scale_b=weight.scales, out_dtype=torch.float32
     )
-    emulated = fp8.emulated_product(rows, weight, None, torch.float32)
+    emulated = scaled_product(rows, weight, None, torch.float32)
     torch.testing.assert_close(emulated, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
-    with_bias = fp8.scaled_product(rows, weight, bias, dtype)
+    with_bias = scaled_product(rows, weight, bias, dtype)
     assert with_bias.dtype == dtype and torch.equal(with_bias[3], bias)
     torch.testing.assert_close(with_bias, (own + bias.float()).to(dtype), rtol=1e-2, atol=1e-5)
 
@@ -92,13 +91,13 @@ def test_it_is_diffusers_with_rounded_operands_in_the_large_layers(batch: int) -
                 stock.transformer_blocks.get_submodule(owner)._modules[last] = RoundedLinear(module)
         expected = velocity(stock, x, sigma, words)
     acceleration = accelerate(own)
-    with acceleration.fp8_products():
-        given = velocity(own, x, sigma, words)
+    with torch.no_grad():
+        given = velocity(own, x, sigma, words, fp8=True)
     assert relative(expected, exact) > 0.01
     # A number on the border of two FP8 values may be rounded either way.
     assert relative(given, expected) < 0.05 * relative(expected, exact)
-    assert not given.requires_grad
-    assert sum(tensor.nbytes for tensor in acceleration.quantized.tensors()) == fp8_copies(own.config)
+    copies = [quantized for _, quantized in acceleration._quantized.values()]
+    assert sum(tensor.nbytes for quantized in copies for tensor in quantized) == fp8_copies(own.config)
     with torch.no_grad():
         torch.testing.assert_close(velocity(own, x, sigma, words), exact, rtol=1e-4, atol=1e-5)
 
@@ -111,7 +110,7 @@ def test_low_rank_updates_keep_their_precision(into: bool) -> None:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
-    x, copies = normal(2, 5, 32), QuantizedWeights()
+    x, copies = normal(2, 5, 32), Copies()
     plain = [Projection(normal(48, 32), normal(48), ()) for _ in range(3)]
     updates = [(LowRank(normal(4, 32), normal(48, 4), 2.0),), (), (LowRank(normal(4, 32), normal(48, 4), 0.5),)]
     layers = [layer._replace(low_rank=low_rank) for layer, low_rank in zip(plain, updates, strict=True)]
@@ -129,33 +128,34 @@ def test_low_rank_updates_keep_their_precision(into: bool) -> None:
 
 def test_copies_are_made_once_and_again_when_a_weight_changes() -> None:
     weights = [torch.randn(16, 32), torch.randn(32, 32)]
-    copies = QuantizedWeights()
-    first = copies.joined(weights)
-    assert copies.joined(weights) is first and first.values.shape == (32, 48)
+    copies = Copies()
+    first = quantized_weights(weights, copies)
+    assert quantized_weights(weights, copies) is first and first.values.shape == (32, 48)
     weights[1].mul_(2)
-    second = copies.joined(weights)
-    assert torch.equal(second.scales[:, 16:], 2 * first.scales[:, 16:]) and len(copies.tensors()) == 2
-    assert copy.deepcopy(copies).tensors() == []
-    copies.forget()
-    assert copies.tensors() == []
+    second = quantized_weights(weights, copies)
+    assert torch.equal(second.scales[:, 16:], 2 * first.scales[:, 16:]) and len(copies) == 1
 
 
-@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+@pytest.mark.parametrize(
+    "words",
+    [("--training.update=two_phase",), ("--training.update=single_pass",), ("--rollout.cache_threshold=0.5",)],
+    ids=["two_phase", "single_pass", "feature-cache"],
+)
 def test_steps_that_are_trained_and_the_ratio_keep_their_precision(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, update: str
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     options = (*WINDOW, "--rollout.batch_size=2", "--rollout.micro_batch_size=1", "--objective.kl_mode=fixed")
-    trainer = build_trainer(tiny_run(*options, "--model.fp8=no_grad", f"--training.update={update}"))
+    trainer = build_trainer(tiny_run(*options, "--model.fp8=true", *words))
     rounded: list[int] = []
     exact: dict[int, list[bool]] = {step: [] for step in range(STEPS)}
     rolled: list[int] = []
-    given = trainer.policy.untrained_velocity
+    given = trainer.policy.velocity
 
-    def counted(*arguments: Any) -> Tensor:
-        rounded.append(1)
-        return given(*arguments)
+    def counted(*arguments: Any, trained: bool = True) -> Tensor:
+        rounded.extend([] if trained else [1])
+        return given(*arguments, trained=trained)
 
-    monkeypatch.setattr(trainer.policy, "untrained_velocity", counted)
+    monkeypatch.setattr(trainer.policy, "velocity", counted)
     trainer.on_rollout = lambda record: rolled.append(len(rounded))
     first = trainer.iterate()
     assert rolled == [2 * (STEPS - len(NOISY))] and len(rounded) == rolled[0]
@@ -165,57 +165,58 @@ def test_steps_that_are_trained_and_the_ratio_keep_their_precision(
     for record in (first, second):
         assert record["ratio/max_deviation"] == record["log_ratio/mean"] == 0.0
     assert first["kl/position"] == 0.0 < second["kl/position"]
+    assert ("rollout/skipped_forwards" in first) == (trainer.policy.reuse is not None)
+    assert first.get("rollout/skipped_forwards", 1.0) > 0
     trainer.gradient.begin(0.0, None, trainer._kl_factors())
     with torch.no_grad():
         for t in trainer._rollout():
             for step in range(STEPS):
-                v = trainer.policy.velocity(t.latents[step], t.table.sigmas[[step]].float(), [t.samples[0].embeds])
+                v = given(t.latents[step], t.table.sigmas[[step]].float(), [t.samples[0].embeds])
                 exact[step].append(torch.equal(v, t.velocities[step]))
     assert [step for step, rows in exact.items() if all(rows)] == list(NOISY)
 
 
 def test_an_evaluation_is_never_in_fp8(tiny_run: MakeRun) -> None:
-    plain, rounded = (build_trainer(tiny_run(*WINDOW, *more)) for more in ((), ("--model.fp8=no_grad",)))
+    plain, rounded = (build_trainer(tiny_run(*WINDOW, *more)) for more in ((), ("--model.fp8=true",)))
     assert plain.evaluate()[0] == rounded.evaluate()[0]
+
+
+def test_it_needs_the_fused_forward_and_no_gradient() -> None:
+    x, sigma, words = latents(1), torch.tensor([0.7]), [prompt(5, 2)]
+    with pytest.raises(ValueError, match="FP8 need the fused forward"):
+        velocity(tiny_transformer(), x, sigma, words, fp8=True)
+    accelerated = tiny_transformer()
+    accelerate(accelerated)
+    with pytest.raises(AssertionError, match="no gradient"):
+        velocity(accelerated, x, sigma, words, fp8=True)
+
+
+SHARDED = "distributed.keep_gathered is .*must be always with model.fp8"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--training.mode=full", "--model.adaln=auto"], "training.mode full changes the weights"),
+        (["--training.mode=full", "--model.adaln=auto"], "training.mode is 'full', .* be lora with model.fp8"),
         (["--objective.kl_mode=none"], "all 4 steps draw noise .* has no anchor"),
-        (["--distributed.engine=deepspeed", "--distributed.deepspeed_config=deepspeed/zero2.json"], "engine to fsdp"),
-        (["--model.forward=stock"], "none with model.forward stock"),
+        (["--distributed.engine=deepspeed", "--distributed.deepspeed_config=deepspeed/zero2.json"], "be fsdp with"),
+        (["--model.forward=stock"], "model.fp8 is True, .* false with model.forward stock"),
+        (["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"], SHARDED),
+        (["--distributed.dp_replicate=1"], SHARDED),
+        (["--distributed.sp=2"], SHARDED),
     ],
-    ids=["full", "nowhere", "deepspeed", "stock"],
+    ids=["full", "nowhere", "deepspeed", "stock", "fsdp", "rest-is-sharded", "sp"],
 )
 def test_fp8_that_cannot_act_is_refused(tiny_run: MakeRun, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tiny_run("--model.fp8=no_grad", *overrides)
+        tiny_run("--model.fp8=true", *overrides)
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "message"),
-    [
-        ((8, 6), torch.bfloat16, r"needs a GPU of compute capability 8\.9 or more, and RTX has 8\.6\. Set model\.fp8"),
-        ((9, 0), torch.float32, r"Set model\.dtype to bfloat16"),
-        ((12, 0), torch.bfloat16, r"has no FP8 product for RTX: not supported\. Set model\.fp8 to none"),
-    ],
-    ids=["ampere", "float32", "build"],
-)
-def test_a_gpu_without_fp8_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, message: str
-) -> None:
+def test_a_machine_without_the_product_is_refused_by_name(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Tensor:
-        raise RuntimeError("not supported")
+        raise RuntimeError("compute capability >= 9.0 or 8.9")
 
-    ones = torch.ones
-
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, requires_grad=False)
-    transformer: Any = SimpleNamespace(parameters=lambda: iter([weight]))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **rest: ones(*size, **rest))
+    build_trainer(tiny_run("--model.fp8=true"))
     monkeypatch.setattr(fp8, "scaled_product", fails)
-    with pytest.raises(ConfigError, match=message):
-        fp8.check_fp8(transformer)
+    with pytest.raises(ConfigError, match=r"bfloat16 on cpu \(compute capability .*\)\. Set model\.fp8 to false"):
+        build_trainer(tiny_run("--model.fp8=true", "--model.dtype=bfloat16"))

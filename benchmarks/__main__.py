@@ -20,8 +20,8 @@ COMMANDS = {
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
     "levers": "what each option is worth, predicted from counted work",
     "scaling": "the tables of docs/scaling.md, from the planner",
-    "fp8": "reward, distance and the KL's floor in the toy world with FP8 products",
     "cache": "reward and distance of the toy's samples with the feature cache",
+    "fp8": "reward, distance and KL in the toy world with FP8 products",
 }
 """Command -> what it does; each is a module with a main(argv)."""
 

@@ -1,4 +1,4 @@
-"""What FP8 products (`model.fp8: no_grad`) do to velocities, samples and the KL of the toy world, emulated on the CPU.
+"""What FP8 products (`model.fp8`) do to samples and to the KL of the toy world, emulated on the CPU.
 
 python -m benchmarks fp8              print the tables of docs/policy.md; minutes on one CPU core
 python -m benchmarks fp8 --write      and put them into the page
@@ -7,43 +7,21 @@ python -m benchmarks fp8 --write      and put them into the page
 import argparse
 from collections.abc import Sequence
 
-import torch
-
-from benchmarks.cache import PROMPTS, RECIPE, ROOT, compared, sample, write
+from benchmarks.cache import PROMPTS, ROOT, compared, sample, write
 from benchmarks.report import markdown
 from sage_fast.config.load import load_config
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
 
-FP8 = "--model.fp8=no_grad"
+FP8 = "--model.fp8=true"
 TRAINED = ("--objective.kl_mode=fixed", "--rollout.batch_size=32", "--evaluation.every=0", FP8)
-UPDATES = (0, 1)
 
 
-def samples(prompts: int = PROMPTS) -> str:
+def samples(prompts: int) -> str:
     """Reward and distance of the same videos without and with FP8 products on the steps without noise."""
     found = [sample(options, prompts) for options in ([], [FP8])]
-    head = ["`model.fp8`", "reward", "against none", "distance", "against none"]
-    return markdown(
-        head, [[name, *compared(row, found[0])] for name, row in zip(("none", "no_grad"), found, strict=True)]
-    )
-
-
-def velocities() -> str:
-    """Relative error of the base model's velocity at the states of its own samples, by step."""
-    trainer = build_trainer(load_config(ROOT / "configs/toy_cpu.yaml", [*RECIPE, "--rollout.batch_size=32", FP8]))
-    trainer.gradient.begin(0.0, None, trainer._kl_factors())
-    (trajectory,) = trainer._rollout()
-    trainer.reward.close()
-    embeds = [s.embeds for s in trajectory.samples]
-    rows = []
-    for step in (0, 5, 10, 15, 19):
-        at = trajectory.latents[step], trajectory.table.sigmas[[step] * len(embeds)].float(), embeds
-        with torch.no_grad():
-            exact = trainer.policy.velocity(*at)
-        error = (trainer.policy.untrained_velocity(*at) - exact).norm() / exact.norm()
-        rows.append([str(step), f"{trajectory.table.sigmas[step]:.3f}", f"{error:.2%}"])
-    return markdown(["step", "noise level", "error of the velocity"], rows)
+    rows = [[name, *compared(row, found[0])] for name, row in zip(("false", "true"), found, strict=True)]
+    return markdown(["`model.fp8`", "reward", "against false", "distance", "against false"], rows)
 
 
 def position_kl(trainer: Trainer, fp8: bool) -> float:
@@ -58,26 +36,27 @@ def position_kl(trainer: Trainer, fp8: bool) -> float:
     return float(terms.kl_position.mean())
 
 
-def divergence(updates: Sequence[int] = UPDATES) -> str:
-    """The position KL after a number of updates, to the same anchor in both precisions."""
+def divergence() -> str:
+    """The position KL before and after the first update, to the same anchor in both precisions."""
     trainer = build_trainer(load_config(ROOT / "configs/toy_cpu.yaml", TRAINED))
-    rows = []
-    for count in updates:
-        trainer.policy.fp8 = False
-        while trainer.update < count:
-            trainer.iterate()
-        exact, rounded = (position_kl(trainer, fp8) for fp8 in (False, True))
-        rows.append([str(count), f"{exact:.2e}", f"{rounded:.2e}"])
+    before = [position_kl(trainer, fp8) for fp8 in (False, True)]
+    trainer.policy.fp8 = False
+    trainer.iterate()
+    after = [position_kl(trainer, fp8) for fp8 in (False, True)]
     trainer.reward.close()
-    return markdown(["updates", "KL to the anchor", "with the anchor in FP8"], rows)
+    rows = [[name, *(f"{value:.1e}" for value in row)] for name, row in (("0", before), ("1", after))]
+    table = markdown(["updates", "KL to the anchor", "with the anchor in FP8"], rows)
+    floor, moved = before[1], after[0]
+    return f"{table}\nThe rounding's own KL, {floor:.1e}, is {floor / moved:.1f} times what one update moves.\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fp8", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="put them into docs/policy.md")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="of the evaluation; default: 24")
     options = parser.parse_args(argv)
-    made = {"velocities": velocities(), "samples": samples(), "divergence": divergence()}
+    made = {"samples": samples(options.prompts), "divergence": divergence()}
     print("\n".join(made.values()), end="")
     if options.write:
         write("fp8", made.__getitem__)

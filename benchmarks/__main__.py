@@ -21,6 +21,7 @@ COMMANDS = {
     "levers": "what each option is worth, predicted from counted work",
     "scaling": "the tables of docs/scaling.md, from the planner",
     "cache": "reward and distance of the toy's samples with the feature cache",
+    "fp8": "reward, distance and KL in the toy world with FP8 products",
 }
 """Command -> what it does; each is a module with a main(argv)."""
 

@@ -7,7 +7,7 @@ Every row samples the same videos from the same noise, so that a difference has 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,16 @@ PROMPTS, MEMBERS = 24, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Videos of one threshold. reward, distance: (V,); skipped: share of the forwards outside the window."""
+    """Videos of one configuration. reward, distance: (V,); skipped: share of the forwards outside the window."""
 
     reward: Tensor
     distance: Tensor
     skipped: float
 
 
-def sample(threshold: float, prompts: int) -> Samples:
+def sample(options: Sequence[str], prompts: int) -> Samples:
     """Videos of the evaluation's first prompts by the toy's base model."""
-    config = load_config(ROOT / "configs/toy_cpu.yaml", [*RECIPE, f"--rollout.cache_threshold={threshold}"])
+    config = load_config(ROOT / "configs/toy_cpu.yaml", [*RECIPE, *options])
     trainer = build_trainer(config)
     table, policy = rollout_table(config.rollout, 0), trainer.policy
     scoring = VideoScoring(decoder=trainer.decoder, reward=trainer.reward, on_failure="stop")
@@ -74,16 +74,22 @@ def sample(threshold: float, prompts: int) -> Samples:
 
 def table(thresholds: Sequence[float] = THRESHOLDS, prompts: int = PROMPTS) -> str:
     """Reward and distance by threshold, with standard errors; the first one is what the others are compared with."""
-    found = [sample(threshold, prompts) for threshold in thresholds]
-    rows = []
-    for threshold, row in zip(thresholds, found, strict=True):
-        cells = [f"{threshold:g}" if threshold else "off", f"{row.skipped:.0%}"]
-        for name in ("reward", "distance"):
-            values, reference = getattr(row, name), getattr(found[0], name)
-            cells += [_mean(values), _mean(values - reference, sign="+") if row is not found[0] else ""]
-        rows.append(cells)
+    found = [sample([f"--rollout.cache_threshold={threshold}"], prompts) for threshold in thresholds]
+    rows = [
+        [f"{threshold:g}" if threshold else "off", f"{row.skipped:.0%}", *compared(row, found[0])]
+        for threshold, row in zip(thresholds, found, strict=True)
+    ]
     head = ["`cache_threshold`", "forwards skipped", "reward", "against off", "distance", "against off"]
     return markdown(head, rows)
+
+
+def compared(row: Samples, first: Samples) -> list[str]:
+    """Cells of reward and distance, each followed by its difference to the first row's."""
+    cells = []
+    for name in ("reward", "distance"):
+        values, reference = getattr(row, name), getattr(first, name)
+        cells += [_mean(values), _mean(values - reference, sign="+") if row is not first else ""]
+    return cells
 
 
 def _mean(values: Tensor, sign: str = "") -> str:
@@ -99,7 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = table(prompts=options.prompts)
     print(text, end="")
     if options.write:
-        page = renewed(PAGE.read_text("utf-8"), "cache", lambda name: text)
-        with replacing(PAGE) as path:
-            path.write_text(page, "utf-8")
+        write("cache", lambda name: text)
     return 0
+
+
+def write(kind: str, make: Callable[[str], str]) -> None:
+    """Rebuild the page's blocks of a kind."""
+    page = renewed(PAGE.read_text("utf-8"), kind, make)
+    with replacing(PAGE) as path:
+        path.write_text(page, "utf-8")

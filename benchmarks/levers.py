@@ -100,6 +100,13 @@ OTHER = (
         kind="other",
     ),
     Lever(
+        "FP8 products",
+        "model.fp8=true",
+        note="the anchor pass and the steps outside the window; against the window",
+        both=("rollout.sde_window.size=5",),
+        kind="other",
+    ),
+    Lever(
         "best and worst",
         "training.train_on={best: 4, worst: 4}",
         note="8 of the 16 videos of a group are trained",

@@ -75,9 +75,9 @@ def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         phase = name
         return enter(name)
 
-    def counted(self: GuidedPolicy, *arguments: Any) -> Tensor:
+    def counted(self: GuidedPolicy, *arguments: Any, **options: Any) -> Tensor:
         counts[phase] += 1
-        return velocity(self, *arguments)
+        return velocity(self, *arguments, **options)
 
     monkeypatch.setattr(trainer, "_phase", entering)
     monkeypatch.setattr(GuidedPolicy, "velocity", counted)

@@ -86,7 +86,7 @@ def test_a_micro_batch_of_two_groups_takes_both_at_once(tiny_run: MakeRun, monke
     sizes: list[int] = []
     velocity = GuidedPolicy.velocity
     monkeypatch.setattr(
-        GuidedPolicy, "velocity", lambda self, x, *given: (sizes.append(len(x)), velocity(self, x, *given))[1]
+        GuidedPolicy, "velocity", lambda self, x, *given, **k: (sizes.append(len(x)), velocity(self, x, *given, **k))[1]
     )
     (trajectory,) = trainer._rollout()
     assert sizes == [2, 2, 2, 4, 4, 4]

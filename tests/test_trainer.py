@@ -43,9 +43,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     calls: list[tuple[int, bool]] = []
     velocity = GuidedPolicy.velocity
 
-    def counted(self: GuidedPolicy, latents: Tensor, *rest: object) -> Tensor:
+    def counted(self: GuidedPolicy, latents: Tensor, *rest: object, **options: object) -> Tensor:
         calls.append((len(latents), torch.is_grad_enabled()))
-        return velocity(self, latents, *rest)
+        return velocity(self, latents, *rest, **options)
 
     monkeypatch.setattr(GuidedPolicy, "velocity", counted)
     return calls
@@ -361,8 +361,8 @@ def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: p
     before = weights(trainer)
     velocity = GuidedPolicy.velocity
 
-    def poisoned(self: GuidedPolicy, *rest: object) -> Tensor:
-        v = velocity(self, *rest)
+    def poisoned(self: GuidedPolicy, *rest: object, **options: object) -> Tensor:
+        v = velocity(self, *rest, **options)
         if torch.is_grad_enabled():
             v = torch.cat([v[:1] * float("nan"), v[1:]])
         return v

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError as ConfigError
 from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, REMEDY, SHAPES, fixed, free
-from sage_fast.objective import KLWeightConfig, ObjectiveConfig
+from sage_fast.objective import KLWeightConfig, ObjectiveConfig, anchor_kind
 from sage_fast.sde import SAGE_SIGMA_MARGIN
 
 SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
@@ -121,6 +121,10 @@ class ModelConfig:
     )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
+    fp8: bool = False
+    """Large products of the blocks are in FP8 where no gradient depends on them: in the steps of a rollout that draw no
+    noise, and in the anchor's velocities. It needs frozen weights that every rank holds whole, and a GPU of compute
+    capability 8.9 or more; on a CPU its rounding is emulated, as a reference."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
@@ -153,7 +157,7 @@ class ModelConfig:
                 self.checkpointing,
                 "none or full with model.forward stock",
             )
-            for key in ("deterministic", "offload_activations", "compile"):
+            for key in ("deterministic", "offload_activations", "compile", "fp8"):
                 _require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
             _require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
         _require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
@@ -333,12 +337,18 @@ class RolloutConfig:
         _require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
         self._check_cache()
 
+    @property
+    def ode_steps(self) -> int:
+        """Steps outside the SDE window."""
+        window = self.sde_window
+        noisy = window.size if window.steps is None else len(set(window.steps))
+        return 0 if noisy is None else self.num_steps - noisy
+
     def _check_cache(self) -> None:
         """A feature cache needs steps that draw no noise."""
-        threshold, window = self.cache_threshold, self.sde_window
+        threshold = self.cache_threshold
         _require(0 <= threshold < 1, "rollout.cache_threshold", threshold, "in [0, 1)")
-        noisy = window.size if window.steps is None else len(set(window.steps))
-        if threshold and (noisy is None or noisy >= self.num_steps):
+        if threshold and not self.ode_steps:
             raise ConfigError(
                 f"rollout.cache_threshold is {threshold:g}, but all {self.num_steps} steps draw noise and may be "
                 "trained, so none of them may use features again. Set rollout.sde_window.size or steps to leave some "
@@ -745,6 +755,8 @@ class RunConfig:
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
+        if self.model.fp8:
+            self._check_fp8()
 
     @property
     def evaluation_video(self) -> VideoConfig:
@@ -810,6 +822,26 @@ class RunConfig:
             raise ConfigError(
                 f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
                 "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
+            )
+
+    def _check_fp8(self) -> None:
+        """FP8 copies are of whole, frozen weights, and serve where no gradient is taken."""
+        mode, section = self.training.mode, self.distributed
+        _require(mode == "lora", "training.mode", mode, "lora with model.fp8, which copies frozen weights")
+        _require(section.engine == "fsdp", "distributed.engine", section.engine, "fsdp with model.fp8")
+        # One of dp_replicate and dp_shard that is null may stand for any number.
+        unsharded = section.sp == 1 and (section.dp_shard == 1 or section.dp_replicate is section.dp_shard is None)
+        _require(
+            unsharded or section.keep_gathered == "always",
+            "distributed.keep_gathered",
+            section.keep_gathered,
+            "always with model.fp8, which copies whole weights, where dp_shard or sp could shard them",
+        )
+        if not self.rollout.ode_steps and anchor_kind(self.objective.kl_mode) == "none":
+            raise ConfigError(
+                f"model.fp8 is true, but all {self.rollout.num_steps} steps draw noise and may be trained, and "
+                f"objective.kl_mode {self.objective.kl_mode} has no anchor, so it would do nothing. Set "
+                "rollout.sde_window.size or steps to leave some out, or model.fp8 to false."
             )
 
     def _check_frozen_adaln(self) -> None:

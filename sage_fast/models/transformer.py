@@ -96,6 +96,7 @@ class Backbone(Protocol):
         sigma: Tensor,
         prompts: Sequence[PromptEmbeds],
         cache: FeatureCache | None = None,
+        fp8: bool = False,
     ) -> Tensor:
         """See `velocity`."""
         ...
@@ -164,6 +165,7 @@ def velocity(
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
     cache: FeatureCache | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -172,11 +174,12 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample.
         prompts: B records.
         cache: features of earlier steps, which the fused forward may use again; no gradient then.
+        fp8: whether the fused forward's large products are in FP8; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`.
     """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache, fp8)
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:

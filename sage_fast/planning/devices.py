@@ -1,7 +1,8 @@
 """Ceilings of a device, and seconds from a cost.
 
 The H100's are measured or published; of the other GPUs the vendor's figures are known, and they are taken to reach the
-share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
+share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). So are products in FP8, which the vendor has
+twice as fast (dense 1979 TFLOP/s of an H100 or H200 SXM, 4500 of a B200).
 """
 
 import math
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.planning.trace import Cost
 
 SMALL_MODEL = 1024
@@ -41,7 +43,7 @@ class Device:
     attention: backend -> TFLOP/s forward and backward (five products) in bfloat16, head dimension 128; the first one is
     what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to others of its
     node, network: to other nodes, both in one direction and as collectives reach them. source: where the figures are
-    from.
+    from. fp8: how many times faster products are in FP8; 0 where there are none.
 
     Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
     """
@@ -55,6 +57,7 @@ class Device:
     link: float
     network: float
     source: str
+    fp8: float = 2.0
 
     def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
         """FLOP/s of products, of attention forward and backward, and the backend that was taken."""
@@ -70,7 +73,11 @@ class Device:
     def seconds(self, cost: Cost, dtype: str, backend: str) -> tuple[float, float]:
         """(predicted, at the ceilings) seconds of a cost."""
         product, forward, backward, _ = self.rates(dtype, backend)
-        linear = cost.linear / product
+        if cost.fp8 and not self.fp8:
+            raise ConfigError(
+                f"{self.name} has no products in FP8. Set model.fp8 to false, or plan for another device."
+            )
+        linear = (cost.linear - cost.fp8 + cost.fp8 / max(1.0, self.fp8)) / product
         attention = cost.attention / forward + cost.attention_backward / backward
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
         predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
@@ -118,6 +125,7 @@ DEVICES = {
         link=LINK_SHARE * 300,
         network=ADAPTER / 2,
         source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
+        fp8=0.0,
     ),
     "b200": Device(
         name="B200",
@@ -159,6 +167,7 @@ def measure_cpu(memory_gb: float) -> Device:
         link=0.0,
         network=0.0,
         source="a product and a copy measured now; attention at half the product's rate",
+        fp8=1.0,
     )
 
 

@@ -428,7 +428,8 @@ def _phases(
     # The products of a second backward pass are those of a gradient's cost less a velocity's.
     backward = _less(calls.single_pass, calls.velocity)
     rollout = calls.velocity.times(visited.rollout / batch) + calls.single_pass.times(visited.pass_steps / batch)
-    anchor = calls.velocity.times(visited.anchor / batch)
+    rollout = rollout + _less(calls.untrained, calls.velocity).times(visited.ode / batch)
+    anchor = calls.untrained.times(visited.anchor / batch)
     if config.training.update == "single_pass":
         rollout = rollout + backward.times(visited.second_products / batch)
     update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
@@ -459,6 +460,7 @@ def _phases(
 def _less(whole: Cost, part: Cost) -> Cost:
     return Cost(
         linear=whole.linear - part.linear,
+        fp8=whole.fp8 - part.fp8,
         attention=whole.attention - part.attention,
         attention_backward=whole.attention_backward,
         elementwise=whole.elementwise - part.elementwise,

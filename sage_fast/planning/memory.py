@@ -12,6 +12,7 @@ tokens, and attends with 1/P of the heads.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -49,11 +50,13 @@ STOCK_KEPT, STOCK_WORKING = {"none": 28.3, "full": 1.0}, 40.0
 class Calls:
     """Cost of the calls that a configuration makes of the model, each for one micro-batch.
 
-    velocity: a step of the rollout. gradient, late_gradient: a step of an update, at its first and its later optimizer
-    updates. single_pass: a step of the rollout that leaves its gradient. evaluation: a step of an evaluation.
+    velocity: a step of the rollout. untrained: one that draws no noise, or of the anchor. gradient, late_gradient: a
+    step of an update, at its first and its later optimizer updates. single_pass: a step of the rollout that leaves its
+    gradient. evaluation: a step of an evaluation.
     """
 
     velocity: Cost
+    untrained: Cost
     gradient: Cost
     late_gradient: Cost
     single_pass: Cost
@@ -69,9 +72,10 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
             "float32 (distributed.param_dtype is what is computed with), or training.mode to lora."
         )
     batch = rollout.micro_batch_size
+    exact = replace(config, model=replace(config.model, fp8=False))
 
     def cost(
-        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = config
+        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = exact
     ) -> Cost:
         call = _call(of, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
         return _share(call, sp) if config.model.forward == "fused" else _stock(call)
@@ -80,9 +84,10 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
     two_phase = training.update == "two_phase"
     differs = training.guidance == "split" and training.updates_per_rollout > 1
     gradient = cost(batch=batch, gradient=True) if two_phase else nothing
-    evaluated = replace(config, video=config.evaluation_video)
+    evaluated = replace(exact, video=config.evaluation_video)
     return Calls(
         velocity=cost(batch=batch, gradient=False),
+        untrained=cost(batch=batch, gradient=False, of=config),
         gradient=gradient,
         late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
         single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
@@ -134,6 +139,7 @@ def _call(
         target_modules=tuple(config.lora.target_modules),
         checkpointing=model.settled_checkpointing,
         lighter_blocks=model.lighter_blocks,
+        fp8=model.fp8,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
         guidance_scale=config.rollout.guidance_scale,
@@ -189,6 +195,7 @@ class PhaseMemory:
     reward_models: float = 0.0
     prompt_encoder: float = 0.0
     transformer: float = 0.0
+    fp8_copies: float = 0.0
     adapters: float = 0.0
     optimizer_state: float = 0.0
     anchor: float = 0.0
@@ -308,7 +315,8 @@ def plan_memory(
 
     produced = _produced(config, latent, copy, on_gpu)
     sampling = replace(without_gradient, **produced)
-    sample = working(sampling, calls.single_pass if single_pass else calls.velocity)
+    without_graph = max(calls.velocity, calls.untrained, key=lambda cost: cost.working)
+    sample = working(sampling, calls.single_pass if single_pass else without_graph)
     if rollout.cache_threshold:
         # Two tensors of the video tokens for each branch of guidance, and three at work.
         tokens = share_of(prod(latent[1:]), layout.sp) * rollout.micro_batch_size * description.width
@@ -324,7 +332,7 @@ def plan_memory(
     videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
     kept_velocities = 4.0 * prod(latent) * videos * measured
     velocities = kept_velocities if has_anchor and not single_pass else 0.0
-    measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.velocity)
+    measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.untrained)
 
     updating = replace(resident, **produced, anchor_velocities=velocities, gradients=copy)
     update = updating
@@ -408,12 +416,23 @@ def _resident(
     return PhaseMemory(
         transformer=max(0.0, gathered.resident - offloaded),
         gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
+        fp8_copies=fp8_copies(description.transformer) if model.fp8 else 0.0,
         adapters=copy if lora else 0.0,
         optimizer_state=4.0 * weights.moments * share,
         anchor=copy if anchor_kind(config.objective.kl_mode) != "none" else 0.0,
         average=copy if config.training.ema_decay is not None else 0.0,
         tables=_tables(config, description, item),
     )
+
+
+def fp8_copies(transformer: Mapping[str, Any]) -> float:
+    """Bytes of FP8 copies of the blocks' large layers: one per weight, and a float32 scale per output channel."""
+    width, ratio = transformer["num_attention_heads"] * transformer["attention_head_dim"], transformer["mlp_ratio"]
+    # q, k, v, the output, and both layers of the feed-forward; the last block's text has keys and values alone.
+    streams = 2 * transformer["num_layers"]
+    weights = ((4 + 2 * ratio) * streams - (2 + 2 * ratio)) * width**2
+    channels = ((5 + ratio) * streams - (3 + ratio)) * width
+    return float(weights + 4 * channels)
 
 
 def _produced(config: RunConfig, latent: tuple[int, ...], copy: float, on_gpu: bool) -> dict[str, float]:

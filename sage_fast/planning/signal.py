@@ -38,9 +38,9 @@ def relative_signal(config: RunConfig) -> float:
 
 
 def is_measured(config: RunConfig) -> bool:
-    """Whether every lever has a factor: best and worst, a shared start and the feature cache have none."""
-    rollout = config.rollout
-    return not (config.training.train_on.count or rollout.shared_initial_noise or rollout.cache_threshold)
+    """Whether every lever has a factor: best and worst, a shared start, the feature cache and FP8 have none."""
+    rollout, other = config.rollout, config.training.train_on.count or config.model.fp8
+    return not (other or rollout.shared_initial_noise or rollout.cache_threshold)
 
 
 def _of_share(lever: str, measured: float, share: float) -> float:

@@ -274,6 +274,9 @@ def assumptions(plan: Plan) -> list[str]:
             f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
             "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
         )
+    if fp8 := sum(phase.cost.fp8 for phase in plan.phases):
+        linear = sum(phase.cost.linear for phase in plan.phases)
+        lines.append(f"{fp8 / linear:.0%} of the linear work is in FP8, {plan.device.fp8:g} times as fast")
     if plan.device.link:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:

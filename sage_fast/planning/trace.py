@@ -27,7 +27,7 @@ from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
 
 PRODUCTS = frozenset(
-    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "attention", "attention_backward"}
+    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
 )
 """Operators that are not elementwise."""
 
@@ -46,7 +46,7 @@ def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
 
 def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     """Whether an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
-    if name not in PRODUCTS or name.startswith("attention"):
+    if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
     a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
@@ -56,13 +56,15 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. elementwise: bytes read and written outside products and by thin ones.
+    linear, attention, attention_backward: FLOPs. fp8: those of `linear` that are in FP8.
+    elementwise: bytes read and written outside products and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
     Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and 964e12 attention FLOPs.
     """
 
     linear: float = 0.0
+    fp8: float = 0.0
     attention: float = 0.0
     attention_backward: float = 0.0
     elementwise: float = 0.0
@@ -77,6 +79,7 @@ class Cost:
         """So many such calls, one after the other: work adds up, memory does not."""
         return Cost(
             linear=self.linear * count,
+            fp8=self.fp8 * count,
             attention=self.attention * count,
             attention_backward=self.attention_backward * count,
             elementwise=self.elementwise * count,
@@ -88,6 +91,7 @@ class Cost:
         """Both calls, one after the other."""
         return Cost(
             linear=self.linear + other.linear,
+            fp8=self.fp8 + other.fp8,
             attention=self.attention + other.attention,
             attention_backward=self.attention_backward + other.attention_backward,
             elementwise=self.elementwise + other.elementwise,
@@ -103,7 +107,7 @@ class Call:
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
     on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
-    takes them, and not added to `.grad`.
+    takes them, and not added to `.grad`. fp8: whether products without a gradient are in FP8.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """
@@ -125,6 +129,7 @@ class Call:
     on_policy: bool = True
     collected: bool = False
     lighter_blocks: int = 0
+    fp8: bool = False
 
 
 class Tracer(TorchDispatchMode):
@@ -223,14 +228,16 @@ def _trace(call: Call, num_layers: int) -> Cost:
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
     )
-    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=call.guidance == "conditional")
+    conditional = call.guidance == "conditional"
+    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=conditional, fp8=call.fp8)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
     with torch.no_grad():
-        policy.velocity(latents, sigma, prompts)  # fills the caches: rotary tables, modulation
+        # Fills the caches: rotary tables, modulation, FP8 copies.
+        policy.velocity(latents, sigma, prompts, trained=False)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
         # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
@@ -252,6 +259,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     held = max(kept, default=0)
     return Cost(
         linear=sum(flops.values()),
+        fp8=flops.get("aten._scaled_mm", 0),
         attention=attention,
         attention_backward=attention_backward,
         elementwise=tracer.elementwise,
@@ -269,7 +277,7 @@ def _function(
 
     def velocity(tracer: Tracer) -> None:
         with torch.no_grad():
-            policy.velocity(latents, sigma, prompts)
+            policy.velocity(latents, sigma, prompts, trained=False)
 
     def gradient(tracer: Tracer) -> None:
         def vjp(output: Tensor, cotangents: Any) -> None:

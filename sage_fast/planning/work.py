@@ -75,7 +75,8 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
 class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
-    rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
+    rollout: steps sampled without a gradient. ode: those of them that draw no noise. pass_steps: steps sampled with one
+    (single pass).
     anchor: steps at which the anchor's velocity is measured. second_products: steps with a second backward pass.
     update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
 
@@ -83,6 +84,7 @@ class Visits:
     """
 
     rollout: float
+    ode: float
     pass_steps: float
     anchor: float
     second_products: float
@@ -111,6 +113,7 @@ def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) ->
         second = behind if config.objective.kl_position_weight > 0 else 0.0
         return Visits(
             rollout=sampled - steps,
+            ode=(1 - skipped) * without_noise,
             pass_steps=steps,
             anchor=behind,
             second_products=second,
@@ -120,6 +123,7 @@ def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) ->
     first = steps / training.updates_per_rollout
     return Visits(
         rollout=sampled,
+        ode=(1 - skipped) * without_noise,
         pass_steps=0.0,
         anchor=behind,
         second_products=0.0,

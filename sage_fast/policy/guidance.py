@@ -50,6 +50,7 @@ class GuidedPolicy:
         conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
             d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
         reuse: when a sampler may use features again; None is never.
+        fp8: compute velocities that no gradient depends on with products in FP8.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class GuidedPolicy:
         *,
         conditional_gradient: bool = False,
         reuse: ReuseRule | None = None,
+        fp8: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
         self.reuse = reuse
+        self.fp8 = fp8
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,6 +85,8 @@ class GuidedPolicy:
         sigma: Tensor,
         prompts: Sequence[PromptEmbeds],
         caches: BranchCaches | None = None,
+        *,
+        trained: bool = True,
     ) -> Tensor:
         """Guided velocity; gradients flow through both branches, or with `conditional_gradient` through one.
 
@@ -90,15 +95,17 @@ class GuidedPolicy:
             sigma: (B,) float32 in [0, 1], one noise level per sample.
             prompts: B records.
             caches: of the steps before, see `new_caches`; for calls without a gradient.
+            trained: False where no gradient will ever depend on it: of a step without noise, or of the anchor.
 
         Returns:
             (B, C, F, H, W) float32 (float64 of a float64 transformer).
         """
+        fp8 = self.fp8 and not trained
         cache, uncond_cache = caches or (None, None)
-        conditional = model_velocity(self.transformer, latents, sigma, prompts, cache)
+        conditional = model_velocity(self.transformer, latents, sigma, prompts, cache, fp8)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache))
+        return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache, fp8))
 
     def velocity_and_gradient(
         self,
@@ -145,10 +152,12 @@ class GuidedPolicy:
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _uncond_velocity(self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None) -> Tensor:
+    def _uncond_velocity(
+        self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None, fp8: bool = False
+    ) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache)
+            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache, fp8)
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

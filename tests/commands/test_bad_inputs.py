@@ -310,8 +310,8 @@ def test_a_nan_loss_keeps_the_last_checkpoint_and_names_the_prompt(
     run = Run(tiny_run("--training.num_updates=4", "--evaluation.every=0"))
     velocity = GuidedPolicy.velocity
 
-    def poisoned(self: GuidedPolicy, *rest: object) -> Tensor:
-        v = velocity(self, *rest)
+    def poisoned(self: GuidedPolicy, *rest: object, **options: object) -> Tensor:
+        v = velocity(self, *rest, **options)
         return v * float("nan") if torch.is_grad_enabled() and run.trainer.update == 2 else v
 
     monkeypatch.setattr(GuidedPolicy, "velocity", poisoned)

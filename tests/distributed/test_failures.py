@@ -88,8 +88,8 @@ def poison(victim: int, rank: int) -> None:
 
     velocity = GuidedPolicy.velocity
 
-    def poisoned(self: GuidedPolicy, *rest: Any) -> torch.Tensor:
-        v = velocity(self, *rest)
+    def poisoned(self: GuidedPolicy, *rest: Any, **options: Any) -> torch.Tensor:
+        v = velocity(self, *rest, **options)
         return v * float("nan") if torch.is_grad_enabled() and rank == victim else v
 
     GuidedPolicy.velocity = poisoned  # type: ignore[method-assign]

@@ -267,6 +267,28 @@ def test_a_feature_cache_spares_a_share_of_the_steps_without_noise() -> None:
         make_plan(load_config(B), DEVICES["h100"], sizes={}, skipped_forwards=0.4)
 
 
+def test_fp8_is_faster_where_no_gradient_depends_on_it_and_takes_copies() -> None:
+    """In all steps but the 5 that draw noise, and for the anchor; the FLOPs are the same."""
+    words = ["--rollout.sde_window.size=5", "--objective.kl_mode=dual"]
+    off, on = small_plan(*words), small_plan(*words, "--model.fp8=true")
+    before, after = ({phase.name: phase.cost for phase in found.phases} for found in (off, on))
+    assert after["update"] == before["update"] and not before["rollout"].fp8
+    forward = 2 * on.description.text_tokens, 2 * on.video_tokens
+    width, layers = 256, SMALL["num_layers"]
+    # Per branch: all tokens' four products, but of the last block's text keys and values alone.
+    closed = 12 * (forward[0] + forward[1]) * width**2 * layers - 10 * forward[0] * width**2
+    for name, count in (("rollout", 15), ("anchor", on.visits.anchor)):
+        assert after[name].fp8 == pytest.approx(2 * count * closed)
+        assert after[name].linear == pytest.approx(before[name].linear)
+        assert after[name].attention == before[name].attention
+        assert after[name].elementwise > before[name].elementwise
+    scales = 4 * width * (18 * layers - 7)
+    assert on.memory.phases["update"].fp8_copies == 24 * width**2 * layers - 10 * width**2 + scales
+    assert "of the linear work is in FP8, 2 times as fast" in to_text(on, [])
+    with pytest.raises(ConfigError, match="A100 SXM 80 GB has no products in FP8"):
+        make_plan(on.config, DEVICES["a100"], description=on.description, sizes={})
+
+
 def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
     assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
 

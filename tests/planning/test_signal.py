@@ -33,7 +33,14 @@ def test_other_settings_lie_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [None, "training.train_on.best=1", "rollout.shared_initial_noise=true", "rollout.cache_threshold=0.1"]
+    "option",
+    [
+        None,
+        "training.train_on.best=1",
+        "rollout.shared_initial_noise=true",
+        "rollout.cache_threshold=0.1",
+        "model.fp8=true",
+    ],
 )
 def test_what_has_no_factor_is_not_measured(option: str | None) -> None:
     words = ["--rollout.sde_window.size=5", *([f"--{option}"] if option else [])]

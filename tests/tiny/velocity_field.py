@@ -34,7 +34,7 @@ def use_smooth_velocity(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> No
     parameters = list(trainer.parameters.values())
 
     def velocity(
-        transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds], cache: object = None
+        transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds], *_: object
     ) -> Tensor:
         return smooth_velocity(parameters, latents, sigma, torch.stack([p.text.mean() + len(p.text) for p in prompts]))
 

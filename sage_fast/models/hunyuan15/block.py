@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 from sage_fast.kernels import Kernels, without_graph
 from sage_fast.models.attention.attention import attention, attention_backward, call_backward, call_forward
 from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.fp8 import Copies
 from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
     Adapter,
@@ -91,6 +92,8 @@ class BlockSettings:
     attention: JointAttention
     checkpointing: Checkpointing
     offload: bool = False
+    fp8: Copies | None = None
+    """FP8 copies of the weights, which products take in their place; for passes without a gradient."""
 
 
 class Stream(NamedTuple):
@@ -269,6 +272,7 @@ class _Pass:
     x: Tensor
     tokens: slice
     """Where its tokens lie in the joint sequence."""
+    fp8: Copies | None = None
     low: dict[str, Tensor | None] = field(default_factory=dict)
     """Inputs times the first factors of the low-rank updates, as the forward left them."""
     attended: Tensor | None = None
@@ -286,7 +290,7 @@ class _Pass:
 
     def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`projection.project` of a group of layers."""
-        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out)
+        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out, self.fp8)
         return result
 
     def project_backward(
@@ -326,7 +330,8 @@ class _Block:
 
         def begin(layers: dict[str, list[Projection]], given: StreamInput, tokens: slice) -> _Pass:
             mine = dict(zip(layers, adapters, strict=False))
-            return _Pass(layers, mine, Modulation(*given.modulation.chunk(6, dim=1)), given.x, tokens)
+            modulation = Modulation(*given.modulation.chunk(6, dim=1))
+            return _Pass(layers, mine, modulation, given.x, tokens, settings.fp8)
 
         self.video = begin(groups[0], video, slice(0, self.num_video))
         self.text = begin(groups[1], text, slice(self.num_video, self.num_tokens))
@@ -348,7 +353,7 @@ class _Block:
         (ff_in,) = stream.layers["ff_in"]
         residual, normed = self.add_attention(stream)
         saves_hidden = self.settings.checkpointing == "none"
-        if saves_hidden or ff_in.low_rank or ff_in.bias is None:
+        if saves_hidden or ff_in.low_rank or ff_in.bias is None or stream.fp8 is not None:
             hidden = stream.project("ff_in", normed)
             activated = self.kernels.gelu_tanh(hidden)
             stream.hidden = hidden if saves_hidden else None
@@ -363,7 +368,7 @@ class _Block:
         found = []
         for stream in self.streams:
             m, adapter = stream.modulation, stream.adapters["qkv"]
-            tail = room_for_low(adapter, stream.x.shape[1])
+            tail = room_for_low(adapter, stream.x.shape[1]) if stream.fp8 is None else 0
             y = self.kernels.adaln(stream.x, m.scale_msa, m.shift_msa, EPS, tail)
             if adapter is not None and tail:
                 rows, low = y.flatten(0, 1).tensor_split([stream.x.shape[2]], dim=1)

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
-_WEAK_CACHES = ("_glyphs", "_masks", "_images")
+_WEAK_CACHES = ("_glyphs", "_masks", "_images", "_quantized")
 
 
 class Acceleration:
@@ -91,11 +91,14 @@ class Acceleration:
         """Tables of the forward that runs, for the video tokens that are computed here."""
         self.num_video = 0
         """Video tokens of the forward that runs, on all ranks that share them."""
+        self.fp8 = False
+        """Whether large products of the forward that runs are in FP8."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._glyphs = WeakTensorKeyDictionary()
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
+        self._quantized = WeakTensorKeyDictionary()
         # One graph for prompts of every length: with another one for each, rollout and update could differ in rounding.
         self._refine = torch.compile(transformer.context_embedder, dynamic=True) if compile else None
         if adaln in ("table", "offload") and not can_tabulate(transformer):
@@ -170,7 +173,7 @@ class Acceleration:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
         # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
-        key = (device, dtype, checkpointing, sequence)
+        key = (device, dtype, checkpointing, sequence, self.fp8)
         if key not in self._settings:
             kernels = select_kernels(self.kernels_choice, device, dtype)
             backend = resolve_backend(
@@ -183,7 +186,8 @@ class Acceleration:
             attention: JointAttention = LocalAttention(backend, self.deterministic)
             if self.sequence is not None:
                 attention = self.sequence.attention(attention, self.num_video)
-            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload)
+            quantized = self._quantized if self.fp8 else None
+            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload, quantized)
         return self._settings[key]
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -194,6 +198,7 @@ class Acceleration:
         timestep: Tensor,
         prompts: Sequence[PromptEmbeds],
         cache: FeatureCache | None = None,
+        fp8: bool = False,
     ) -> Tensor:
         """Velocity of B samples; prompts of one length run together.
 
@@ -202,10 +207,13 @@ class Acceleration:
             timestep: (B,) float32 sigma * 1000. On the CPU it can be read without waiting for the GPU.
             prompts: B records.
             cache: decides whether the blocks after the first run, or what they added before is used again.
+            fp8: whether the blocks' products with frozen weights are in FP8; for calls without a gradient.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
+        assert not (fp8 and torch.is_grad_enabled()), "what is rounded to FP8 has no gradient"
+        self.fp8 = fp8
         # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = self.transformer.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
@@ -337,6 +345,7 @@ class Acceleration:
         if self.table is not None:
             self.table.forget()
         self._glyphs.clear()
+        self._quantized.clear()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
         """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
@@ -551,6 +560,7 @@ def _fused_forward(
     *,
     prompts: Sequence[PromptEmbeds] | None = None,
     cache: FeatureCache | None = None,
+    fp8: bool = False,
 ) -> Any:
     """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
     acceleration: Acceleration = self._acceleration
@@ -577,7 +587,7 @@ def _fused_forward(
 
         scale_lora_layers(self, scale)
     try:
-        sample = acceleration.forward(hidden_states, timestep, prompts, cache)
+        sample = acceleration.forward(hidden_states, timestep, prompts, cache, fp8)
     finally:
         if scale != 1.0:
             unscale_lora_layers(self, scale)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import operator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -62,9 +62,8 @@ def test_the_shipped_checkpoint_says_how_it_was_made():
     command = metadata["command"].removesuffix("DIR")
     assert command.startswith(f"{MODULE_COMMAND} --steps ")
     assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
-    default = PretrainConfig()
-    for name in PretrainConfig.__dataclass_fields__:
-        assert metadata[name] == str(getattr(default, name)), name
+    for name, value in asdict(PretrainConfig()).items():
+        assert metadata[name] == str(value), name
     assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
     assert json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8")) == TRANSFORMER_CONFIG
     assert (ASSETS / WEIGHTS_NAME).stat().st_size < 20e6

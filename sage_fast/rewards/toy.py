@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import VideoConfig
-from sage_fast.models.toy.captions import Caption, parse_caption
+from sage_fast.models.toy.captions import Caption, caption_of, parse_caption
 from sage_fast.models.toy.manifold import Manifold, manifold_for
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
 from sage_fast.rewards.base import RewardCosts
@@ -130,7 +130,8 @@ class ToyReward:
       costs 2/3.
 
     Logged and never to be weighted: `manifold_distance`, root mean square pixel distance (pixels in [0, 1])
-    to the nearest of the 1,800 legal videos of any caption; 0 for a legal video, and lower is better.
+    to the nearest of the 1,800 legal videos of any caption; 0 for a legal video, and lower is better. `aligned`,
+    1 when that nearest video has the prompt's colour, shape and motion, else 0.
 
     Example: `ToyReward().score(videos, ["a red circle moving left"] * 8)["TA"]` has shape (8,).
     """
@@ -160,11 +161,14 @@ class ToyReward:
         manifold = manifold_for(num_frames, height, width)
         flat = manifold.flatten(videos)
         distances = manifold.squared_distances(flat)
+        nearest = distances.argmin(1)
+        shown = [caption_of(manifold.scenes[row]) for row in nearest.tolist()]
         scores = {
             "VQ": _visual_quality(flat, num_frames, height, width),
             "MQ": _motion_quality(flat, num_frames, height, width),
             "TA": _text_alignment(distances, captions, manifold),
-            "manifold_distance": (flat - manifold.table[distances.argmin(1)]).square().mean(1).sqrt(),
+            "aligned": torch.tensor([float(a == b) for a, b in zip(shown, captions, strict=True)]),
+            "manifold_distance": (flat - manifold.table[nearest]).square().mean(1).sqrt(),
         }
         return {name: value.to(videos.device) for name, value in scores.items()}
 

@@ -28,7 +28,8 @@ a cluster.
 claims of its table, or is a computed number without uncertainty. *Undetectable*: neither; the last column then says
 which difference four of five such studies would have found. Differences are of the same seeds and noise. Intervals are
 Student's over the seeds; scores of trained models count seeds and prompts as crossed random effects. "-": no figure of
-the paper is known here.
+the paper is known here. Each line of the results names the commit that it was measured with; base model and recipe are
+those of that commit.
 """
 
 

@@ -582,7 +582,7 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
         (["--memory", "-1"], "--memory is -1"),
         (["--gpus", "2"], "2 processes and a CPU"),
         (["--gpus", "3", "--device", "h100", "--distributed.sp=2"], "do not fit 3 process(es)"),
-        (["--device", "h100", "--distributed.sp=3"], "does not divide the model's 4 attention heads"),
+        (["--device", "h100", "--distributed.sp=4"], "does not divide the model's 6 attention heads"),
         (["--gpus", "1", "--rollout.num_generations=3"], "group would be incomplete"),
         (["--video.height=17"], "multiple of 4"),
         (["--model.family=json:loads"], "describe(model: ModelConfig)"),

@@ -68,6 +68,7 @@ def test_every_legal_video_is_perfect():
             assert scores[name].dtype == torch.float32 and scores[name].shape == (60,)
             assert torch.allclose(scores[name], torch.ones(60), atol=1e-4), name
         assert torch.equal(scores["manifold_distance"], torch.zeros(60))
+        assert torch.equal(scores["aligned"], torch.ones(60))
 
 
 def test_scores_are_deterministic_and_independent_of_the_batch():
@@ -109,7 +110,7 @@ def test_a_wrong_attribute_costs_alignment_alone(attribute, values):
     assert wrong["VQ"] == pytest.approx(1, abs=1e-4) and wrong["MQ"] == pytest.approx(1, abs=1e-4)
     assert 0.3 < wrong["TA"] < 0.45 < mean(blurred(3))["TA"]
     assert wrong["TA"] > mean(pure_noise())["TA"] + 1
-    assert wrong["manifold_distance"] == 0
+    assert wrong["manifold_distance"] == wrong["aligned"] == 0
 
 
 @pytest.mark.parametrize("videos", [BLANK, torch.zeros_like(BLANK), torch.full_like(BLANK, 128), pure_noise()])

@@ -27,9 +27,9 @@ UNUSED_MODULES = ("context_embedder_2", "image_embedder")
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "in_channels": 2 * LATENT_CHANNELS + 1,
     "out_channels": LATENT_CHANNELS,
-    "num_attention_heads": 4,
+    "num_attention_heads": 6,
     "attention_head_dim": 32,
-    "num_layers": 4,
+    "num_layers": 3,
     "num_refiner_layers": 1,
     "mlp_ratio": 4.0,
     "patch_size": 1,

@@ -20,7 +20,7 @@ SPREAD = 0.02
 
 
 class ExactPolicy:
-    """Velocity E[z - x0 | x] of data that are N(atom_k, spread^2 I) for k uniform in the M atoms, whatever the prompt.
+    """Velocity E[z - x0 | x] of data that are N(atom_k, spread^2 I), k uniform in the M atoms unless a prior is given.
 
     `ExactPolicy.velocity` is what `rollout.sample_trajectory` asks for. Computes in the dtype of the atoms: float64 for
     the toy's own, because the weights of two atoms at a small sigma differ by the exponential of a large difference.
@@ -37,12 +37,17 @@ class ExactPolicy:
         self.atoms = atoms.flatten(1)
         self._half_energy = self.atoms.square().sum(1) / 2
 
-    def velocity(self, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-        """Velocity (B, C, F, H, W) at latents of that shape and noise levels sigma (B,), of which none is 0."""
+    def velocity(self, step: int, latents: Tensor, sigma: Tensor, log_prior: Tensor | None = None) -> Tensor:
+        """Velocity (B, C, F, H, W) at latents of that shape and noise levels sigma (B,), of which none is 0.
+
+        log_prior: (B, M), logarithm of each atom's share in the data of a sample's prompt, up to a constant; None is
+        the uniform one, whatever the prompt.
+        """
         s = sigma.to(self.atoms).view(-1, 1)
         x, data = latents.flatten(1).to(self.atoms), 1 - s
         variance = s.square() + (data * self.spread).square()
-        weights = ((data * (x @ self.atoms.T) - data.square() * self._half_energy) / variance).softmax(1)
+        logits = (data * (x @ self.atoms.T) - data.square() * self._half_energy) / variance
+        weights = (logits if log_prior is None else logits + log_prior).softmax(1)
         centre = weights @ self.atoms
         estimate = centre + data * self.spread**2 / variance * (x - data * centre)
         return ((x - estimate) / s).view_as(latents).to(latents.dtype)

@@ -1,6 +1,9 @@
 """The shipped checkpoint loads and says how it was made; pretraining reproduces."""
 
+import itertools
 import json
+import operator
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (
     ASSETS,
     CONFIG_NAME,
@@ -19,9 +23,20 @@ from sage_fast.models.toy.components import (
     read_metadata,
     stored_parameters,
 )
-from sage_fast.models.toy.pretrain import MODULE_COMMAND, PretrainConfig, main, pretrain
+from sage_fast.models.toy.pretrain import (
+    MODULE_COMMAND,
+    PHASES,
+    PretrainConfig,
+    _Data,
+    _optimizers,
+    _train,
+    main,
+    pretrain,
+    shown_by_caption,
+)
 
-TINY = PretrainConfig(steps=3, seed=1, batch_size=4)
+WORDS = [(caption.colour, caption.shape, caption.motion) for caption in all_captions()]
+TINY = PretrainConfig(phases=(replace(PHASES[0], steps=3), replace(PHASES[1], steps=2)), seed=1, batch_size=4)
 
 
 def test_the_shipped_checkpoint_loads():
@@ -44,17 +59,14 @@ def test_the_shipped_checkpoint_loads():
 
 def test_the_shipped_checkpoint_says_how_it_was_made():
     metadata = read_metadata()
-    options = f"--steps {metadata['steps']} --seed {metadata['seed']} --output "
-    # The module had another place when the file was made; MADE_BY.md says what reproduces it today.
-    assert metadata["command"] == f"python -m sage_fast.toy.pretrain {options}sage_fast/toy/assets"
-    today = f"{MODULE_COMMAND} {options}sage_fast/models/toy/assets"
-    assert today in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
-    default = PretrainConfig()
-    for name in PretrainConfig.__dataclass_fields__:
-        assert metadata[name] == str(getattr(default, name)), name
+    command = metadata["command"].removesuffix("DIR")
+    assert command.startswith(f"{MODULE_COMMAND} --steps ")
+    assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
+    for name, value in asdict(PretrainConfig()).items():
+        assert metadata[name] == str(value), name
     assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
     assert json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8")) == TRANSFORMER_CONFIG
-    assert (ASSETS / WEIGHTS_NAME).stat().st_size < 8e6
+    assert (ASSETS / WEIGHTS_NAME).stat().st_size < 20e6
 
 
 def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
@@ -71,8 +83,32 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
 
 
 def test_another_seed_gives_another_model(tmp_path):
-    losses = [pretrain(PretrainConfig(steps=1, seed=seed, batch_size=2), tmp_path, progress=False) for seed in (0, 1)]
+    one_step = PretrainConfig(phases=(replace(PHASES[0], steps=1),), batch_size=2)
+    losses = [pretrain(replace(one_step, seed=seed), tmp_path, progress=False) for seed in (0, 1)]
     assert losses[0] != losses[1]
+
+
+def test_a_phase_goes_on_from_the_weights_of_the_one_before(tmp_path):
+    pretrain(replace(TINY, phases=TINY.phases[:1]), tmp_path / "first", progress=False)
+    losses = pretrain(TINY, tmp_path / "both", progress=False)
+    transformer = build_transformer(TRANSFORMER_CONFIG)
+    first = load_file(tmp_path / "first" / WEIGHTS_NAME)
+    transformer.load_state_dict({name: value.float() for name, value in first.items()}, strict=False)
+    assert _train(transformer, TINY, TINY.phases[1], TINY.seed + 1, None) == losses[TINY.phases[0].steps :]
+    both = load_file(tmp_path / "both" / WEIGHTS_NAME)
+    assert all(torch.equal(value.half(), both[name]) for name, value in stored_parameters(transformer).items())
+
+
+def test_a_phase_has_its_rates_and_its_noise_levels():
+    parameters = dict(build_transformer(TRANSFORMER_CONFIG).named_parameters())
+    for phase in PHASES:
+        rates = [
+            group["lr"] for optimizer in _optimizers(parameters, TINY, phase.rate) for group in optimizer.param_groups
+        ]
+        assert rates == [phase.rate * TINY.learning_rate, phase.rate * TINY.other_learning_rate]
+        data = _Data(TINY, phase, torch.Generator().manual_seed(0))
+        sigma = data.noised(torch.zeros(2000, dtype=torch.int64))[1]
+        assert 0.95 * phase.noised_up_to < sigma.max() <= phase.noised_up_to and sigma.min() >= 1e-3
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
@@ -80,35 +116,64 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sage_fast.models.toy.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
     )
-    main(["--steps", "7", "--seed", "5", "--output", str(tmp_path)])
-    assert calls == [(PretrainConfig(steps=7, seed=5), str(tmp_path))]
-    with pytest.raises(SystemExit):
-        main(["--steps", "0", "--output", str(tmp_path)])
-    assert "at least 1" in capsys.readouterr().err
+    main(["--steps", "7,3,2", "--seed", "5", "--output", str(tmp_path)])
+    phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
+    assert calls == [(PretrainConfig(phases=phases, seed=5), str(tmp_path))]
+    for steps in ("7", "7,3,x"):
+        with pytest.raises(SystemExit):
+            main(["--steps", steps, "--output", str(tmp_path)])
+        assert f"--steps is {steps}: use 3 numbers, such as 8000,5500,4000" in capsys.readouterr().err
 
 
 def test_learning_rate_warms_up_and_decays():
-    config = PretrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
-    rates = [config.learning_rate_at(step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(0.91)
-    assert rates[-1] == pytest.approx(0.01)
+    config = PretrainConfig(warmup_steps=10, decay_share=0.5)
+    rates = [config.rate_at(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[10:50] == [1.0] * 40
+    assert rates[75] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=range(len(PHASES)))
+def test_wrong_captions_differ_in_one_attribute(phase):
+    shares = shown_by_caption(phase)
+    differing = torch.tensor([[list(map(operator.ne, one, other)) for other in WORDS] for one in WORDS])
+    right = 1 - phase.wrong_colour - phase.wrong_shape - phase.wrong_motion
+    expected = {
+        (False, False, False): right,
+        (True, False, False): phase.wrong_colour,
+        (False, True, False): phase.wrong_shape,
+        (False, False, True): phase.wrong_motion,
+    }
+    for which in itertools.product((False, True), repeat=3):
+        found = torch.where((differing == torch.tensor(which)).all(-1), shares, 0)
+        assert torch.allclose(found.sum(1), torch.full((len(WORDS),), expected.get(which, 0.0)), atol=1e-6), which
+        assert len(found[found > 0].unique()) <= 1, "every other value equally often"
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        {"steps": 0},
         {"batch_size": 0},
         {"num_threads": 0},
-        {"num_threads": 0},
         {"shift": 0.0},
+        {"knee": 0.0},
         {"caption_dropout": 1.5},
+        {"path_steps": (9, 8)},
     ],
     ids=str,
 )
 def test_impossible_settings_are_errors(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         PretrainConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"steps": -1}, {"rate": 1.5}, {"noised_up_to": -0.1}, {"wrong_colour": 2.0}, {"wrong_motion": 0.9}],
+    ids=str,
+)
+def test_impossible_phases_are_errors(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        replace(PHASES[2], **setting)
 
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):

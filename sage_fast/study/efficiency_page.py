@@ -45,8 +45,9 @@ and other noise for each estimate, the same for all combinations. An estimate g 
 
 Products of different estimates carry no noise of their own, and errors are standard errors of the jackknife over the
 estimates. A dash is what the estimates do not tell: a signal whose error is as large as the figure itself, so that
-nothing is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1. Each line of
-the results names the commit that it was measured with; base model and recipe are those of that commit.
+nothing is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1.
+
+Each line of the results names the commit that it was measured with; base model and recipe are those of that commit.
 """
 
 

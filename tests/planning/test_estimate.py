@@ -571,7 +571,7 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
     assert "It fits" in capsys.readouterr().out
     assert main([*words, "--memory", "0.001", "--json"]) == 1
     tree = json.loads(capsys.readouterr().out)
-    assert tree["fits"] is False and tree["parameters"] == 7_330_688
+    assert tree["fits"] is False and tree["parameters"] == 9_533_120
     assert tree["peak_memory"] == pytest.approx(sum(tree["memory"][tree["peak_phase"]].values()))
 
 

@@ -7,7 +7,7 @@ Every row samples the same videos from the same noise, so that a difference has 
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,19 +98,25 @@ def _mean(values: Tensor, sign: str = "") -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cache", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into docs/policy.md")
+    return write_tables(argv, "cache", __doc__, lambda prompts: {"samples": table(prompts=prompts)})
+
+
+def write_tables(
+    argv: Sequence[str] | None, kind: str, about: str | None, make: Callable[[int], Mapping[str, str]]
+) -> int:
+    """Command line of a page's tables: print them and, with --write, rebuild the page's blocks of that kind.
+
+    Args:
+        make: tables by block, from a number of prompts.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {kind}", description=(about or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put what is printed into docs/policy.md")
     parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="of the evaluation; default: 24")
     options = parser.parse_args(argv)
-    text = table(prompts=options.prompts)
-    print(text, end="")
+    made = make(options.prompts)
+    print("\n".join(made.values()), end="")
     if options.write:
-        write("cache", lambda name: text)
+        page = renewed(PAGE.read_text("utf-8"), kind, made.__getitem__)
+        with replacing(PAGE) as path:
+            path.write_text(page, "utf-8")
     return 0
-
-
-def write(kind: str, make: Callable[[str], str]) -> None:
-    """Rebuild the page's blocks of a kind."""
-    page = renewed(PAGE.read_text("utf-8"), kind, make)
-    with replacing(PAGE) as path:
-        path.write_text(page, "utf-8")

@@ -4,10 +4,9 @@ python -m benchmarks fp8              print the tables of docs/policy.md; minute
 python -m benchmarks fp8 --write      and put them into the page
 """
 
-import argparse
 from collections.abc import Sequence
 
-from benchmarks.cache import PROMPTS, ROOT, compared, sample, write
+from benchmarks.cache import ROOT, compared, sample, write_tables
 from benchmarks.report import markdown
 from sage_fast.config.load import load_config
 from sage_fast.run.run import build_trainer
@@ -52,12 +51,4 @@ def divergence() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fp8", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put them into docs/policy.md")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="of the evaluation; default: 24")
-    options = parser.parse_args(argv)
-    made = {"samples": samples(options.prompts), "divergence": divergence()}
-    print("\n".join(made.values()), end="")
-    if options.write:
-        write("fp8", made.__getitem__)
-    return 0
+    return write_tables(argv, "fp8", __doc__, lambda prompts: {"samples": samples(prompts), "divergence": divergence()})

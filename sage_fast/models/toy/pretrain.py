@@ -54,7 +54,9 @@ class Phase:
     wrong_colour: float
     """Share of a caption's videos that differ from it in their colour alone."""
     wrong_shape: float
+    """Likewise in their shape."""
     wrong_motion: float
+    """Likewise in their motion."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -111,6 +113,8 @@ class PretrainConfig:
     """CPU threads. Part of the recipe: the order of summation, hence the last bits, depend on it."""
 
     def __post_init__(self) -> None:
+        if not any(phase.steps for phase in self.phases):
+            raise ValueError("phases have no steps: give at least one of them some.")
         for name in ("batch_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1.")

@@ -152,6 +152,7 @@ def test_wrong_captions_differ_in_one_attribute(phase):
 @pytest.mark.parametrize(
     "setting",
     [
+        {"phases": (replace(PHASES[0], steps=0),)},
         {"batch_size": 0},
         {"num_threads": 0},
         {"shift": 0.0},

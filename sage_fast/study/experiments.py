@@ -59,7 +59,7 @@ def _arm(name: str, *overrides: str, kl_share: float | None = None) -> tuple[str
 
 SETTING_A = "--reward.weights={VQ: 1.0, MQ: 1.0, TA: 1.0}"
 SETTING_B = "--reward.weights={VQ: 0.5, MQ: 0.5, TA: 1.0}"
-LONG = ("--training.updates_per_rollout=2", "--training.num_updates=150")
+LONG = ("--training.updates_per_rollout=2", "--training.num_updates=100")
 SHARES = (0.1, 1.0)
 ANCHORED = ("fixed", "stepwise", "moving", "dual")
 PAIR = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")

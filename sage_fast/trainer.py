@@ -313,6 +313,14 @@ class Trainer:
         metrics["time/iteration"] = sum(self._seconds.values())
         return {"update": self.update} | metrics
 
+    def measure_rollout(self) -> dict[str, float]:
+        """Statistics of the rewards of the next rollout, by the names of the metrics. Nothing is trained."""
+        metrics: dict[str, float] = {}
+        self._seconds = {}
+        self.gradient.begin(0.0, None, self._kl_factors())
+        self._score(self._rollout(), metrics)
+        return metrics
+
     def step_gradient_norms(self) -> dict[int, float]:
         """Norm of the surrogate's gradient at each trained step of one rollout, taken alone. Nothing is trained.
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sage_fast.study.experiments import Experiment
+from sage_fast.study.experiments import DISTANCE, Experiment
 from sage_fast.study.findings import Findings
 from sage_fast.study.measures import SAMPLERS
 from sage_fast.tools.curves import COLOURS, new_figure, style_axes
@@ -26,6 +26,7 @@ def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure | Non
         "fig1a": _draw_fig1a,
         "fig9": _draw_fig9,
         "fig2": _draw_fig2,
+        "base": _draw_base,
         "fig4": _draw_fig4,
         "fig3": _draw_fig3,
     }
@@ -122,6 +123,25 @@ def _draw_fig2(findings: Findings) -> "Figure":
     panels[2].set_yticks(range(len(SAMPLERS) + 1), list(reversed(("ode", *SAMPLERS))), fontsize=8)
     panels[2].margins(x=0.25)
     panels[2].grid(visible=False)
+    return figure
+
+
+def _draw_base(findings: Findings) -> "Figure":
+    figure = new_figure(9.5, 3.6)
+    left, right = figure.subplots(1, 2)
+    style_axes(left, "reward of the rollout", "standard deviation in a group", "mean")
+    style_axes(right, "distance")
+    for place, sampler in enumerate(reversed(SAMPLERS)):
+        dots: dict[str, Any] = {"color": COLOUR[sampler], "ms": 5, "alpha": 0.7, "markeredgewidth": 0}
+        spread, reward, distance = (
+            [row.value for row in findings.select("base", quantity, sampler)]
+            for quantity in ("group_std", "reward", DISTANCE)
+        )
+        left.plot(spread, reward, "o", label=sampler, **dots)
+        right.plot(distance, [place] * len(distance), "o", **dots)
+    right.set_yticks(range(len(SAMPLERS)), list(reversed(SAMPLERS)), fontsize=8)
+    right.set_xscale("log")
+    left.legend(frameon=False, fontsize=8, reverse=True)
     return figure
 
 

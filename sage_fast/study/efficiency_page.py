@@ -142,10 +142,13 @@ def _trainings(findings: Findings) -> str:
             found = at_equal_compute(findings, arm).effect
             assert found is not None
             effect = f"{found.mean:+.3g} ({found.low:+.3g} .. {found.high:+.3g})"
-        updates = len(findings.select(CURVES, "area", arm)[0].parts)
         mean = findings.mean(CURVES, "final_reward", arm)
-        lines.append(f"| {arm.replace('-', ' ')} | {updates} | {mean:.3f} | {effect} | {len(rows)} |")
+        lines.append(f"| {arm.replace('-', ' ')} | {_updates(findings, arm)} | {mean:.3f} | {effect} | {len(rows)} |")
     return "\n".join([*lines, "", f"Cost: {_seconds(findings, CURVES) / 3600:.1f} core-hours.", ""])
+
+
+def _updates(findings: Findings, arm: str) -> int:
+    return len(findings.select(CURVES, "area", arm)[0].parts)
 
 
 def _seconds(findings: Findings, experiment: str) -> float:
@@ -178,15 +181,17 @@ def draw_table(findings: Findings) -> "Figure":
 
 
 def draw_curves(findings: Findings) -> "Figure":
-    """Mean reward of the training batches over counted PFLOP, a line per arm, the mean over its seeds."""
+    """Reward of the evaluations over counted PFLOP, a line per arm, the mean over its seeds."""
     figure = new_figure(7.5, 3.8)
     axes = figure.subplots()
-    style_axes(axes, "reward over counted compute", "PFLOP", "mean reward of the rollouts")
+    style_axes(axes, "reward over counted compute", "PFLOP", "mean reward of the evaluations")
     cost = {name.replace(" ", "-"): findings.mean(TABLE, "pflop", name) for name in findings.arms(TABLE, "pflop")}
-    for number, arm in enumerate(findings.arms(CURVES, "area")):
-        curves = zip(*(row.parts for row in findings.select(CURVES, "area", arm)), strict=True)
+    for number, arm in enumerate(findings.arms(CURVES, "learning")):
+        curves = zip(*(row.parts for row in findings.select(CURVES, "learning", arm)), strict=True)
         means = [sum(values) / len(values) for values in curves]
-        axes.plot([cost[arm] * (i + 1) for i in range(len(means))], means, label=arm, **line_style(number))
+        every = _updates(findings, arm) / (len(means) - 1)
+        places = [cost[arm] * every * i for i in range(len(means))]
+        axes.plot(places, means, marker="o", ms=3, label=arm.replace("-", " "), **line_style(number))
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -199,7 +204,7 @@ def write_page(folder: Path, results: str, findings: Findings) -> None:
         partial.write_text(render(kept), "utf-8")
     if kept.rows:
         save_figure(folder / IMAGES, "table", draw_table(kept))
-    if kept.select(CURVES, "area"):
+    if kept.select(CURVES, "learning"):
         save_figure(folder / IMAGES, "curves", draw_curves(kept))
 
 

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sage_fast.checkpoint import checkpoint_name, list_checkpoints
+from sage_fast.evaluation import REWARD
 from sage_fast.study.claims import Evidence, larger
 from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, pflop_per_estimate
 from sage_fast.study.findings import Finding, Findings
@@ -21,6 +23,8 @@ REFERENCES = 4
 """Estimates of the reference for one of each combination: all are compared with its mean."""
 BEST = 5
 """Combinations that are trained, beside the reference."""
+EVALUATIONS = 4
+"""Of each of these trainings, after equal parts of its updates."""
 
 PREPARED = "prepared"
 """The training whose weights and anchor all estimates have."""
@@ -87,8 +91,9 @@ class EfficiencyStudy(Study):
         trainings = []
         for seed in SEEDS:
             for name in (REFERENCE, *ranking(findings)[:BEST]):
-                updates = max(1, round(total / findings.mean(TABLE, "pflop", name)))
-                words = (*self.combinations[name].overrides(self.config), f"--training.num_updates={updates}")
+                every = max(1, round(total / EVALUATIONS / findings.mean(TABLE, "pflop", name)))
+                length = (f"--training.num_updates={EVALUATIONS * every}", f"--evaluation.every={every}")
+                words = (*self.combinations[name].overrides(self.config), *length)
                 trainings.append(Training(arm=name.replace(" ", "-"), overrides=words, seed=seed))
         return trainings
 
@@ -105,7 +110,14 @@ class EfficiencyStudy(Study):
             for training in self.curves(Findings(rows)):
                 if self.trainings.is_finished(training):
                     rows += self.trainings.findings(CURVES, training)
+                    rows.append(replace(rows[-1], quantity="learning", **self._learning(training)))
         return Findings(rows)
+
+    def _learning(self, training: Training) -> dict[str, Any]:
+        """Mean rewards of its evaluations, before the first update and after each part."""
+        run = self.trainings.run(training)
+        means = [fmean(run.evaluation(update).columns()[REWARD]) for update in sorted(run.evaluations)]
+        return {"value": means[-1], "n": len(means), "parts": tuple(means)}
 
     def _with_known_mean(self, row: Finding, findings: Findings) -> Finding:
         """The signal of a lever that has the reference's mean, of which the reference has the most estimates."""

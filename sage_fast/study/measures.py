@@ -1,4 +1,4 @@
-"""What a study measures without training: tables of samplers, the exact policy, gradients of single steps.
+"""What a study measures without training: tables of samplers, the exact policy, the base model, gradients of steps.
 
 As a program it makes one such measurement in a process of its own:
 
@@ -169,6 +169,31 @@ def measure_exact_policy(
                     yield Finding(experiment="fig2", quantity=quantity, arm=arm, seed=seed, value=value, n=count)
 
 
+# ------------------------------------------------------------------------------------------------ base model
+
+
+def measure_rollouts(config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS) -> Iterator[Finding]:
+    """Rewards of one rollout of the base model: the mean of each score, and how far those of a group spread."""
+    for sampler in samplers:
+        trainer = build_trainer(replace(config, seed=seed, rollout=replace(config.rollout, sde_type=sampler)))
+        try:
+            metrics = trainer.measure_rollout()
+        finally:
+            trainer.reward.close()
+        means = {key: value for key, value in metrics.items() if key.startswith("reward/") and key.endswith("mean")}
+        values = {key.removeprefix("reward/").removesuffix("_mean"): value for key, value in means.items()}
+        values |= {"reward": values.pop("mean"), "group_std": metrics["advantage/group_std"]}
+        for quantity, value in values.items():
+            yield Finding(
+                experiment="base",
+                quantity=quantity,
+                arm=sampler,
+                seed=seed,
+                value=value,
+                n=config.rollout.batch_size,
+            )
+
+
 # ------------------------------------------------------------------------------------------------ gradients
 
 
@@ -235,6 +260,7 @@ def measure_speed(config: RunConfig, *, seed: int) -> Iterator[Finding]:
 
 MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {
     "exact": measure_exact_policy,
+    "rollouts": measure_rollouts,
     "gradients": measure_gradients,
     "speed": measure_speed,
     "estimates": measure_estimates,

@@ -9,9 +9,9 @@ import pytest
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.study.claims import Claim, Evidence, judge, larger, smaller
-from sage_fast.study.experiments import ARMS, EXPERIMENTS, chosen_experiments, needs_probe
+from sage_fast.study.experiments import ARMS, DISTANCE, EXPERIMENTS, chosen_experiments, needs_probe
 from sage_fast.study.findings import Finding, Findings, read_findings, write_findings
-from sage_fast.study.measures import TABLES
+from sage_fast.study.measures import SAMPLERS, TABLES
 from sage_fast.tools.effects import seed_effect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_findings_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_tiers_include_those_below_them() -> None:
     quick, standard, full = (chosen_experiments(tier) for tier in ("quick", "standard", "full"))  # type: ignore[arg-type]
-    assert [e.key for e in quick] == ["table1", "fig1a", "fig9", "fig2", "fig4"]
+    assert [e.key for e in quick] == ["table1", "fig1a", "fig9", "fig2", "base", "fig4"]
     assert {e.key for e in quick} < {e.key for e in standard} < {e.key for e in full} == {e.key for e in EXPERIMENTS}
     assert not needs_probe(quick) and needs_probe(standard)
     assert not [training for e in quick for training in e.trainings()]
@@ -122,15 +122,16 @@ def test_every_training_of_the_table_has_a_configuration_of_its_own() -> None:
 def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:
     """With every arm of an experiment measured, every one of its claims has a verdict."""
     for experiment in EXPERIMENTS:
-        if not experiment.arms:
+        arms = SAMPLERS if experiment.key == "base" else experiment.arms
+        if not arms:
             continue
         rows = [
             Finding(
                 experiment=experiment.key, quantity=quantity, arm=arm, seed=seed, value=seed + 0.5, parts=(0.0, 1.0)
             )
-            for arm in experiment.arms
+            for arm in arms
             for seed in (0, 1)
-            for quantity in ("final_reward", "final_overall", "area", "unsteadiness")
+            for quantity in ("final_reward", "final_overall", "area", "unsteadiness", "reward", "group_std", DISTANCE)
         ]
         assert {j.verdict for j in judge(experiment.claims, Findings(rows))} == {"undetectable"}, experiment.key
 

@@ -166,7 +166,7 @@ def test_levers_are_ranked_by_signal_per_flop(tiny_run: MakeRun, tmp_path: Path)
     assert [t.arm for t in curves[:4]] == ["reference-recipe", "fast", "SDE-window", "uniform-pairs"]
     assert len(curves) == 4 * len(lever_study.SEEDS)
     # As many FLOPs each.
-    assert [study.trainings.config(t).training.num_updates for t in curves[:4]] == [20, 50, 80, 33]
+    assert [study.trainings.config(t).training.num_updates for t in curves[:4]] == [20, 48, 80, 32]
 
 
 def test_a_figure_that_is_not_resolved_is_a_dash() -> None:
@@ -190,7 +190,8 @@ def test_the_page_has_trainings_where_there_are_some() -> None:
             parts = (1.0 + lead + 0.01 * seed, 2.0 + lead)
             common = {"experiment": CURVES, "arm": arm, "seed": seed, "parts": parts}
             rows.append(Finding(quantity="final_reward", value=sum(parts) / 2, **common))  # type: ignore[arg-type]
-            rows.append(Finding(quantity="area", value=1.0, **common))  # type: ignore[arg-type]
+            for quantity in ("area", "learning"):
+                rows.append(Finding(quantity=quantity, value=1.0, **common))  # type: ignore[arg-type]
     findings = Findings(rows)
     assert "| fast | 2 | 2.005 | +0.5 (+0.5 .. +0.5) | 3 |" in render(findings)
     for draw in (draw_table, draw_curves):

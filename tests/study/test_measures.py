@@ -19,6 +19,7 @@ from sage_fast.study.measures import (
     make_measurement,
     measure_exact_policy,
     measure_gradients,
+    measure_rollouts,
     measure_speed,
 )
 
@@ -44,6 +45,17 @@ def test_a_family_without_an_exact_policy_is_told(tiny_run: MakeRun) -> None:
     other = replace(config, model=replace(config.model, family="hunyuan15"))
     with pytest.raises(ConfigError, match="has no exact policy"):
         list(measure_exact_policy(other, seed=0))
+
+
+def test_a_rollout_of_the_base_is_scored_and_nothing_is_trained(tiny_run: MakeRun) -> None:
+    config = tiny_run()
+    rows = Findings(list(measure_rollouts(config, seed=0, samplers=("sage_grpo", "cps"))))
+    trained = build_trainer(replace(config, rollout=replace(config.rollout, sde_type="cps")))
+    metrics = trained.iterate()
+    for quantity, key in (("reward", "reward/mean"), ("group_std", "advantage/group_std"), ("TA", "reward/TA_mean")):
+        assert rows.mean("base", quantity, "cps") == metrics[key]
+    assert rows.mean("base", "reward", "cps") != rows.mean("base", "reward", "sage_grpo")
+    assert rows.select("base", "reward", "cps")[0].n == config.rollout.batch_size
 
 
 def test_the_gradient_follows_the_gain_unless_it_is_equalized(tiny_run: MakeRun) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import TrainingConfig, TrainOnConfig
+from sage_fast.config.training_sections import TrainingConfig, TrainOnConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RolloutConfig, SDEWindowConfig, TrainingConfig
+from sage_fast.config.rollout_sections import RolloutConfig, SDEWindowConfig
+from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns

@@ -16,7 +16,8 @@ from sage_fast import single_pass
 from sage_fast import trainer as trainer_module
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
-from sage_fast.config.schema import RunConfig, TrainingConfig, TrainOnConfig
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.training_sections import TrainingConfig, TrainOnConfig
 from sage_fast.data import PAIR_FLOOR, best_and_worst, draw_pairs, inclusion_chances, kl_factors, pair_weights
 from sage_fast.distributed.world import ALONE, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms

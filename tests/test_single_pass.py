@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, TrainingError
-from sage_fast.config.schema import LoraConfig, RunConfig
+from sage_fast.config.model_sections import LoraConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.objective import KL_MODES, kl_uses
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import build_trainer

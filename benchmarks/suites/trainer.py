@@ -36,7 +36,7 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, attention_backend, random_inputs, random_transformer
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
-from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.lora import trainable_parameters
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.parallelize import Gathering
 from sage_fast.distributed.snapshot import WeightSnapshot

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import TRANSFORMERS, resolve
-from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.joint import SequenceLayout
 from sage_fast.models.reuse import FeatureCache
 from sage_fast.records import PromptEmbeds

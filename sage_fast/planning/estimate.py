@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import ModelConfig, RunConfig
+from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.models.transformer import LIGHTER, Checkpointing

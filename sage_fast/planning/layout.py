@@ -11,7 +11,8 @@ from typing import Literal
 
 from sage_fast.config.distributed import DistributedConfig, check_heads
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RolloutConfig, RunConfig, check_batch
+from sage_fast.config.rollout_sections import RolloutConfig
+from sage_fast.config.schema import RunConfig, check_batch
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""

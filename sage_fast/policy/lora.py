@@ -21,7 +21,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.config.schema import LoraConfig
+from sage_fast.config.model_sections import LoraConfig
 from sage_fast.models.transformer import dead_modules, is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS, resolve
-from sage_fast.config.schema import RewardConfig, VideoConfig
+from sage_fast.config.rollout_sections import VideoConfig
+from sage_fast.config.training_sections import RewardConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
 

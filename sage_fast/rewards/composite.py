@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.schema import RewardConfig
+from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Sample
 from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch, find_reward
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.schema import RewardConfig
+from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe_batch
 from sage_fast.rewards.composite import CompositeReward

@@ -22,7 +22,8 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES, resolve
-from sage_fast.config.schema import RunConfig, SDEType, VideoConfig
+from sage_fast.config.rollout_sections import SDEType, VideoConfig
+from sage_fast.config.schema import RunConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import initial_latents, sample_trajectory

@@ -194,7 +194,7 @@ def _diffusers_code(result: Export, config: RunConfig, where: str) -> str:
         ]
     else:
         lines += [
-            "from sage_fast.config.schema import ModelConfig",
+            "from sage_fast.config.model_sections import ModelConfig",
             "from sage_fast.models.family import load_components",
             "",
             f"model = ModelConfig(family={config.model.family!r}, path={config.model.path!r})",

@@ -24,7 +24,8 @@ import yaml
 
 from sage_fast.commands.cli import main
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import OptimizerConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import by_dotted_key, to_dict
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.distributed.hostfile import HostfileError, read_hostfile
 from sage_fast.run.prompt_files import read_prompts

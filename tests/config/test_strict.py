@@ -10,8 +10,10 @@ from sage_fast.commands.cli import main
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, resolve
-from sage_fast.config.schema import DataConfig, ModelConfig, RunConfig, by_dotted_key, to_dict
+from sage_fast.config.rollout_sections import DataConfig
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.config.text_files import MAX_DEPTH, dump_yaml, read_json, read_yaml
 from sage_fast.models.family import load_components
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from sage_fast import accelerate
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad

@@ -10,7 +10,8 @@ from torch import distributed as dist
 
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import DataConfig, RunConfig, to_dict
+from sage_fast.config.rollout_sections import DataConfig
+from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed import launch
 from sage_fast.distributed.failure import selfcheck
 from sage_fast.distributed.world import ALONE, World

@@ -15,7 +15,7 @@ import torch
 
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.deepspeed.zero_config import read_config
 from tests.models.hunyuan15.oracle import tiny_transformer
 

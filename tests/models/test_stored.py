@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import load_components, open_components
 from sage_fast.models.hunyuan15.loading import open_transformer
 from sage_fast.models.stored import StoredWeights

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import model_family
 from sage_fast.models.stored import StoredWeights
 from sage_fast.models.streamed import save_transformer

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.schema import RewardConfig, RunConfig
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
@@ -461,7 +462,7 @@ def test_a_second_ctrl_c_ends_the_wait_of_a_run(started: Callable[..., RewardPro
 PARENT = """
 import signal, sys, torch
 from pathlib import Path
-from sage_fast.config.schema import RewardConfig
+from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.worker import RewardProcess
 

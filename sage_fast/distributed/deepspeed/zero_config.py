@@ -20,8 +20,8 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import OptimizerConfig
 from sage_fast.config.text_files import read_json, read_text
+from sage_fast.config.training_sections import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 

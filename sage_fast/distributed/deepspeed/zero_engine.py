@@ -31,7 +31,7 @@ from torch.optim import AdamW
 
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import OptimizerConfig
+from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.deepspeed.gathering import BlockGathering
 from sage_fast.distributed.deepspeed.zero_config import ZeroConfig, read_config
 from sage_fast.distributed.engine import Phase, TensorSource

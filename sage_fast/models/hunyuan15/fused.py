@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.attention.joint import JointAttention, SequenceLayout

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement
 from sage_fast.models.hunyuan15.requirements import (

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.hub import Requirement, fetch_command, local_folder, missing_files, require
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"

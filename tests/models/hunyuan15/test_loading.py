@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import load_components, model_family
 from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.hunyuan15.loading import cache_folder

@@ -18,7 +18,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_fast.config.schema import LoraConfig, ModelConfig
+from sage_fast.config.model_sections import LoraConfig, ModelConfig
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.models.hunyuan15.layouts import stored_adapter, stored_config
 from sage_fast.models.hunyuan15.official_layout import convert_transformer, convert_vae

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (

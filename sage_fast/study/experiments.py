@@ -5,15 +5,23 @@ What the paper reports stands here only where a figure of it is known; the order
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.study.claims import Claim, Evidence, larger, smaller
-from sage_fast.study.findings import Findings
+from sage_fast.study.claims import Claim, larger, smaller
+from sage_fast.study.evidence import (
+    REFERENCE,
+    below_flow,
+    last_smallest,
+    less_in_high_noise,
+    margin_decides,
+    nearer_at_equal_exploration,
+    slope_is_one,
+    spread_over,
+    steadier,
+)
 from sage_fast.study.measures import SAMPLERS
 from sage_fast.study.trainings import PROBE, PROBE_WEIGHT, Training
-from sage_fast.tools.effects import seed_effect
 
 Tier = Literal["quick", "standard", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
@@ -62,7 +70,7 @@ SETTING_B = "--reward.weights={VQ: 0.5, MQ: 0.5, TA: 1.0}"
 LONG = ("--training.updates_per_rollout=2", "--training.num_updates=100")
 SHARES = (0.1, 1.0)
 ANCHORED = ("fixed", "stepwise", "moving", "dual")
-PAIR = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
+PLAIN = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
 """Samplers that the equalizer is switched off for."""
 
 
@@ -77,7 +85,7 @@ def _sampler(name: str) -> tuple[str, str]:
 ARMS: Mapping[str, Callable[[int], Training]] = dict(
     [
         *(_arm(name, *_sampler(name)) for name in SAMPLERS),
-        *(_arm(f"{name}-plain", f"--rollout.sde_type={name}", "--objective.equalizer=false") for name in PAIR),
+        *(_arm(f"{name}-plain", f"--rollout.sde_type={name}", "--objective.equalizer=false") for name in PLAIN),
         *(_arm(f"B-{name}", *_sampler(name), SETTING_B) for name in SAMPLERS),
         *(_arm(f"A-{name}", *_sampler(name), SETTING_A) for name in SAMPLERS),
         _arm("kl-none", *LONG, "--objective.kl_mode=none"),
@@ -102,126 +110,8 @@ ARMS: Mapping[str, Callable[[int], Training]] = dict(
 """Trainings of a seed by the name of their arm."""
 
 
-# ------------------------------------------------------------------------------------------------ exact evidence
-
-
-def _below(findings: Findings, experiment: str, quantity: str, one: str, other: str) -> bool:
-    return findings.mean(experiment, quantity, one) < findings.mean(experiment, quantity, other)
-
-
-def _below_flow(first: bool) -> Callable[[Findings], Evidence]:
-    """Whether SAGE's noise is below FlowGRPO's at the first step, or at all others, for every number of steps."""
-
-    def measure(findings: Findings) -> Evidence:
-        steps: list[tuple[str, float, float]] = []
-        for arm in findings.arms("table1", "std"):
-            name, _, count = arm.partition(", ")
-            if name == "sage_grpo":
-                (ours,), (theirs,) = (findings.select("table1", "std", f"{n}, {count}") for n in (name, "flow_grpo"))
-                chosen = slice(0, 1) if first else slice(1, None)
-                steps += [(count, *pair) for pair in zip(ours.parts[chosen], theirs.parts[chosen], strict=True)]
-        if not steps:
-            raise KeyError("table1")
-        below = sum(one < other for _, one, other in steps)
-        text = "; ".join(f"{count}: {one:.2f} and {other:.2f}" for count, one, other in steps)
-        return Evidence(ours=text if first else f"at {below} of {len(steps)} steps", holds=below == len(steps))
-
-    return measure
-
-
-def _last_smallest(findings: Findings) -> Evidence:
-    rows = [
-        [findings.mean("table1", "last", f"{name}, T=20") for name in ("sage_grpo", "flow_grpo", "dance_grpo")],
-        [findings.mean("table1", "last", f"{name}, T=100") for name in ("sage_grpo", "flow_grpo", "dance_grpo")],
-    ]
-    text = "; ".join(f"T = {t}: {a:.3f}, {b:.3f}, {c:.3f}" for t, (a, b, c) in zip((20, 100), rows, strict=True))
-    return Evidence(ours=text, holds=all(a < b < c for a, b, c in rows))
-
-
-def _spread_over(experiment: str, prefix: str) -> Callable[[Findings], Evidence]:
-    """Whether the noise of the high-noise region varies less for SAGE than for FlowGRPO over a schedule setting."""
-
-    def measure(findings: Findings) -> Evidence:
-        ratios = []
-        for name in ("sage_grpo", "flow_grpo"):
-            arms = [a for a in findings.arms(experiment, "high_noise_variance") if a.startswith(f"{name}, {prefix}")]
-            values = [findings.mean(experiment, "high_noise_variance", arm) for arm in arms]
-            if not values:
-                raise KeyError(experiment)
-            ratios.append((max(values) / min(values), min(values), max(values)))
-        (sage, low, high), (flow, flow_low, flow_high) = ratios
-        text = f"{low:.2f} to {high:.2f} and {flow_low:.2f} to {flow_high:.2f}"
-        return Evidence(ours=text, holds=sage < flow)
-
-    return measure
-
-
-def _steadier(findings: Findings) -> Evidence:
-    ratios = []
-    for name in ("sage_grpo", "flow_grpo", "dance_grpo"):
-        rows = findings.select("fig1a", "std", name)
-        if not rows:
-            raise KeyError("fig1a")
-        ratios.append(max(rows[0].parts) / min(rows[0].parts))
-    return Evidence(ours=", ".join(f"{ratio:.1f}" for ratio in ratios), holds=ratios[0] < min(ratios[1:]))
-
-
-def _less_in_high_noise(findings: Findings) -> Evidence:
-    values = [findings.mean("fig1a", "high_noise_variance", name) for name in ("sage_grpo", "flow_grpo")]
-    return Evidence(ours=f"{values[0]:.3f} and {values[1]:.3f}", holds=values[0] < values[1])
-
-
-def _margin_decides(findings: Findings) -> Evidence:
-    arms = [arm for arm in findings.arms("fig9", "first") if "margin=" in arm]
-    variances = [findings.mean("fig9", "first", arm) ** 2 for arm in arms]
-    if not variances:
-        raise KeyError("fig9")
-    text = ", ".join(f"{v:.2g} ({arm.partition('=')[2]})" for v, arm in zip(variances, arms, strict=True))
-    return Evidence(ours=text, holds=max(variances) > 10 * min(variances))
-
-
-def _nearer_at_equal_exploration(findings: Findings) -> Evidence:
-    """FlowGRPO's distance, interpolated over eta to where it explores as much as SAGE, minus SAGE's."""
-    seeds = findings.seeds("fig2")
-    ours, theirs = [], []
-    for seed in seeds:
-        points = sorted(
-            (
-                findings.by_seed("fig2", "exploration", arm)[seed].value,
-                findings.by_seed("fig2", "distance", arm)[seed].value,
-            )
-            for arm in findings.arms("fig2", "distance")
-            if arm.startswith("flow_grpo, T=20")
-        )
-        wanted = findings.by_seed("fig2", "exploration", _at("sage_grpo"))[seed].value
-        ours.append(findings.by_seed("fig2", "distance", _at("sage_grpo"))[seed].value)
-        theirs.append(_interpolate(points, wanted))
-    if len(seeds) < 2:
-        raise KeyError("fig2")
-    effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])
-    return Evidence(ours=f"{sum(ours) / len(ours):.4f} and {sum(theirs) / len(theirs):.4f}", effect=effect)
-
-
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The y at an x between points that ascend in x; that of the nearest end outside of them."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[0][1] if x < points[0][0] else points[-1][1]
-
-
-def _slope_is_one(findings: Findings) -> Evidence:
-    """Positive as far as the slope lies inside 1 +- 0.25."""
-    values = [row.value for row in findings.select("fig4", "slope", "sage_grpo, plain")]
-    if len(values) < 2:
-        raise KeyError("fig4")
-    effect = seed_effect([0.25 - abs(value - 1) for value in values])
-    return Evidence(ours=f"slope {sum(values) / len(values):.2f}", effect=effect)
-
-
 # ------------------------------------------------------------------------------------------------ the table
 
-REFERENCE = "T=20, eta=0.5"
 DISTANCE = "manifold_distance"
 """The score of `rewards.toy` that tells how far a video is from the data."""
 
@@ -263,19 +153,19 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Claim(
                 key="first",
                 text="SAGE's first step has a smaller standard deviation than FlowGRPO's (T = 10, 20, 40, 100).",
-                measure=_below_flow(first=True),
+                measure=below_flow(first=True),
             ),
-            Claim(key="later", text="So has every later step.", measure=_below_flow(first=False)),
+            Claim(key="later", text="So has every later step.", measure=below_flow(first=False)),
             Claim(
                 key="last",
                 text="SAGE's last step, whose noise stays in the sample, has a smaller standard deviation than "
                 "FlowGRPO's, and that than DanceGRPO's.",
-                measure=_last_smallest,
+                measure=last_smallest,
             ),
             Claim(
                 key="stable",
                 text="The variance that SAGE adds at high noise depends less on the number of steps than FlowGRPO's.",
-                measure=_spread_over("table1", "T="),
+                measure=spread_over("table1", "T="),
             ),
         ),
     ),
@@ -288,13 +178,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Claim(
                 key="high_noise",
                 text="From sigma 0.9 up SAGE adds less variance than FlowGRPO.",
-                measure=_less_in_high_noise,
+                measure=less_in_high_noise,
             ),
             Claim(
                 key="steady",
                 text="Within a rollout SAGE's noise is steadier (largest over smallest step) than FlowGRPO's and "
                 "DanceGRPO's.",
-                measure=_steadier,
+                measure=steadier,
             ),
         ),
     ),
@@ -308,13 +198,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Claim(
                 key="stable",
                 text="The variance that SAGE adds at high noise depends less on the shift than FlowGRPO's.",
-                measure=_spread_over("fig9", "shift="),
+                measure=spread_over("fig9", "shift="),
             ),
             Claim(
                 key="margin",
                 text="The margin that keeps SAGE's first step finite decides its variance, which changes more than "
                 "tenfold from margin 0.001 to 0.01.",
-                measure=_margin_decides,
+                measure=margin_decides,
                 by="this project",
             ),
         ),
@@ -342,7 +232,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 key="frontier",
                 text="Where both reach as many videos from one start (T = 20), SAGE lies nearer to the manifold than "
                 "FlowGRPO.",
-                measure=_nearer_at_equal_exploration,
+                measure=nearer_at_equal_exploration,
             ),
             Claim(
                 key="exact_nearer",
@@ -408,7 +298,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 key="law",
                 text="Without the equalizer the gradient norm of a step is proportional to its gain b/std (slope "
                 "between their logarithms 1 ± 0.25).",
-                measure=_slope_is_one,
+                measure=slope_is_one,
             ),
             Claim(
                 key="equalizer",
@@ -422,7 +312,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="Figure 3: training with the equalizer and without",
         tier="standard",
         seeds=(0, 1, 2, 3, 4, 5),
-        arms=(*PAIR, *(f"{name}-plain" for name in PAIR)),
+        arms=(*PLAIN, *(f"{name}-plain" for name in PLAIN)),
         caption="Mean reward of the training batches, mean and standard deviation over the seeds.",
         claims=(
             Claim(

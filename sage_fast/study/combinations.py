@@ -22,6 +22,7 @@ class Combination:
 
     name: the lever's in docs/performance.md, where it is there. options: overrides without dashes; {half} and {quarter}
     stand for shares of rollout.num_steps. kind: whether the gradient is the reference's, is so on average, or is not.
+    single_pass: whether the gradient is taken during the rollout. It is the same gradient.
 
     Example: `Combination(name="fewer steps", kind="biased", options=("rollout.num_steps={half}",))`
     """
@@ -29,13 +30,14 @@ class Combination:
     name: str
     kind: Kind
     options: tuple[str, ...] = ()
+    single_pass: bool = False
 
-    def overrides(self, config: RunConfig) -> list[str]:
-        """As words of the command line, over a configuration."""
+    def overrides(self, config: RunConfig, *, two_phase: bool = False) -> list[str]:
+        """As words of the command line, over a configuration; with two_phase without the single pass."""
         steps = config.rollout.num_steps
         parts = {"{half}": str(max(2, steps // 2)), "{quarter}": str(max(1, steps // 4))}
         words = []
-        for option in self.options:
+        for option in (*self.options, *(_SINGLE if self.single_pass and not two_phase else ())):
             for name, value in parts.items():
                 option = option.replace(name, value)
             words.append(f"--{option}")
@@ -50,15 +52,15 @@ _EXTREMES = ("rollout.num_generations=16", "training.train_on.best=4", "training
 
 COMBINATIONS = (
     Combination(name=REFERENCE, kind="exact"),
-    Combination(name="single pass", kind="exact", options=_SINGLE),
+    Combination(name="single pass", kind="exact", single_pass=True),
     Combination(name="KL at a quarter of the steps", kind="unbiased", options=(_QUARTER_KL,)),
-    Combination(name="KL at a quarter, single pass", kind="unbiased", options=(_QUARTER_KL, *_SINGLE)),
+    Combination(name="KL at a quarter, single pass", kind="unbiased", options=(_QUARTER_KL,), single_pass=True),
     Combination(name="uniform pairs", kind="unbiased", options=(_UNIFORM,)),
     Combination(name="weighted pairs", kind="unbiased", options=(_WEIGHTED,)),
     Combination(name="weighted pairs, a quarter", kind="unbiased", options=(_WEIGHTED, "training.pair_fraction=0.25")),
     Combination(name=FAST, kind="unbiased", options=(_QUARTER_KL, _WEIGHTED)),
     Combination(name="no KL to an anchor", kind="biased", options=("objective.kl_mode=none",)),
-    Combination(name="no KL, single pass", kind="biased", options=("objective.kl_mode=none", *_SINGLE)),
+    Combination(name="no KL, single pass", kind="biased", options=("objective.kl_mode=none",), single_pass=True),
     Combination(name="SDE window", kind="biased", options=(_WINDOW,)),
     Combination(name="SDE window, fast", kind="biased", options=(_WINDOW, _QUARTER_KL, _WEIGHTED)),
     Combination(name="SDE window, shared start", kind="biased", options=(_WINDOW, "rollout.shared_initial_noise=true")),

@@ -130,7 +130,8 @@ def _trainings(findings: Findings) -> str:
         f"![Reward over counted FLOPs]({IMAGES}/curves.png)",
         "",
         "Whole trainings, each of as many counted FLOPs as the reference recipe's. Reward of the final evaluation by "
-        "the ODE; intervals count seeds and prompts as crossed random effects.",
+        "the ODE; intervals count seeds and prompts as crossed random effects. Those of a single pass are made in two "
+        "phases, which have the same gradient, at the single pass's cost.",
         "",
         "| levers | updates | reward | over the reference, 95 % | seeds |",
         "|---|---|---|---|---|",

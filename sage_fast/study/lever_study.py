@@ -86,14 +86,18 @@ class EfficiencyStudy(Study):
         return run_jobs(self.training_jobs(missing), processes, tell)
 
     def curves(self, findings: Findings) -> list[Training]:
-        """Trainings at equal compute, seed by seed: the reference's has the configuration's number of updates."""
+        """Trainings at equal compute, seed by seed: the reference's has the configuration's number of updates.
+
+        A single pass has the gradient of two phases, video by video, and is slower on a CPU: its trainings are made in
+        two phases, of as many updates as its own cost allows.
+        """
         total = self.config.training.num_updates * findings.mean(TABLE, "pflop", REFERENCE)
         trainings = []
         for seed in SEEDS:
             for name in (REFERENCE, *ranking(findings)[:BEST]):
                 every = max(1, round(total / EVALUATIONS / findings.mean(TABLE, "pflop", name)))
                 length = (f"--training.num_updates={EVALUATIONS * every}", f"--evaluation.every={every}")
-                words = (*self.combinations[name].overrides(self.config), *length)
+                words = (*self.combinations[name].overrides(self.config, two_phase=True), *length)
                 trainings.append(Training(arm=name.replace(" ", "-"), overrides=words, seed=seed))
         return trainings
 

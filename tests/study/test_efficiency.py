@@ -115,6 +115,7 @@ def test_steps_are_shares_of_the_configuration(tiny_run: MakeRun) -> None:
     by_name = {combination.name: combination for combination in COMBINATIONS}
     assert by_name["SDE window"].overrides(config) == ["--rollout.sde_window.size=1"]
     assert by_name["fewer steps"].overrides(config) == ["--rollout.num_steps=2"]
+    assert by_name["no KL, single pass"].overrides(config, two_phase=True) == ["--objective.kl_mode=none"]
 
 
 @pytest.mark.parametrize("preset", [DEFAULT_CONFIG, [PRICED]], ids=" ".join)

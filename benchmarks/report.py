@@ -24,6 +24,7 @@ from benchmarks import goals, harness, results
 from benchmarks.results import Record, Result, Rows
 from benchmarks.workload import NUM_STEPS
 from sage_fast.study.findings import read_findings
+from sage_fast.study.lever_study import TABLE, is_told
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
@@ -189,8 +190,9 @@ def levers_block(found: Results, *, kind: str) -> str:
 
 def signal_kept(lever: str) -> str:
     """What a gradient with a lever keeps of the reference's signal, with its standard error; a dash if not known."""
-    rows = [row for row in read_findings(SIGNAL).select("efficiency", "kept", lever) if row.is_resolved]
-    return f"{rows[0].value:.2f} ± {rows[0].stderr:.2f}" if rows else "–"
+    found = read_findings(SIGNAL)
+    rows = found.select(TABLE, "kept", lever)
+    return f"{rows[0].value:.2f} ± {rows[0].stderr:.2f}" if rows and is_told(found, lever) else "–"
 
 
 def recipes_block(found: Results) -> str:

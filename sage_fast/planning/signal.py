@@ -11,9 +11,9 @@ from sage_fast.config.schema import RunConfig
 
 KEPT = {
     "KL at a quarter of the steps": 1.0,
-    "uniform pairs": 0.51,
-    "weighted pairs": 0.67,
-    "SDE window": 0.23,
+    "uniform pairs": 0.52,
+    "weighted pairs": 0.7,
+    "SDE window": 0.25,
 }
 """tr Var r of the reference over tr Var g by combination, as docs/results/efficiency.jsonl has it."""
 
@@ -23,7 +23,7 @@ def relative_signal(config: RunConfig) -> float:
 
     Only the levers that leave a part out count; exact ones keep 1. The size of the groups does not change the noise.
 
-    Example: 1.0 for the reference recipe, and 0.51 for it with `training.pairs: uniform`, at one half of them.
+    Example: 1.0 for the reference recipe, and 0.52 for it with `training.pairs: uniform`, at one half of them.
     """
     training, rollout = config.training, config.rollout
     signal = _of_share("KL at a quarter of the steps", 0.25, config.objective.kl_position_fraction)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast.config.files import replacing
-from sage_fast.study.combinations import COMBINATIONS, REFERENCE
+from sage_fast.study.combinations import REFERENCE
 from sage_fast.study.findings import COST, Finding, Findings, read_findings, write_findings
-from sage_fast.study.lever_study import CURVES, TABLE, at_equal_compute, gain, ranking
+from sage_fast.study.lever_study import CURVES, KINDS, TABLE, at_equal_compute, gain, is_told, ranking
 from sage_fast.tools.curves import COLOURS, line_style, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 PAGE, RESULTS, IMAGES = "efficiency.md", "results/efficiency.jsonl", "images/efficiency"
 """Page, results and figures below the folder of the documents."""
-
-KINDS = {combination.name: combination.kind for combination in COMBINATIONS}
 
 HEADER = (
     *("levers", "gradient", "PFLOP", "relative variance", "noise", "bias", "cosine"),
@@ -44,8 +42,9 @@ and other noise for each estimate, the same for all combinations. An estimate g 
   over what an estimate costs, both in multiples of the reference recipe's.
 
 Products of different estimates carry no noise of their own, and errors are standard errors of the jackknife over the
-estimates. A dash is what the estimates do not tell: a signal whose error is as large as the figure itself, so that
-nothing is known of how good the lever is, and a cosine that is lost in the noise or whose error is above 1.
+estimates. A dash is what the estimates do not tell: what a biased lever keeps, where that or half of the reference
+recipe's signal is no larger than its error, so that nothing is known of how good the lever is; and a cosine that is
+lost in the noise or whose error is above 1.
 
 Each line of the results names the commit that it was measured with; base model and recipe are those of that commit.
 """
@@ -101,7 +100,7 @@ def _kept_and_gain(findings: Findings, name: str) -> tuple[str, str]:
     (kept,), (value, error) = findings.select(TABLE, "kept", name), gain(findings, name)
     if KINDS.get(name) == "exact":
         return "1", f"{value:.2f}x"
-    return (_number(kept), f"{value:.2f} ± {error:.2f}x") if kept.is_resolved else ("–", "–")
+    return (_number(kept), f"{value:.2f} ± {error:.2f}x") if is_told(findings, name) else ("–", "–")
 
 
 def _relative_variance(signal: Finding) -> str:
@@ -163,7 +162,7 @@ def _made_with(row: Finding) -> str:
 
 def draw_table(findings: Findings) -> "Figure":
     """Signal per FLOP of every combination for which it is resolved, in multiples of the reference."""
-    names = [name for name in ranking(findings)[::-1] if findings.select(TABLE, "kept", name)[0].is_resolved]
+    names = [name for name in ranking(findings)[::-1] if is_told(findings, name)]
     gains = [gain(findings, name) for name in names]
     figure = new_figure(7.5, 1.2 + 0.26 * len(names))
     axes = figure.subplots()

@@ -38,11 +38,6 @@ class Finding:
     torch: str = ""
     commit: str = ""
 
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the value is larger than its standard error."""
-        return abs(self.value) > (self.stderr or 0.0)
-
 
 @dataclass(frozen=True)
 class Findings:

@@ -18,6 +18,8 @@ from sage_fast.study.trainings import Training
 TABLE, CURVES = "efficiency", "efficiency-training"
 """Experiments of the findings: signal of estimates, and trainings at equal compute."""
 
+KINDS = {combination.name: combination.kind for combination in COMBINATIONS}
+
 SEEDS = (0, 1, 2, 3, 4, 5)
 REFERENCES = 4
 """Estimates of the reference for one of each combination: all are compared with its mean."""
@@ -165,10 +167,25 @@ def gain(findings: Findings, name: str) -> tuple[float, float]:
     return kept.value * cheaper, (kept.stderr or 0.0) * cheaper
 
 
+def is_told(findings: Findings, name: str) -> bool:
+    """Whether the estimates tell what a combination keeps of the signal.
+
+    Where the mean is known to be the reference's they always do. Else what is kept is measured along the reference's
+    mean, which has to stand out of the noise, and so has what is kept.
+    """
+    if KINDS.get(name) != "biased":
+        return True
+    (whole,), (kept,) = findings.select(TABLE, "signal", REFERENCE), findings.select(TABLE, "kept", name)
+    return whole.value > 2 * (whole.stderr or 0.0) and kept.value > (kept.stderr or 0.0)
+
+
 def ranking(findings: Findings) -> list[str]:
-    """Names of the combinations other than the reference, most signal per FLOP first, less a standard error."""
+    """Names of the combinations other than the reference, most signal per FLOP first, less a standard error.
+
+    Those of which nothing is told come last.
+    """
     gains = {name: gain(findings, name) for name in findings.arms(TABLE, "kept") if name != REFERENCE}
-    return sorted(gains, key=lambda name: gains[name][1] - gains[name][0])
+    return sorted(gains, key=lambda name: (not is_told(findings, name), gains[name][1] - gains[name][0]))
 
 
 def at_equal_compute(findings: Findings, arm: str) -> Evidence:

@@ -31,7 +31,7 @@ from sage_fast.study.estimators import (
     signal,
 )
 from sage_fast.study.findings import Finding, Findings, read_findings
-from sage_fast.study.lever_study import CURVES, TABLE, EfficiencyStudy, gain, ranking
+from sage_fast.study.lever_study import CURVES, TABLE, EfficiencyStudy, gain, is_told, ranking
 from sage_fast.study.runner import Job, Outcome
 from sage_fast.tools.curves import to_svg
 
@@ -144,11 +144,11 @@ def test_costs_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------ the study
 
 
-def made_up(arms: dict[str, tuple[float, float]]) -> list[Finding]:
+def made_up(arms: dict[str, tuple[float, float]], signal: float = 0.3) -> list[Finding]:
     """kept and pflop by arm."""
     rows = []
     for arm, (share, pflop) in arms.items():
-        values = {"noise": 2.0, "signal": 0.01, "bias": 0.1, "cosine": 0.9, "kept": share}
+        values = {"noise": 2.0, "signal": signal, "bias": 0.1, "cosine": 0.9, "kept": share}
         rows += [Finding(experiment=TABLE, quantity=q, arm=arm, value=v, stderr=0.1, n=24) for q, v in values.items()]
         rows.append(Finding(experiment=TABLE, quantity="pflop", arm=arm, value=pflop))
     return rows
@@ -157,7 +157,7 @@ def made_up(arms: dict[str, tuple[float, float]]) -> list[Finding]:
 def test_levers_are_ranked_by_signal_per_flop(tiny_run: MakeRun, tmp_path: Path) -> None:
     arms = {REFERENCE: (1.0, 200.0), "uniform pairs": (0.5, 120.0), "fast": (0.8, 80.0), "SDE window": (0.4, 50.0)}
     findings = Findings(made_up(arms))
-    assert "| fast | unbiased | 80 | > 5 | 2.00 ± 0.10 | 0.10 ± 0.10 |" in render(findings)
+    assert "| fast | unbiased | 80 | 3 ± 1 | 2.00 ± 0.10 | 0.10 ± 0.10 |" in render(findings)
     assert ranking(findings) == ["fast", "SDE window", "uniform pairs"]
     assert gain(findings, "fast") == pytest.approx((2.0, 0.25))
     file = tmp_path / "new.yaml"
@@ -174,12 +174,18 @@ def test_a_figure_that_is_not_resolved_is_a_dash() -> None:
     rows = made_up({REFERENCE: (1.0, 200.0), "uniform pairs": (0.5, 120.0), "SDE window": (0.1, 50.0)})
     findings = Findings([replace(row, stderr=1.1) if row.quantity == "cosine" else row for row in rows])
     page = render(findings)
-    assert "| 0.10 ± 0.10 | – | 0.083 ± 0.833 | 0.50 ± 0.10 | 0.83 ± 0.17x |" in page
-    assert "| 0.10 ± 0.10 | – | 0.200 ± 2.000 | – | – |" in page
+    assert "| 0.10 ± 0.10 | – | 2.500 ± 0.833 | 0.50 ± 0.10 | 0.83 ± 0.17x |" in page
+    assert "| 0.10 ± 0.10 | – | 6.000 ± 2.000 | – | – |" in page
     assert "| 0.10 ± 0.10 | 0.90 ± 0.10 |" in render(Findings(rows))
     assert [line.split()[-1] for line in summary(findings).splitlines()[2:-1]] == ["0.17x", "–"]
     (labels,) = [axes.get_yticklabels() for axes in draw_table(findings).axes]
     assert [label.get_text() for label in labels] == ["uniform pairs"]
+    # However much is kept: along a mean that is lost in the noise it says nothing.
+    high = {REFERENCE: (1.0, 200.0), "uniform pairs": (0.5, 120.0), "SDE window": (9.0, 50.0)}
+    seen, lost = (Findings(made_up(high, whole)) for whole in (0.3, 0.1))
+    assert is_told(seen, "SDE window") and ranking(seen) == ["SDE window", "uniform pairs"]
+    assert not is_told(lost, "SDE window") and ranking(lost) == ["uniform pairs", "SDE window"]
+    assert "| > 3 | 2.00 ± 0.10 |" in render(lost)
 
 
 def test_the_page_has_trainings_where_there_are_some() -> None:

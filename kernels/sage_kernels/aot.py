@@ -299,18 +299,26 @@ def records(builds: Sequence[Build]) -> str:
 def page(text: str) -> str:
     """The Markdown page of the builds in `records`."""
     content = json.loads(text)
+    instructions = " and ".join(f"{most} (`{kernel}`)" for kernel, most in INSTRUCTIONS.items())
     lines = [
         "# Kernels as compiled",
         "",
-        "Made by `python -m sage_kernels.aot --write` from kernels/aot.json "
-        f"(Triton {content['triton']}); no GPU is needed. Every kernel that the benchmark cases launch is built as "
-        "they launch it. Limits, held by a test: at most "
-        f"{MAX_REGISTERS} registers a thread, no stack, local memory or spills, no more programs a multiprocessor than "
-        f"fit, no stream loaded behind a barrier, and at least {STREAMING_BYTES} bytes a thread in every access to a "
-        f"stream; instructions an element {INSTRUCTIONS}. Widths are bytes a thread, streams in bold. Shapes are "
-        "those of HunyuanVideo-1.5 (width 2048, 16 heads of 128). Launch settings of all three architectures follow "
-        "from these figures; none has been timed on an A100, an H100 or a B200. Barriers are looked for in the PTX, "
-        "whose loads the assembler may still move.",
+        "What the compiler makes of every kernel that the benchmark cases launch, built as they launch it. Launch",
+        "settings of all three architectures follow from these figures; **none has been timed** on an A100 (sm_80), an",
+        "H100 (sm_90) or a B200 (sm_100).",
+        "",
+        f"`python -m sage_kernels.aot --write` makes this page and kernels/aot.json (Triton {content['triton']}); no",
+        "GPU is needed. A test holds these limits:",
+        "",
+        f"* at most {MAX_REGISTERS} registers a thread; no stack, local memory or spills;",
+        "* no launch that wants more programs on a multiprocessor than fit;",
+        f"* streams, the large tensors (in bold), are read and written by at least {STREAMING_BYTES} bytes a thread, and",
+        "  not loaded behind a barrier in the PTX (the assembler may still move a load);",
+        f"* at most {instructions} machine instructions an element.",
+        "",
+        "A name is `kernel[type of the large tensors, first case that launches it]`. A is 352x624 and B 480x832 at 81",
+        "frames of HunyuanVideo-1.5 (width 2048, 16 heads of 128); `width 3072` and `24 heads` are a wider model. Shared",
+        "memory is in bytes a program, widths of loads and stores in bytes a thread.",
         "",
         "| kernel | arch | warps | registers | stack + local | spills | shared | programs: wanted, fit "
         "| instructions | loads | stores |",

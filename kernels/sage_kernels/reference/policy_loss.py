@@ -6,8 +6,8 @@ dv = v - v_old, everything is a function of (r, eps, v, v_old, v_anchor):
     log-ratio = mean(r eps dv - r^2 dv^2 / 2)            exactly 0 when v = v_old
     KL        = r^2 mean(dv^2) / 2
 
-The difference of two rounded log-probabilities is the same number with 5e-8 to 3.5e-7 of noise on it, against a clip
-range of 1e-4; no log-probability is ever formed here. Means run over all dimensions but the batch.
+The difference of two rounded log-probabilities is the same number with some 1e-7 of noise on it, against a clip range
+of 1e-4; no log-probability is ever formed here. Means run over all dimensions but the batch.
 
 Computes in float32, in float64 if a velocity or the noise is float64. Shapes: B batch, N elements of a sample.
 """

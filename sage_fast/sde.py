@@ -1,7 +1,7 @@
 """Samplers as affine Gaussian transitions.
 
 Every sampler of this project is one step  x' ~ N(a x + b v, std^2 I)  whose scalars a, b and std depend on
-the noise levels alone. They are computed once per run, in float64, from one table of noise levels, and are
+the noise levels alone. They are computed before a rollout, in float64, from one table of noise levels, and are
 looked up by step index: a rounded timestep never takes part. `docs/algorithm.md` derives the table.
 
 Notation: noise level sigma from 1 (noise) to 0 (data), s = sigma_i, n = sigma_{i+1}, D = s - n > 0;

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.comparison import check_several, compare_runs, to_text, write_comparison
 
     if overrides:
-        raise ConfigError(f"compare reads finished runs and takes no configuration keys, got {overrides[0]}.")
+        raise ConfigError(f"compare reads runs and takes no configuration keys, got {overrides[0]}.")
     folders = [Path(folder) for folder in options.config]
     check_several(folders)
     comparison = compare_runs(folders)

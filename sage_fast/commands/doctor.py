@@ -9,11 +9,10 @@ from sage_fast.commands.common import add_config_argument, load_run_config
 
 EPILOG = """\
 examples:
-  sage-fast doctor                                            the machine alone
+  sage-fast doctor                               the machine alone
   sage-fast doctor hv15_352x624_lora_1gpu        files, memory and disk for this configuration
-
   sage-fast doctor hv15_352x624_lora_1gpu --deep --scores scores.json
-                                                              once on the real weights: load and compare all
+                                                 once on the real weights: load and compare all
 
 Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Exit status: 0 if the configuration could
 run, 1 if something is missing or, with --deep, does not do what it should.

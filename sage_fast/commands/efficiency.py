@@ -14,7 +14,7 @@ EPILOG = f"""\
 examples:
   sage-fast efficiency                                 the built-in world on a CPU, priced as {PRICED}
   sage-fast efficiency --publish docs                  and write the page, its figure and results into docs/
-  sage-fast efficiency --train                         then whole trainings with the best five, for as many FLOPs each
+  sage-fast efficiency --train                         then whole trainings with the best five, of equal FLOPs
   sage-fast efficiency hv15_352x624_lora_1gpu --processes 1 --rollout.batch_size=16
                                                        a model on a GPU, with its own costs; groups of 16 need 16 videos
 
@@ -36,9 +36,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG", help=f"presets or YAML files; default {' '.join(DEFAULT_CONFIG)}"
     )
-    parser.add_argument("--estimates", type=int, default=64, metavar="N", help="of each combination; default 64")
     parser.add_argument(
-        "--updates", type=int, default=8, metavar="N", help="of the training whose weights are taken; default 8"
+        "--estimates",
+        type=int,
+        default=64,
+        metavar="N",
+        help="estimates of each combination, and four times as many of the reference; default 64",
+    )
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=8,
+        metavar="N",
+        help="updates of the training whose weights are measured; default 8",
     )
     parser.add_argument(
         "--priced",
@@ -47,7 +57,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="CONFIG",
         help=f"whose model the FLOPs are counted of; default: CONFIG, and {PRICED} for the built-in world",
     )
-    parser.add_argument("--train", action="store_true", help="also train with the best five, on six seeds")
+    parser.add_argument(
+        "--train", action="store_true", help="also train with the best five and the reference, on six seeds"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/efficiency"), help="folder; default runs/efficiency")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
     parser.add_argument("--publish", type=Path, metavar="DOCS", help="also write page, figure and results into DOCS")

@@ -17,10 +17,10 @@ EPILOG = """\
 examples:
   sage-fast generate runs/mine --prompt "a red fox in the snow" --prompt "a kite at sea" --seed 3 --output videos
   sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output videos
-  sage-fast generate runs/mine --prompts my.txt --output videos               newest checkpoint of a run
+  sage-fast generate runs/mine --prompts my.txt --output videos         newest checkpoint of a run
   sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output videos
   sage-fast generate runs/mine --output noisy --sampler sage_grpo --num-videos 4
-                                                            what the exploration of the training looks like
+                                                                        what the exploration of the training looks like
 
 --output gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
 A video that is in --output already, made with the same settings, is kept, so the same command goes on after an

@@ -13,8 +13,7 @@ examples:
 
 --output gets trace.json.gz (open it in https://ui.perfetto.dev), top.txt and top.json. Nothing of a run is written or
 changed. The first iteration of a run compiles kernels and needs no forward for the KL's anchor: --warmup 1 shows the
-second one. An update of the real model takes many minutes, and its
-trace gigabytes: two or three steps show the same.
+second one. An update of the real model takes many minutes, and its trace gigabytes: two or three steps show the same.
 """
 
 

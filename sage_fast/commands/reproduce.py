@@ -20,7 +20,8 @@ DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
 
 EPILOG = """\
 examples:
-  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9: minutes on two cores
+  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
+                                                       no training, minutes on two cores
   sage-fast reproduce --tier standard                  adds trainings: a night on two cores; Ctrl-C, then the same again
   sage-fast reproduce --only fig4
   sage-fast reproduce --tier quick --publish docs      and write the page, its figures and results into docs/
@@ -44,7 +45,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--tier", choices=("quick", "standard", "full"), default="quick", help="how much; default quick"
+        "--tier",
+        choices=("quick", "standard", "full"),
+        default="quick",
+        help="quick trains nothing, standard and full do; default quick",
     )
     parser.add_argument("--only", default="", metavar="KEY,KEY", help="these experiments, whatever their tier")
     parser.add_argument(
@@ -59,7 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
     parser.add_argument(
-        "--launcher", help="words before the configuration of a training; trainings then run one by one"
+        "--launcher", help="command that takes the words of `sage-fast train`; trainings then run one by one"
     )
     parser.add_argument("--commands", action="store_true", help="print the commands of what is missing; run nothing")
     parser.add_argument("--publish", type=Path, metavar="DOCS", help="also write page, figures and results into DOCS")

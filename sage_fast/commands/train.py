@@ -12,8 +12,8 @@ examples:
   sage-fast train toy_cpu --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
   sage-fast train runs/dance --resume auto --optimizer.learning_rate=5e-6 --allow-changes optimizer.learning_rate
   sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output_dir runs/setting_b
-  sage-fast train toy_cpu --print_config        the resolved configuration, as YAML
-  sage-fast train --keys                                     every key with its meaning and default
+  sage-fast train toy_cpu --print_config         the resolved configuration, as YAML
+  sage-fast train --keys                         every key with its meaning and default
 """
 
 
@@ -21,9 +21,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     parser = commands.add_parser(
         "train",
-        usage="sage-fast train CONFIG [MORE.yaml ...] [--section.key=value ...]",
+        usage="sage-fast train CONFIG [MORE.yaml ...] [options] [--section.key=value ...]",
         help="train, or go on with a run",
-        description="Train a model as YAML files say. Any key can be overridden: --section.key=value.",
+        description="Train as a preset or YAML files say. Any key can be overridden: --section.key=value.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,9 +68,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
         return 0
     if not result.finished:
-        allowed = [word for keys in options.allow_changes for word in ("--allow-changes", keys)]
-        words = ["train", *options.config, *_without_resume(overrides), *allowed, "--resume", "auto"]
-        print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")
+        print(
+            f"Stopped after update {result.update}. Go on with:\n  {command_line(*words_to_go_on(options, overrides))}"
+        )
         return 0
     pictures = [
         name for name in ("index.html", "reward.png", "before_after.png") if (result.output_dir / name).exists()
@@ -79,9 +79,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _without_resume(overrides: Sequence[str]) -> list[str]:
+def words_to_go_on(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """The same call, with --resume auto in place of its own --resume."""
     words = list(overrides)
     while "--resume" in words:
         i = words.index("--resume")
         del words[i : i + 2]
-    return [w for w in words if not w.startswith("--resume=")]
+    words = [word for word in words if not word.startswith("--resume=")]
+    words += [word for keys in options.allow_changes for word in ("--allow-changes", keys)]
+    words += ["--allow-cpu"] * options.allow_cpu + ["--trust-config"] * options.trust_config
+    return ["train", *options.config, *words, "--resume", "auto"]

@@ -147,7 +147,7 @@ def _explain_unknown(key: str, where: str) -> str:
     close = difflib.get_close_matches(key, known, n=2, cutoff=0.6) or [
         k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], key.split(".")[-1]).ratio() > 0.8
     ]
-    hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `--help` lists every key."
+    hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `sage-fast train --keys` lists every key."
     return f"{where}: unknown key {key!r}.{hint}"
 
 

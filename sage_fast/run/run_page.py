@@ -332,8 +332,7 @@ def _how_to_go_on(directory: Path, status: Status | None) -> str:
     commands = [f"sage-fast train {shlex.quote(name)} --resume auto"]
     if status is not None and status.state == "finished":
         commands = [
-            f"sage-fast train {shlex.quote(name)} --resume auto --training.num_updates={2 * status.num_updates} "
-            "--allow-changes training.num_updates",
+            f"sage-fast train {shlex.quote(name)} --resume auto --training.num_updates={2 * status.num_updates}",
             f"sage-fast generate {shlex.quote(name)} --output videos",
             f"sage-fast evaluate {shlex.quote(name)} --output report",
         ]

@@ -28,6 +28,7 @@ from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.rollout_sections import SDEWindowConfig
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.training_sections import TrainOnConfig
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models.family import Components, VideoDecoder, load_components, shift_difference
 from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes
@@ -372,10 +373,13 @@ class _Examination:
 
 
 def one_update(config: RunConfig) -> RunConfig:
-    """The configuration of a single update of two videos at four steps, by one process."""
+    """The configuration of a single update of two videos at four steps, all of them trained, by one process.
+
+    What needs steps or videos that are not trained is off: window, feature cache, FP8, best and worst.
+    """
     return replace(
         config,
-        model=replace(config.model, compile=False),
+        model=replace(config.model, compile=False, fp8=False),
         rollout=replace(
             config.rollout,
             num_steps=NUM_STEPS,
@@ -383,8 +387,9 @@ def one_update(config: RunConfig) -> RunConfig:
             batch_size=NUM_VIDEOS,
             micro_batch_size=1,
             sde_window=SDEWindowConfig(),
+            cache_threshold=0.0,
         ),
-        training=replace(config.training, num_updates=1, updates_per_rollout=1),
+        training=replace(config.training, num_updates=1, updates_per_rollout=1, train_on=TrainOnConfig()),
         evaluation=replace(config.evaluation, every=0),
         distributed=DistributedConfig(),
     )

@@ -201,7 +201,6 @@ def generate(
 def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
     """What decides how a video looks, beside its prompt and number."""
     config = generator.config
-    negative = config.rollout.negative_prompt
     return {
         "family": config.model.family,
         "path": config.model.path,
@@ -216,10 +215,14 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
         "video": asdict(config.evaluation_video),
-        # Left out where they are as they have always been: videos made before are still known.
-        **({"negative_prompt": negative} if negative else {}),
-        **({"text_encoder_dtype": encoder} if (encoder := config.model.text_encoder_dtype) != "auto" else {}),
+        **prompt_settings(config),
     }
+
+
+def prompt_settings(config: RunConfig) -> dict[str, str]:
+    """What is encoded besides the prompts, and how; left out where it is the default, so that older results fit."""
+    own = {"negative_prompt": config.rollout.negative_prompt, "text_encoder_dtype": config.model.text_encoder_dtype}
+    return {key: value for key, value in own.items() if value not in ("", "auto")}
 
 
 def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], overwrite: bool) -> set[str]:

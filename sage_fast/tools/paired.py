@@ -19,6 +19,7 @@ from tqdm import tqdm
 from sage_fast.config.files import replacing
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.launch import rank_device
 from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
@@ -27,7 +28,7 @@ from sage_fast.rewards.base import Scorer, reward_scales
 from sage_fast.rewards.worker import load_scorer
 from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import prompts_digest
-from sage_fast.tools.generation import Generator, load_generator
+from sage_fast.tools.generation import Generator, load_generator, prompt_settings
 from sage_fast.tools.report import Report, ShownVideo, spread_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,12 @@ class PairedEvaluation:
 
     def _evaluate(self, model: str) -> Evaluation:
         if self._reward is None:
-            self._reward = load_scorer(self.config.reward, [p.text for p in self.prompts])
+            self._reward = load_scorer(
+                self.config.reward,
+                [p.text for p in self.prompts],
+                device=str(rank_device(self.config.model.device)),
+                fps=self.config.video.fps,
+            )
         if self._generator is None:
             self._generator = load_generator(self.config, self.prompts)
         generator, evaluation = self._generator, self.config.evaluation
@@ -183,5 +189,6 @@ class PairedEvaluation:
             "noise_seed": config.evaluation.seed,
             "reward": {key: getattr(config.reward, key) for key in ("rewards", "options", "weights")},
             "prompts": prompts_digest([], self.prompts),
+            **prompt_settings(config),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all

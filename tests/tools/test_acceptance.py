@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
+from sage_fast.config.presets import preset_names
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hub import downloaded_files
 from sage_fast.models.hunyuan15 import text_encoders
@@ -23,7 +24,7 @@ from sage_fast.models.video_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
 from sage_fast.rewards.videoalign.reward import VideoAlignReward
 from sage_fast.tools import acceptance
-from sage_fast.tools.acceptance import examine_deeply, read_scores
+from sage_fast.tools.acceptance import examine_deeply, one_update, read_scores
 from sage_fast.tools.machine import Check
 from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
 from tests.tiny.checkpoints import build_pipeline, copy_tree, save_official_layout
@@ -200,6 +201,14 @@ def test_a_fault_is_found_in_its_part(
     found = failed(examine_deeply(configure(world, model, *settings), world / "scores.json"))
     assert found.keys() == parts
     assert said in " ".join(found.values())
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("hv15")])
+def test_every_preset_has_its_one_update(preset: str) -> None:
+    fp8 = {"model.fp8": True, "rollout.sde_window.size": 5, "objective.kl_mode": "none"} if "1gpu" in preset else {}
+    config = one_update(load_config(preset, fp8))
+    assert config.rollout.ode_steps == 0 and config.training.train_on.count == 0
+    assert config.rollout.batch_size == config.rollout.num_generations == 2
 
 
 def test_scores_of_another_form_are_refused(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, other])
         adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
-        for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v"):
+        for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v", "--model.text_encoder_dtype=float16"):
             (output / "base/settings.json").write_text(settings)
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, *adapter, other])
@@ -330,6 +330,8 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
     file = tmp_path / "brightness_of_report.py"
     file.write_text(
         "class Brightness:\n"
+        "    def __init__(self, fps, device):\n"
+        "        assert (fps, device) == (4, 'cpu'), 'those of the run, as in its training'\n"
         "    def score(self, videos, prompts):\n"
         "        return {'brightness': videos.float().mean((1, 2, 3, 4))}\n"
     )

@@ -31,7 +31,7 @@ class RewardConfig:
     videos. The scores are the same."""
     device: str | None = free(None, MACHINE)
     """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
-    a policy on cuda:0; null leaves it to each reward."""
+    a policy on cuda:0; null is the policy's."""
     queue_size: int = free(2, MACHINE)
     """Batches of videos that are with the process at once, the one being scored included; a rollout that is further
     ahead waits. Each is in memory, as bytes."""

@@ -15,7 +15,7 @@ RUN python3 -m venv /opt/venv && mkdir -p /cache
 WORKDIR /app
 COPY . .
 # Versions are those of setup.py, which is the one place that names them.
-RUN pip install --no-cache-dir ".[eval,deepspeed,logging]"
+RUN pip install --no-cache-dir ".[deepspeed,logging]"
 
 # flash-attn and xformers compile for long; torch's own attention needs neither. `--build-arg GPU_EXTRA=1` adds them.
 ARG GPU_EXTRA=

@@ -50,8 +50,6 @@ EXTRAS_REQUIRE = {
     # torch: install the project first, then `pip install --no-build-isolation -e ".[gpu]"`.
     "gpu": ["flash-attn>=2.7", "xformers>=0.0.33"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
-    # The video preprocessing of the Qwen2-VL reward models. Each torchvision pins one torch.
-    "eval": ["torchvision>=0.26,<0.29"],
     # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.
     "logging": ["wandb>=0.19"],
     # The documentation as a site (`make docs`). MkDocs 2 has another configuration.

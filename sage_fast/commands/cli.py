@@ -159,8 +159,8 @@ def _describe(error: Exception, command: str) -> str:
         advice = "Lower evaluation.batch_size, or the size of the video (video.num_frames, height, width)."
         if command == "train":
             advice = (
-                "Set model.checkpointing to selective or training.guidance to split, or lower rollout.micro_batch_size "
-                "or evaluation.batch_size."
+                "Set training.guidance to split or model.checkpointing to selective or full, or lower "
+                "rollout.micro_batch_size or evaluation.batch_size."
             )
         return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
     if isinstance(error, OSError | RewardError) and go_on:

@@ -124,7 +124,7 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     """The option --allow-cpu."""
     parser.add_argument(
-        "--allow-cpu", action="store_true", help="run a model of more than 1e9 parameters on a CPU, at hours a video"
+        "--allow-cpu", action="store_true", help="run a model of more than 1e9 parameters on a CPU, at hours per video"
     )
 
 
@@ -137,7 +137,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         dest="noise_seed",
         type=int,
         metavar="N",
-        help="seed of the noise (a prompt's own seed goes before it); default: evaluation.seed",
+        help="seed of the noise, for prompts without a seed of their own; default: evaluation.seed",
     )
 
 

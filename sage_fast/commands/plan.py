@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_config_argument(parser)
     parser.add_argument(
-        "--device", choices=DEVICES, help="default: what model.device means; auto is h100, and cpu for a small model"
+        "--device", choices=DEVICES, help="default: h100, or cpu for a small model and with model.device cpu"
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="1e9 bytes that may be used; default: the device's")
     parser.add_argument(

@@ -17,10 +17,10 @@ examples:
   watch -n 10 sage-fast status runs
 
 state     running   it makes progress
-          hangs     its process lives and makes no progress: not for a minute, nor for four times as long as it
-                    has gone without before
-          killed    its process is gone without a last word
-          failed    an error has ended it: below the table
+          hangs     its process is alive, but has made no progress for a minute, and for four times as long as ever
+                    before in this run; until the first update is done, for half an hour
+          killed    its process ended without writing why
+          failed    an error has ended it, which is below the table
           stopped   on request; --resume auto goes on
           finished
           unknown   it was made by a version that wrote no status

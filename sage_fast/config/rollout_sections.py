@@ -37,7 +37,7 @@ class VideoConfig:
     width: int = 624
     """Columns."""
     fps: float = 24.0
-    """Frames per second of the files that are written."""
+    """Frames per second of the files that are written, and what rewards with an option `fps` are told."""
 
     def __post_init__(self) -> None:
         for key in ("num_frames", "height", "width"):

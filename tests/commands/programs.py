@@ -65,7 +65,7 @@ def check_command(command: str) -> None:
 
 
 def check_extras(text: str) -> None:
-    """AssertionError unless every extra of the package that a text names (`.[eval]`, `sage-fast[eval]`) exists."""
+    """AssertionError unless every extra of the package that a text names (`.[gpu]`, `sage-fast[gpu]`) exists."""
     for extras in re.findall(r"(?:sage-fast|\.)\[([\w, -]+)\]", text):
         for extra in re.split(r", *", extras):
             assert f'    "{extra}": [' in SETUP, extra

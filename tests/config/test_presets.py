@@ -313,6 +313,10 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
     plan = planned(preset, **{"model.attention": "cudnn"})
     assert plan.fits and plan.seconds_per_video <= SECONDS_PER_VIDEO.get(preset, base)
     assert [phase.name for phase in plan.phases] == ["rollout", "decode", "reward", "anchor", "update", "optimizer"]
+    page = (ROOT / "docs/how_to/faster.md").read_text("utf-8")
+    for name, found in ((LEVERS[preset], base), (preset, plan.seconds_per_video)):
+        row = re.search(rf"^\| `{name}` \|.* (\d+) \|$", page, re.M)
+        assert row and float(row[1]) == pytest.approx(found, abs=0.6), name
     # With more memory for blocks, and yet a margin.
     if plan.config.model.lighter_blocks:
         assert 0.8 < plan.memory.peak / 80e9 < SAFE_SHARE

@@ -76,15 +76,15 @@ def examine_deeply(config: RunConfig, scores: Path | None = None) -> list[Check]
 
 
 def _ok(name: str, detail: str) -> Check:
-    return Check(section=SECTION, name=name, status="ok", detail=detail)
+    return Check(SECTION, name, "ok", detail)
 
 
 def _info(name: str, detail: str) -> Check:
-    return Check(section=SECTION, name=name, status="info", detail=detail)
+    return Check(SECTION, name, "info", detail)
 
 
 def _failed(name: str, detail: str, fix: str = "") -> Check:
-    return Check(section=SECTION, name=name, status="failed", detail=detail, fix=fix)
+    return Check(SECTION, name, "failed", detail, fix=fix)
 
 
 def _judged(name: str, passes: bool, detail: str, fix: str = "") -> Check:

@@ -103,17 +103,11 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
         wanted = config.model.attention
     for name, reason in backend_report(torch.device(device), dtype).items():
         if reason is None:
-            yield Check(section=section, name=name, status="ok", detail=f"runs on {device}")
+            yield Check(section, name, "ok", f"runs on {device}")
         elif name == wanted:
-            yield Check(
-                section=section,
-                name=name,
-                status="missing",
-                detail=reason,
-                fix="install it, or set model.attention to auto",
-            )
+            yield Check(section, name, "missing", reason, fix="install it, or set model.attention to auto")
         else:
-            yield Check(section=section, name=name, status="info", detail=reason)
+            yield Check(section, name, "info", reason)
 
 
 # ------------------------------------------------------------------------------------------------ configuration
@@ -131,37 +125,33 @@ def _settings(config: RunConfig) -> Iterator[Check]:
     section = "configuration"
     try:
         device = str(rank_device(config.model.device))
-        yield Check(section=section, name="model.device", status="ok", detail=device)
+        yield Check(section, "model.device", "ok", device)
         if device == "cpu" and _is_large(config):
             yield Check(
-                section=section,
-                name="speed",
-                status="warning",
-                detail="a model of this size on a CPU: one video takes hours",
+                section,
+                "speed",
+                "warning",
+                "a model of this size on a CPU: one video takes hours",
                 fix="use a GPU of 80 GB, or the preset toy_cpu to try things out",
             )
     except ConfigError as error:
-        yield Check(
-            section=section, name="model.device", status="missing", detail=str(error), fix="--model.device=auto"
-        )
+        yield Check(section, "model.device", "missing", str(error), fix="--model.device=auto")
     yield _family(config)
     for name in config.reward.rewards:
         yield _reward(config, name)
     try:
         prompts, evaluated = load_prompts(config)
         detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
-        yield Check(section=section, name="prompts", status="ok", detail=detail)
+        yield Check(section, "prompts", "ok", detail)
     except ConfigError as error:
-        yield Check(
-            section=section, name="prompts", status="missing", detail=str(error), fix="mend the file, or name another"
-        )
+        yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
     yield from _video_size(config)
     if config.logging.wandb_project and version_of("wandb") is None:
         yield Check(
-            section=section,
-            name="logging.wandb_project",
-            status="missing",
-            detail="wandb is not installed",
+            section,
+            "logging.wandb_project",
+            "missing",
+            "wandb is not installed",
             fix="pip install wandb, or leave logging.wandb_project out",
         )
     yield from _processes(config)
@@ -180,13 +170,13 @@ def _processes(config: RunConfig) -> Iterator[Check]:
     detail = f"{needed}, started by torchrun or SLURM ({degrees})"
     here = torch.cuda.device_count()
     if _device(config) == "cpu" or here >= needed:
-        yield Check(section="configuration", name="processes", status="ok", detail=detail)
+        yield Check("configuration", "processes", "ok", detail)
         return
     yield Check(
-        section="configuration",
-        name="processes",
-        status="warning",
-        detail=f"{detail}; this machine has {here} GPU(s)",
+        "configuration",
+        "processes",
+        "warning",
+        f"{detail}; this machine has {here} GPU(s)",
         fix="start it on several machines (docs/distributed.md), or set other degrees under `distributed`",
     )
 
@@ -196,8 +186,8 @@ def _family(config: RunConfig) -> Check:
     try:
         model_family(name)
     except ConfigError as error:
-        return Check(section="configuration", name=key, status="missing", detail=str(error), fix="see the message")
-    return Check(section="configuration", name=key, status="ok", detail=name)
+        return Check("configuration", key, "missing", str(error), fix="see the message")
+    return Check("configuration", key, "ok", name)
 
 
 def _reward(config: RunConfig, name: str) -> Check:
@@ -209,18 +199,18 @@ def _reward(config: RunConfig, name: str) -> Check:
         if inspect.isclass(found):
             inspect.signature(found).bind(**options)
     except (ConfigError, TypeError) as error:
-        return Check(section=section, name=key, status="missing", detail=str(error), fix=f"see reward.options.{name}")
+        return Check(section, key, "missing", str(error), fix=f"see reward.options.{name}")
     if inspect.isclass(found) and "fps" in inspect.signature(found).parameters:
         # A run fills it in where it is left out.
         fps, wanted = options.get("fps", config.video.fps), config.video.fps
         fix = f"--reward.options.{name}.fps={wanted:g}"
         if fps is None:
             detail = "fps is not set; it decides which frames are scored"
-            return Check(section=section, name=key, status="missing", detail=detail, fix=fix)
+            return Check(section, key, "missing", detail, fix=fix)
         if fps != wanted:
             detail = f"fps is {fps:g}, but video.fps is {wanted:g}, so the reward scores other frames than intended"
-            return Check(section=section, name=key, status="warning", detail=detail, fix=fix)
-    return Check(section=section, name=key, status="ok", detail=REWARDS.get(name, name))
+            return Check(section, key, "warning", detail, fix=fix)
+    return Check(section, key, "ok", REWARDS.get(name, name))
 
 
 def _video_size(config: RunConfig) -> Iterator[Check]:
@@ -237,9 +227,9 @@ def _video_size(config: RunConfig) -> Iterator[Check]:
             description.latent_shape(video.num_frames, video.height, video.width)
         except ValueError as error:
             fix = f"set {name}.num_frames, {name}.height and {name}.width to a size that the model has"
-            yield Check(section=section, name=name, status="missing", detail=f"{size}: {error}", fix=fix)
+            yield Check(section, name, "missing", f"{size}: {error}", fix=fix)
         else:
-            yield Check(section=section, name=name, status="ok", detail=size)
+            yield Check(section, name, "ok", size)
 
 
 def _output_dir(config: RunConfig) -> Check:
@@ -248,21 +238,21 @@ def _output_dir(config: RunConfig) -> Check:
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return Check(
-            section=section,
-            name=name,
-            status="missing",
-            detail=f"{existing} cannot be written to",
+            section,
+            name,
+            "missing",
+            f"{existing} cannot be written to",
             fix="--output_dir=FOLDER on a disk that you may write to",
         )
     if config.resume == "none" and ((folder / "metrics.jsonl").exists() or list_checkpoints(folder / "checkpoints")):
         return Check(
-            section=section,
-            name=name,
-            status="warning",
-            detail=f"{folder} already holds a run",
+            section,
+            name,
+            "warning",
+            f"{folder} already holds a run",
             fix="--resume auto to go on with it, or another --output_dir",
         )
-    return Check(section=section, name=name, status="ok", detail=str(folder))
+    return Check(section, name, "ok", str(folder))
 
 
 def _existing(path: Path) -> Path:
@@ -297,16 +287,10 @@ def needed_files(config: RunConfig) -> list[Requirement]:
 
 def _file(requirement: Requirement) -> Check:
     if not requirement.missing:
-        return Check(section="files", name=requirement.name, status="ok", detail=requirement.where)
+        return Check("files", requirement.name, "ok", requirement.where)
     named = ", ".join(requirement.missing[:3]) + (", ..." if len(requirement.missing) > 3 else "")
     what = "is not here" if requirement.absent else f"lacks {named}"
-    return Check(
-        section="files",
-        name=requirement.name,
-        status="missing",
-        detail=f"{requirement.where} {what}",
-        fix=requirement.fetch,
-    )
+    return Check("files", requirement.name, "missing", f"{requirement.where} {what}", fix=requirement.fetch)
 
 
 def _weights(config: RunConfig, family: ModelFamily) -> Iterator[Check]:
@@ -315,24 +299,18 @@ def _weights(config: RunConfig, family: ModelFamily) -> Iterator[Check]:
     try:
         facts = family.inspect(config.model)
     except (ValueError, OSError) as error:
-        yield Check(section=section, name=name, status="missing", detail=str(error), fix="see the message")
+        yield Check(section, name, "missing", str(error), fix="see the message")
         return
     if facts is None:
         return
     try:
         check_guidance(facts.guidance_distilled, config.rollout.guidance_scale)
     except ValueError as error:
-        yield Check(section=section, name=name, status="missing", detail=str(error), fix="--rollout.guidance_scale=1")
+        yield Check(section, name, "missing", str(error), fix="--rollout.guidance_scale=1")
         return
-    yield Check(section=section, name=name, status="ok", detail=facts.variant or "can be trained")
+    yield Check(section, name, "ok", facts.variant or "can be trained")
     if (difference := shift_difference(facts.shift, config.rollout.shift)) is not None:
-        yield Check(
-            section=section,
-            name="rollout.shift",
-            status="warning",
-            detail=difference,
-            fix=f"--rollout.shift={facts.shift:g}",
-        )
+        yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
 
 
 def _description(config: RunConfig) -> ModelDescription | None:
@@ -364,7 +342,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         gpus = least_gpus(config.distributed, config.rollout)
         plan = make_memory_plan(config, on_gpu=on_gpu, gpus=gpus, memory_gb=available, description=description)
     except ConfigError as error:
-        yield Check(section="memory (estimate)", name="training", status="info", detail=f"not estimated: {error}")
+        yield Check("memory (estimate)", "training", "info", f"not estimated: {error}")
         return
     peak, parts = plan.memory.peak / 1e9, summary(plan.memory)
     detail = f"about {peak:.0f} GB of {available:.0f} GB on {where}"
@@ -376,20 +354,20 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     fix = ""
     if status != "ok":
         fix = _save_memory(config) if parts["weights"] < available / 2 else "a GPU with more memory"
-    yield Check(section="memory (estimate)", name="training", status=status, detail=detail, fix=fix)
+    yield Check("memory (estimate)", "training", status, detail, fix=fix)
     for name, size in parts.items():
         if size >= 0.05:
-            yield Check(section="memory (estimate)", name=name, status="info", detail=f"{size:6.1f} GB")
+            yield Check("memory (estimate)", name, "info", f"{size:6.1f} GB")
     if plan.loading is not None and (host := host_memory()) is not None:
         enough = sum(plan.loading.values()) < SAFE_SHARE * host
         yield Check(
-            section="memory (estimate)",
-            name="CPU memory while loading",
-            status="ok" if enough else "missing",
-            detail=f"{loading_text(plan.loading)} on a node of {host / 1e9:.0f} GB",
+            "memory (estimate)",
+            "CPU memory while loading",
+            "ok" if enough else "missing",
+            f"{loading_text(plan.loading)} on a node of {host / 1e9:.0f} GB",
             fix="" if enough else "fewer processes on this node, or a node with more memory",
         )
-    yield Check(section="memory (estimate)", name="assumes", status="info", detail=_assumptions(plan))
+    yield Check("memory (estimate)", "assumes", "info", _assumptions(plan))
 
 
 def _assumptions(plan: MemoryPlan) -> str:
@@ -441,9 +419,7 @@ def _space(name: str, folder: Path, needed: float, what: str, fix: str) -> Check
     free = shutil.disk_usage(_existing(folder)).free
     enough = needed < 0.9 * free
     detail = f"about {needed / 1e9:.1f} GB {what}, {free / 1e9:.0f} GB free"
-    return Check(
-        section="disk", name=name, status="ok" if enough else "missing", detail=detail, fix="" if enough else fix
-    )
+    return Check("disk", name, "ok" if enough else "missing", detail, fix="" if enough else fix)
 
 
 def _downloads(config: RunConfig) -> Iterator[Check]:
@@ -464,7 +440,7 @@ def _cache(config: RunConfig, description: ModelDescription) -> Iterator[Check]:
     try:
         cache = model_family(config.model.family).cache(config.model)
     except ValueError as error:
-        yield Check(section="disk", name=name, status="missing", detail=str(error), fix=fix)
+        yield Check("disk", name, "missing", str(error), fix=fix)
         return
     texts: set[str] = set()
     with suppress(ConfigError):  # `_settings` says so

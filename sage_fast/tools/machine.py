@@ -33,13 +33,13 @@ OPEN_FILES = 4096
 """Open files that a process of a large run may want; shells often start with 1,024."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One finding. `fix`: what to do, for anything that is not ok.
 
     status: `missing` means that the configuration cannot run, `failed` that it has run, and not as it should.
 
-    Example: `Check(section="files", name="VideoAlign", status="missing", detail="...", fix="hf download ...")`
+    Example: `Check("files", "VideoAlign", "missing", "...", fix="hf download ...")`
     """
 
     section: str
@@ -52,30 +52,30 @@ class Check:
 def software() -> Iterator[Check]:
     """Versions of the packages, and whether videos can be written."""
     section = "software"
-    yield Check(section=section, name="sage-fast", status="ok", detail=__version__)
-    yield Check(section=section, name="python", status="ok", detail=platform.python_version())
+    yield Check(section, "sage-fast", "ok", __version__)
+    yield Check(section, "python", "ok", platform.python_version())
     ranges = _supported_versions()
     for name in (*REQUIRED, *OPTIONAL):
         version = version_of(name)
         needed = name in REQUIRED
         if version is None:
             yield Check(
-                section=section,
-                name=name,
-                status="missing" if needed else "info",
-                detail="not installed" + ("" if needed else f" (for {OPTIONAL[name]})"),
+                section,
+                name,
+                "missing" if needed else "info",
+                "not installed" + ("" if needed else f" (for {OPTIONAL[name]})"),
                 fix=f"pip install {name}" if needed else "",
             )
         elif name in ranges and not ranges[name].contains(version, prereleases=True):
             yield Check(
-                section=section,
-                name=name,
-                status="warning",
-                detail=f"{version}; tested with {ranges[name]}",
+                section,
+                name,
+                "warning",
+                f"{version}; tested with {ranges[name]}",
                 fix=f'pip install "{name}{ranges[name]}"',
             )
         else:
-            yield Check(section=section, name=name, status="ok", detail=version)
+            yield Check(section, name, "ok", version)
     yield _video_encoder()
 
 
@@ -100,22 +100,16 @@ def _supported_versions() -> dict[str, Any]:
 
 def _video_encoder() -> Check:
     if importlib.util.find_spec("av") is None:
-        return Check(
-            section="software",
-            name="mp4 (H.264)",
-            status="missing",
-            detail="PyAV is not installed",
-            fix="pip install av",
-        )
+        return Check("software", "mp4 (H.264)", "missing", "PyAV is not installed", fix="pip install av")
     import av
 
     if "libx264" in av.codecs_available:
-        return Check(section="software", name="mp4 (H.264)", status="ok", detail=f"libx264 in PyAV {av.__version__}")
+        return Check("software", "mp4 (H.264)", "ok", f"libx264 in PyAV {av.__version__}")
     return Check(
-        section="software",
-        name="mp4 (H.264)",
-        status="missing",
-        detail="PyAV was built without libx264",
+        "software",
+        "mp4 (H.264)",
+        "missing",
+        "PyAV was built without libx264",
         fix="pip install --force-reinstall av   (PyPI's wheels have it)",
     )
 
@@ -126,10 +120,7 @@ def hardware() -> Iterator[Check]:
     gib = 2**30
     memory = host_memory()
     yield Check(
-        section=section,
-        name="cpu",
-        status="ok",
-        detail=f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB of memory" if memory else ""),
+        section, "cpu", "ok", f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB of memory" if memory else "")
     )
     yield _open_files()
     devices = list(_nvidia_devices())
@@ -140,17 +131,17 @@ def hardware() -> Iterator[Check]:
             detail = (
                 f"{properties.name}, {properties.total_memory / gib:.0f} GiB, sm_{properties.major}{properties.minor}"
             )
-            yield Check(section=section, name=f"cuda:{index}", status="ok", detail=detail)
+            yield Check(section, f"cuda:{index}", "ok", detail)
     elif devices:
         yield Check(
-            section=section,
-            name="cuda",
-            status="missing",
-            detail=f"there is a GPU, but torch {torch.__version__} cannot use it",
+            section,
+            "cuda",
+            "missing",
+            f"there is a GPU, but torch {torch.__version__} cannot use it",
             fix="install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally",
         )
     else:
-        yield Check(section=section, name="cuda", status="info", detail="none; the preset toy_cpu trains on the CPU")
+        yield Check(section, "cuda", "info", "none; the preset toy_cpu trains on the CPU")
 
 
 def _open_files() -> Check:
@@ -158,10 +149,10 @@ def _open_files() -> Check:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = limit == resource.RLIM_INFINITY or limit >= OPEN_FILES
     return Check(
-        section="hardware",
-        name="open files",
-        status="ok" if enough else "warning",
-        detail=f"limit {'none' if limit == resource.RLIM_INFINITY else limit}",
+        "hardware",
+        "open files",
+        "ok" if enough else "warning",
+        f"limit {'none' if limit == resource.RLIM_INFINITY else limit}",
         fix="" if enough else f"ulimit -n {OPEN_FILES}" + (", by an administrator" if 0 <= most < OPEN_FILES else ""),
     )
 
@@ -182,10 +173,10 @@ def _nvidia_devices() -> Iterator[Check]:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             used = memory.used / memory.total
             yield Check(
-                section="hardware",
-                name=f"gpu {index}",
-                status="warning" if used > 0.1 else "ok",
-                detail=f"driver {_text(pynvml.nvmlSystemGetDriverVersion())}, {memory.free / 2**30:.0f} of "
+                "hardware",
+                f"gpu {index}",
+                "warning" if used > 0.1 else "ok",
+                f"driver {_text(pynvml.nvmlSystemGetDriverVersion())}, {memory.free / 2**30:.0f} of "
                 f"{memory.total / 2**30:.0f} GiB free",
                 fix="another process uses this GPU: see nvidia-smi" if used > 0.1 else "",
             )

@@ -456,6 +456,6 @@ def test_json_has_what_the_text_has(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_verdict_of_a_machine() -> None:
-    check = Check(section="software", name="torch", status="missing", detail="not installed", fix="pip install torch")
+    check = Check("software", "torch", "missing", "not installed", fix="pip install torch")
     assert "This machine is not ready: see the 1 marked missing." in to_text([check], config_given=False)
     assert "-> pip install torch" in to_text([check], config_given=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import markdown, renewed
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.data import group_members
 from sage_fast.models.toy.manifold import manifold_for
@@ -117,6 +117,5 @@ def write_tables(
     print("\n".join(made.values()), end="")
     if options.write:
         page = renewed(PAGE.read_text("utf-8"), kind, made.__getitem__)
-        with replacing(PAGE) as path:
-            path.write_text(page, "utf-8")
+        write_text(PAGE, page)
     return 0

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.run.provenance import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -318,5 +318,4 @@ def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
+    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")

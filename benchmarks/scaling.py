@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.report import markdown, renewed
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.models.hunyuan15.description import published_model
 from sage_fast.planning.devices import DEVICES
@@ -283,6 +283,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=(__doc__ or "").split("\n")[0])
     parser.parse_args(argv)
     text = page()
-    with replacing(PAGE) as path:
-        path.write_text(text, "utf-8")
+    write_text(PAGE, text)
     return 0

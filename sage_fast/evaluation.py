@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import describe_batch
@@ -69,8 +69,7 @@ class Evaluation:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+        write_text(path, json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Evaluation":

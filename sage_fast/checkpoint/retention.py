@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sage_fast.checkpoint.folder import update_of
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 
 BEST = "best.json"
 
@@ -46,8 +46,7 @@ def read_best(root: Path) -> Best | None:
 
 def write_best(root: Path, best: Best) -> None:
     """Replace the pin. OSError when that fails; the old one is then untouched."""
-    with replacing(root / BEST) as partial:
-        partial.write_text(json.dumps(asdict(best)), encoding="utf-8")
+    write_text(root / BEST, json.dumps(asdict(best)))
 
 
 def superfluous(folders: Sequence[Path], *, keep_last: int, keep_every: int | None, best: int | None) -> list[Path]:

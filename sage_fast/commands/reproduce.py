@@ -111,7 +111,7 @@ def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
 
 def _write(folder: Path, findings: "Findings") -> None:
     """Page, figures and results of a study's folder."""
-    from sage_fast.config.files import replacing
+    from sage_fast.config.files import write_text
     from sage_fast.study.document import IMAGES, render
     from sage_fast.study.drawings import draw_experiment
     from sage_fast.study.experiments import EXPERIMENTS
@@ -120,8 +120,7 @@ def _write(folder: Path, findings: "Findings") -> None:
 
     write_findings(folder / RESULTS, findings.rows)
     kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file
-    with replacing(folder / PAGE) as partial:
-        partial.write_text(render(kept), encoding="utf-8")
+    write_text(folder / PAGE, render(kept))
     for experiment in EXPERIMENTS:
         figure = draw_experiment(experiment, kept)
         if figure is not None:

@@ -55,6 +55,12 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | os.PathLike[str], text: str, *, lasting: bool = True) -> None:
+    """Write a file of text in UTF-8, as `replacing` does."""
+    with replacing(path, lasting=lasting) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def sync(path: Path) -> None:
     """Force a file's content, or the names in a folder, to disk. OSError when the disk reports a failure.
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.config.presets import config_file, locate, missing_file, portable
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
@@ -379,5 +379,4 @@ def dump_config(config: RunConfig) -> str:
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write `dump_config` to a file."""
-    with replacing(path) as partial:
-        partial.write_text(dump_config(config), encoding="utf-8")
+    write_text(path, dump_config(config))

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.models.stored import INDEX, STEM
 from sage_fast.models.transformer import Layout, backbone
 
@@ -73,8 +73,7 @@ def save_transformer(
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
 def _write(path: Path, described: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:

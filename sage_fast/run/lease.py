@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.distributed.world import ALONE, World
 
 FILE_NAME = "lease.json"
@@ -180,8 +180,7 @@ class Lease:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 if _read(self.path) == stale:  # nobody else has taken it over in the meantime
-                    with replacing(self.path) as partial:
-                        partial.write_text(text, encoding="utf-8")
+                    write_text(self.path, text)
             else:
                 self._create(text)
         except FileExistsError:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.models.video_files import video_frames
 from sage_fast.run.lettering import Lettering, legible
 
@@ -274,8 +274,7 @@ def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: s
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
     if captions != [group.caption for group in groups]:
-        with replacing(Path(path).with_suffix(".txt")) as temporary:
-            temporary.write_text("".join(f"{n}. {g.caption}\n" for n, g in enumerate(groups, 1)), encoding="utf-8")
+        write_text(Path(path).with_suffix(".txt"), "".join(f"{n}. {g.caption}\n" for n, g in enumerate(groups, 1)))
 
 
 def _caption(text: str, number: int) -> str:

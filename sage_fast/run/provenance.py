@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast import __version__
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.distributed.failure.selfcheck import package_versions
 
 FILE_NAME = "environment.json"
@@ -45,8 +45,7 @@ def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
     first part was made with stays on record.
     """
     path = Path(run_dir) / (f"environment-update-{update:06d}.json" if update else FILE_NAME)
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", "utf-8")
+    write_text(path, json.dumps(describe_environment(), indent=2) + "\n")
     return path
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.evaluation import (
     OVERALL,
     REWARD,
@@ -182,8 +182,7 @@ class RunEvaluation:
         result = {"before": 0, "after": update, "reward": asdict(test)}
         result["scores"] = {name: asdict(score) for name, score in tests.items()}
         result["standard_errors"] = test.standard_errors
-        with replacing(self.directory / "evaluation" / "result.json") as partial:
-            partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_text(self.directory / "evaluation" / "result.json", json.dumps(result, indent=1))
         self._before_after_sheet(update)
         every = len(self.trainer.eval_prompts)
         sampler = self.trainer.config.evaluation.sampler

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sage_fast import __version__
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
@@ -69,8 +69,7 @@ def write_run_page(directory: Path) -> None:
     """Write the page of the run in a directory. What keeps it from that is a warning: a run does not end for it."""
     try:
         text = run_page(directory)
-        with replacing(directory / FILE_NAME, lasting=False) as partial:
-            partial.write_text(text, encoding="utf-8")
+        write_text(directory / FILE_NAME, text, lasting=False)
     except Exception as error:  # noqa: BLE001  it reads files that anybody may have changed
         logger.warning("%s is not up to date: %s", directory / FILE_NAME, error)
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.run.lease import Holder, look_at
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
@@ -140,8 +140,7 @@ class StatusFile:
         self._last_write = time.monotonic()
         self.status = replace(self.status, written=_now())
         try:
-            with replacing(self.path, lasting=False) as partial:
-                partial.write_text(json.dumps(asdict(self.status), indent=1) + "\n", encoding="utf-8")
+            write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
         except OSError as error:
             if not self._failed:
                 logger.warning("%s is not up to date: %s", self.path, error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.run import media
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ class WeightsAndBiases:
             config=dict(settings),
         )
         if run_id is None:
-            with replacing(id_file) as temporary:
-                temporary.write_text(f"{self._run.id}\n", "utf-8")
+            write_text(id_file, f"{self._run.id}\n")
 
     def log(self, update: int, values: Mapping[str, Scalar]) -> None:
         """Add a row to the history."""

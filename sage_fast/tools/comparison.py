@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.evaluation import REWARD, direction_label
 from sage_fast.run import pages
 from sage_fast.tools.arms import Arm, TrainedRun, final_difference, group_into_arms, last_shared_update, paired_runs
@@ -123,8 +123,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> list[Path]:
         "comparison.json": json.dumps(to_json(comparison), indent=1) + "\n",
     }
     for name, text in texts.items():
-        with replacing(folder / name) as partial:
-            partial.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     return [folder / name for name in texts] + [p for n, f in figures.items() for p in save_figure(folder, n, f)]
 
 

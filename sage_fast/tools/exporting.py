@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from sage_fast import __version__
 from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
@@ -99,8 +99,7 @@ def export(
     )
     write_card(result, config, checkpoint.folder.parent.parent)
     record = _record(result, config, checkpoint.folder)
-    with replacing(folder / RECORD) as partial:
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     if push_to_hub is not None:
         _publish(folder, push_to_hub)
     return result

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models import video_files
@@ -247,6 +247,5 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
                 f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
                 "another --output, or --overwrite to make it anew."
             )
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(known | dict(records), indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(known | dict(records), indent=1) + "\n")
     return present

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard, ModelCardData
 
 from sage_fast import __version__
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import direction_label
@@ -66,8 +66,7 @@ def write_card(result: Export, config: RunConfig, run: Path) -> None:
         "[config.yaml](config.yaml) has every setting, [export.json](export.json) what was exported.",
     ]
     card = ModelCard(f"---\n{_metadata(result, config).to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
-    with replacing(result.folder / "README.md") as partial:
-        partial.write_text(str(card), encoding="utf-8")
+    write_text(result.folder / "README.md", str(card))
 
 
 def _metadata(result: Export, config: RunConfig) -> ModelCardData:

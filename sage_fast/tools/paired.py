@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device
@@ -127,8 +127,7 @@ class PairedEvaluation:
         (videos / SETTINGS).unlink(missing_ok=True)
         result = self._evaluate(model)
         result.save(file)
-        with replacing(videos / SETTINGS) as partial:
-            partial.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_text(videos / SETTINGS, json.dumps(settings, indent=1) + "\n")
         return result
 
     def _finished(self, videos: Path, settings: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.trainer import PHASE_PREFIX, Trainer
 
 TRACE, TABLE_TEXT, TABLE_JSON = "trace.json.gz", "top.txt", "top.json"
@@ -122,10 +122,8 @@ def profile_update(trainer: Trainer, folder: Path, *, warmup: int, memory: bool,
         named = partial.with_name(TRACE)
         profiler.export_chrome_trace(str(named))
         named.replace(partial)
-    with replacing(folder / TABLE_TEXT) as partial:
-        partial.write_text(result.to_text(top) + "\n", encoding="utf-8")
-    with replacing(folder / TABLE_JSON) as partial:
-        partial.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    write_text(folder / TABLE_TEXT, result.to_text(top) + "\n")
+    write_text(folder / TABLE_JSON, json.dumps(result.to_json(), indent=1))
     return result
 
 

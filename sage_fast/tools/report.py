@@ -17,7 +17,7 @@ from statistics import stdev
 from typing import Any
 
 from sage_fast import __version__
-from sage_fast.config.files import replacing
+from sage_fast.config.files import write_text
 from sage_fast.evaluation import ENOUGH_PROMPTS, OVERALL, REWARD, Estimate, Evaluation, ScoreComparison
 from sage_fast.models import video_files
 from sage_fast.rewards.base import Scale
@@ -82,8 +82,7 @@ def write_report(folder: Path, report: Report) -> list[Path]:
         "evaluation.html": to_html(report),
     }
     for name, text in texts.items():
-        with replacing(folder / name) as partial:
-            partial.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     paths = [folder / name for name in texts]
     if report.videos:
         rows = [(v.prompt, video_files.read_video(v.base), video_files.read_video(v.trained)) for v in report.videos]

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_fast.config.files import exclusive, fingerprint, replacing
+from sage_fast.config.files import exclusive, fingerprint, replacing, write_text
 from sage_fast.models.hunyuan15.layouts import TARGET_SIZE, Recipe, transformer_recipes
 
 logger = logging.getLogger(__name__)
@@ -356,5 +356,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    write_text(path, json.dumps(tree, indent=1))

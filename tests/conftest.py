@@ -110,6 +110,11 @@ def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests marked `signals` run `SAGE_TEST_REPEATS` times."""
     repeats = int(os.environ.get("SAGE_TEST_REPEATS", "1"))

@@ -30,7 +30,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="memory, work and time of a configuration, and what makes it fit",
         description="Say what a configuration needs, how long it takes, and which changes make it fit.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser)
     parser.add_argument(
@@ -66,7 +65,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.devices import choose_device
     from sage_fast.planning.estimate import make_plan
     from sage_fast.planning.layout import least_gpus
-    from sage_fast.planning.memory import weight_sizes
     from sage_fast.planning.search import options as find_options
     from sage_fast.planning.search import ranked_levers
     from sage_fast.planning.text import to_json, to_text
@@ -79,22 +77,19 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--skipped-forwards is {options.skipped_forwards:g}; it must be in [0, 1).")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
-    device, on_gpu = choose_device(options.device, config.model.device, description.width, config.num_threads)
+    device = choose_device(options.device, config.model.device, description.width, config.num_threads)
     gpus = least_gpus(config.distributed, config.rollout) if options.gpus is None else options.gpus
-    if not on_gpu and gpus > 1:
+    if not device.is_gpu and gpus > 1:
         raise ConfigError(f"The plan is for {gpus} processes and a CPU. Give --device h100, or --gpus 1.")
-    sizes = weight_sizes(config)
     plan = make_plan(
         config,
         device,
-        on_gpu=on_gpu,
         gpus=gpus,
         memory_gb=options.memory,
         description=description,
-        sizes=sizes,
         skipped_forwards=options.skipped_forwards,
     )
-    found = find_options(plan, on_gpu, sizes)
-    levers = ranked_levers(plan, on_gpu, sizes) if options.levers else None
+    found = find_options(plan)
+    levers = ranked_levers(plan) if options.levers else None
     print(json.dumps(to_json(plan, found, levers), indent=1) if options.json else to_text(plan, found, levers))
     return 0 if plan.fits else 1

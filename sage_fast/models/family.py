@@ -1,6 +1,7 @@
 """What a run needs of a video model, whichever family it is of, and what the family says before it is loaded."""
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,11 @@ class ModelDescription:
     @property
     def num_layers(self) -> int:
         return int(self.transformer["num_layers"])
+
+    def tokens(self, latent: tuple[int, int, int, int]) -> int:
+        """Video tokens of latents (C, F, H, W)."""
+        size = self.transformer.get("patch_size_t", 1) * self.transformer.get("patch_size", 1) ** 2
+        return int(math.prod(latent[1:]) // size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,15 +25,13 @@ from typing import Literal
 
 import torch
 
-from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
-from sage_fast.models.family import ModelDescription
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning.devices import Device
-from sage_fast.planning.layout import Group, Layout
-from sage_fast.planning.memory import PHASES, Calls
+from sage_fast.planning.layout import Group
+from sage_fast.planning.memory import PHASES, MemoryPlan
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import Gathered, Weights, compute_dtype
+from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import Visits, anchor_share
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -124,35 +122,23 @@ class Counter:
     """Counts what a rank exchanges in an iteration.
 
     Args:
-        config: the run.
-        layout: its ranks.
-        gathered: what is sharded, and how long it stays gathered.
-        calls: costs of a rank's calls of the model.
+        held: the run, its ranks and what each of them holds.
+        visited: calls of the model.
+        evaluation_tokens: video tokens of an evaluation's sample. eval_batches: of an evaluation, on a rank.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        device: Device,
-        *,
-        description: ModelDescription,
-        weights: Weights,
-        visited: Visits,
-        calls: Calls,
-        gathered: Gathered,
-        video_tokens: int,
-        evaluation_tokens: int,
-        eval_batches: float,
+        self, held: MemoryPlan, device: Device, visited: Visits, *, evaluation_tokens: int, eval_batches: float
     ) -> None:
-        self.config, self.layout, self.device = config, layout, device
-        self.description, self.weights, self.visited, self.calls = description, weights, visited, calls
-        self.gathered, self.eval_batches = gathered, eval_batches
-        self.video_tokens, self.evaluation_tokens = video_tokens, evaluation_tokens
+        config = self.config = held.config
+        self.device, self.visited, self.calls, self.layout = device, visited, held.calls, held.layout
+        self.description, self.weights, self.gathered = held.description, held.weights, held.gathered
+        self.video_tokens, self.evaluation_tokens = held.video_tokens, evaluation_tokens
+        self.eval_batches = eval_batches
         self.full = config.training.mode == "full"
         self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
         self.pulls_per_step = self.branches if config.training.guidance == "split" else 1
-        self.layers = description.num_layers
+        self.layers = held.description.num_layers
         self.item = getattr(torch, compute_dtype(config)).itemsize
 
     def exchanges(self) -> tuple[Exchange, ...]:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,6 +59,10 @@ class Device:
     source: str
     fp8: float = 2.0
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.link > 0
+
     def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
         """FLOP/s of products, of attention forward and backward, and the backend that was taken."""
         if dtype == "float32":
@@ -90,29 +94,25 @@ class Device:
         return convolutions / CONVOLUTION_SHARE + elementwise / ELEMENTWISE_SHARE, convolutions + elementwise
 
 
-_HOPPER_ATTENTION = {"cudnn": (595.0, 516.0), "flash3": (648.0, 561.0), "flash2": (370.0, 322.0)}
+_H100 = Device(
+    name="H100 SXM",
+    memory_gb=80,
+    matmul=798,
+    matmul_float32=67 * _PRODUCT,
+    attention={"cudnn": (595.0, 516.0), "flash3": (648.0, 561.0), "flash2": (370.0, 322.0)},
+    bandwidth=3.0,
+    link=LINK_SHARE * 450,
+    network=ADAPTER,
+    source="bfloat16 product and copy measured; attention published (arXiv 2407.08608)",
+)
 
 DEVICES = {
-    "h100": Device(
-        name="H100 SXM",
-        memory_gb=80,
-        matmul=798,
-        matmul_float32=67 * _PRODUCT,
-        attention=_HOPPER_ATTENTION,
-        bandwidth=3.0,
-        link=LINK_SHARE * 450,
-        network=ADAPTER,
-        source="bfloat16 product and copy measured; attention published (arXiv 2407.08608)",
-    ),
-    "h200": Device(
+    "h100": _H100,
+    "h200": replace(
+        _H100,
         name="H200 SXM",
         memory_gb=141,
-        matmul=798,
-        matmul_float32=67 * _PRODUCT,
-        attention=_HOPPER_ATTENTION,
         bandwidth=4.8 * _BANDWIDTH,
-        link=LINK_SHARE * 450,
-        network=ADAPTER,
         source="an H100's products and attention; bandwidth 0.9 of the vendor's 4.8 TB/s",
     ),
     "a100": Device(
@@ -171,8 +171,8 @@ def measure_cpu(memory_gb: float) -> Device:
     )
 
 
-def choose_device(name: str | None, device: str, width: int, num_threads: int | None = None) -> tuple[Device, bool]:
-    """The device of `--device`, and whether it is a GPU.
+def choose_device(name: str | None, device: str, width: int, num_threads: int | None = None) -> Device:
+    """The device of `--device`.
 
     Args:
         name: of `--device`; without one it is what `device` means.
@@ -184,11 +184,11 @@ def choose_device(name: str | None, device: str, width: int, num_threads: int | 
         automatic = "cpu" if width < SMALL_MODEL else "h100"
         name = {"cpu": "cpu", "auto": automatic}.get(device, "h100")
     if name != "cpu":
-        return DEVICES[name], True
+        return DEVICES[name]
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     memory = host_memory()
-    return measure_cpu(memory / 1e9 if memory else math.inf), False
+    return measure_cpu(memory / 1e9 if memory else math.inf)
 
 
 def host_memory() -> int | None:

@@ -12,11 +12,11 @@ import os
 import resource
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,19 +30,9 @@ from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import DEVICES, Device
 from sage_fast.planning.layout import Layout, plan_layout
-from sage_fast.planning.memory import (
-    CUDA_RUNTIME,
-    FRAGMENTATION,
-    GB,
-    Calls,
-    Memory,
-    loading_memory,
-    model_calls,
-    plan_memory,
-    weight_sizes,
-)
+from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import Gathered, Weights, compute_dtype, count_weights, gathered_weights
+from sage_fast.planning.weights import Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
@@ -71,39 +61,6 @@ class Phase:
     predicted: float
     bound: float
     waiting: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """How a configuration fills the memory of each of its GPUs.
-
-    asked: the configuration that was planned; in `config` its `auto`s are settled. latent: (C, F, H, W) of one video.
-    calls: of one GPU. loading: `loading_memory`, None on a CPU.
-    """
-
-    asked: RunConfig
-    config: RunConfig
-    description: ModelDescription
-    layout: Layout
-    latent: tuple[int, int, int, int]
-    weights: Weights
-    gathered: Gathered
-    calls: Calls
-    memory: Memory
-    memory_limit: float
-    loading: Mapping[str, float] | None
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.gpus
-
-    @cached_property
-    def video_tokens(self) -> int:
-        return _tokens(self.description, self.latent)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.peak <= self.memory_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,78 +129,62 @@ def make_memory_plan(
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    asked, description = config, description or describe_model(config.model)
+    description = description or describe_model(config.model)
     if runtime is None:
         runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
+    limit_gb = memory_gb if limit_gb is None else limit_gb
+    room = SAFE_SHARE * limit_gb * GB
     try:
         latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
         heads = description.transformer["num_attention_heads"]
-        layout = plan_layout(config, gpus, heads, _tokens(description, latent))
+        layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
-        gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
-        sizes = weight_sizes(config) if sizes is None else sizes
-        room = SAFE_SHARE * (memory_gb if limit_gb is None else limit_gb) * GB
-
-        def planned(config: RunConfig) -> Memory:
-            return plan_memory(
-                config,
-                description,
-                on_gpu=on_gpu,
-                calls=model_calls(config, description, on_gpu, layout.sp),
-                weights=weights,
-                sizes=sizes,
-                runtime=runtime,
-                layout=layout,
-                gathered=gathered,
-            )
-
+        plan = MemoryPlan(
+            asked=config,
+            config=config,
+            description=description,
+            on_gpu=on_gpu,
+            layout=layout,
+            weights=weights,
+            gathered=gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9),
+            sizes=weight_sizes(config) if sizes is None else sizes,
+            runtime=runtime,
+            memory_limit=limit_gb * 1e9,
+        )
         if on_gpu and config.model.checkpointing == "auto":
-            config = _fill(config, planned, room, description.num_layers)
-        memory = planned(config)
+            plan = _fill(plan, room)
+        decode = plan.memory.phases["decode"]  # with what `auto` is without a plan
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if on_gpu and config.model.decode_memory_gib == "auto":
-        whole = replace(config.model, decode_memory_gib=None)
+        whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
-        decode = memory.phases["decode"]  # with what `auto` is without a plan
         if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
-            model = replace(config.model, decode_memory_gib=float(math.ceil(needed / 2**30)))
-            config = replace(config, model=model)
-            memory = planned(config)
-    return MemoryPlan(
-        asked=asked,
-        config=config,
-        description=description,
-        layout=layout,
-        latent=latent,
-        weights=weights,
-        gathered=gathered,
-        calls=model_calls(config, description, on_gpu, layout.sp),
-        memory=memory,
-        memory_limit=(memory_gb if limit_gb is None else limit_gb) * 1e9,
-        loading=loading_memory(config, description, weights=weights, sizes=sizes, layout=layout, gathered=gathered)
-        if on_gpu
-        else None,
-    )
+            plan = _with_model(plan, decode_memory_gib=float(math.ceil(needed / 2**30)))
+    return plan
 
 
-def _fill(config: RunConfig, planned: Callable[[RunConfig], Memory], room: float, num_layers: int) -> RunConfig:
+def _with_model(plan: MemoryPlan, **settings: Any) -> MemoryPlan:
+    """With other settings of `model`."""
+    return replace(plan, config=replace(plan.config, model=replace(plan.config.model, **settings)))
+
+
+def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the checkpointing that computes least again among those whose passes fit `room` bytes, for `auto`."""
 
-    def chosen(checkpointing: Checkpointing, lighter_blocks: int = 0) -> RunConfig:
-        model = replace(config.model, checkpointing=checkpointing, lighter_blocks=lighter_blocks)
-        return replace(config, model=model)
+    def chosen(checkpointing: Checkpointing, lighter_blocks: int = 0) -> MemoryPlan:
+        return _with_model(plan, checkpointing=checkpointing, lighter_blocks=lighter_blocks)
 
-    def fits(candidate: RunConfig) -> bool:
-        memory = planned(candidate)
-        return max(memory.total("rollout"), memory.total("update")) <= room
+    def fits(candidate: MemoryPlan) -> bool:
+        return max(candidate.memory.total("rollout"), candidate.memory.total("update")) <= room
 
-    if fits(chosen("feed_forward")):
-        return chosen("feed_forward")
+    if fits(light := chosen("feed_forward")):
+        return light
     heavy: Checkpointing = "selective" if fits(chosen("selective")) else "full"
     assert heavy in LIGHTER
     # All of them do not fit, as has just been tried.
-    return chosen(heavy, bisect_left(range(1, num_layers), True, key=lambda count: not fits(chosen(heavy, count))))
+    blocks = range(1, plan.description.num_layers)
+    return chosen(heavy, bisect_left(blocks, True, key=lambda count: not fits(chosen(heavy, count))))
 
 
 def checkpointing_text(model: ModelConfig) -> str:
@@ -294,7 +235,6 @@ def make_plan(
     config: RunConfig,
     device: Device,
     *,
-    on_gpu: bool = True,
     gpus: int = 1,
     memory_gb: float | None = None,
     runtime: float | None = None,
@@ -306,7 +246,6 @@ def make_plan(
 
     Args:
         device: its ceilings.
-        on_gpu: whether the device is a GPU.
         gpus: processes, one per GPU, as the config's `distributed` section divides them.
         memory_gb: 1e9 bytes that may be used; None is what the device has.
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
@@ -325,7 +264,7 @@ def make_plan(
         )
     held = make_memory_plan(
         config,
-        on_gpu=on_gpu,
+        on_gpu=device.is_gpu,
         gpus=gpus,
         memory_gb=device.memory_gb,
         limit_gb=memory_gb,
@@ -333,65 +272,45 @@ def make_plan(
         description=description,
         sizes=sizes,
     )
-    config, description, layout, weights, calls = held.config, held.description, held.layout, held.weights, held.calls
+    config, description = held.config, held.description
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     # The first block always runs.
     spared = skipped_forwards * (1 - 1 / description.num_layers)
-    visited = visits(config, layout.data_parallel, spared)
-    tiled, decode = _decoding(description, device, held.latent, config.rollout.micro_batch_size, config.model, on_gpu)
-    _, decode_evaluated = _decoding(description, device, evaluated, config.evaluation.batch_size, config.model, on_gpu)
+    visited = visits(config, held.layout.data_parallel, spared)
+    tiled, decode = _decoding(held, device, held.latent, config.rollout.micro_batch_size)
+    _, decode_evaluated = _decoding(held, device, evaluated, config.evaluation.batch_size)
     exchanges = Counter(
-        config,
-        layout,
+        held,
         device,
-        description=description,
-        weights=weights,
-        visited=visited,
-        calls=calls,
-        gathered=held.gathered,
-        video_tokens=held.video_tokens,
-        evaluation_tokens=_tokens(description, evaluated),
-        eval_batches=_evaluation_batches(config, layout),
+        visited,
+        evaluation_tokens=description.tokens(evaluated),
+        eval_batches=_evaluation_batches(held),
     ).exchanges()
-    alone = model_calls(config, description, on_gpu)
     return Plan(
         **{field.name: getattr(held, field.name) for field in fields(held)},
         device=device,
         forward=forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens),
         visits=visited,
-        phases=_phases(config, device, weights, calls, visited, decode, layout, exchanges),
+        phases=_phases(held, device, visited, decode, exchanges),
         exchanges=exchanges,
-        alone=_phases(config, device, weights, alone, visits(config, skipped=spared), decode, Layout(), ()),
-        seconds_per_evaluation=_evaluation_seconds(
-            config, device, calls, decode_evaluated.predicted, layout, exchanges
-        ),
-        checkpoint=checkpoint_bytes(config, weights) / layout.gpus,
+        alone=_phases(replace(held, layout=Layout()), device, visits(config, skipped=spared), decode, ()),
+        seconds_per_evaluation=_evaluation_seconds(held, device, decode_evaluated.predicted, exchanges),
+        checkpoint=checkpoint_bytes(config, held.weights) / held.layout.gpus,
         tiled=tiled,
         skipped_forwards=skipped_forwards,
     )
 
 
-def _decoding(
-    description: ModelDescription,
-    device: Device,
-    latent: tuple[int, int, int, int],
-    videos: int,
-    model: ModelConfig,
-    on_gpu: bool,
-) -> tuple[bool, Phase]:
+def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
     """Whether a video is decoded in tiles, and what that costs the GPU that decodes it."""
-    tiled, dtype = description.decoding(latent, videos, model, on_gpu).tiled, model.decode_dtype(on_gpu)
+    description, model = held.description, held.config.model
+    tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
     cost = Cost(
         linear=description.decode_flops(latent, tiled), elementwise=description.decode_traffic(latent, tiled, dtype)
     )
     predicted, bound = device.decode_seconds(cost, dtype)
     return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
-
-
-def _tokens(description: ModelDescription, latent: tuple[int, int, int, int]) -> int:
-    patch = description.transformer
-    return int(prod(latent[1:]) // (patch.get("patch_size_t", 1) * patch.get("patch_size", 1) ** 2))
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
@@ -402,15 +321,9 @@ def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
 
 
 def _phases(
-    config: RunConfig,
-    device: Device,
-    weights: Weights,
-    calls: Calls,
-    visited: Visits,
-    decode: Phase,
-    layout: Layout,
-    exchanges: Sequence[Exchange],
+    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, exchanges: Sequence[Exchange]
 ) -> tuple[Phase, ...]:
+    config, weights, calls, layout = held.config, held.weights, held.calls, held.layout
     model, batch = config.model, config.rollout.micro_batch_size
     updates, videos = config.training.updates_per_rollout, config.rollout.batch_size
 
@@ -436,8 +349,8 @@ def _phases(
     update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but what Muon makes orthogonal is whole.
-    held = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
-    elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * held
+    shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
+    elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * shard
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
     # The ranks that share videos decode and score a share of them each, once all are sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
@@ -445,8 +358,8 @@ def _phases(
     scoring += waiting("reward")
     return (
         phase("rollout", rollout, fetching if config.training.update == "single_pass" else 0.0),
-        replace(
-            decode,
+        Phase(
+            name="decode",
             cost=decode.cost.times(in_turn),
             predicted=decode.predicted * in_turn,
             bound=decode.bound * in_turn,
@@ -468,32 +381,25 @@ def _less(whole: Cost, part: Cost) -> Cost:
     )
 
 
-def _evaluation_batches(config: RunConfig, layout: Layout) -> int:
+def _evaluation_batches(held: MemoryPlan) -> int:
     """Batches of an evaluation on the rank that has most of them; 0 without one."""
-    section = config.evaluation
+    section = held.config.evaluation
     if not section.every:
         return 0
-    prompts = section.num_prompts or len(read_prompts(section.prompts or config.data.prompts))
-    return math.ceil(math.ceil(prompts / section.batch_size) / layout.data_parallel)
+    prompts = section.num_prompts or len(read_prompts(section.prompts or held.config.data.prompts))
+    return math.ceil(math.ceil(prompts / section.batch_size) / held.layout.data_parallel)
 
 
 def _evaluation_seconds(
-    config: RunConfig,
-    device: Device,
-    calls: Calls,
-    decode_seconds: float,
-    layout: Layout,
-    exchanges: Sequence[Exchange],
+    held: MemoryPlan, device: Device, decode_seconds: float, exchanges: Sequence[Exchange]
 ) -> float | None:
-    section = config.evaluation
-    if not section.every:
+    config, batches = held.config, _evaluation_batches(held)
+    if not config.evaluation.every:
         return None
-    batches = _evaluation_batches(config, layout)
-    steps = config.evaluation_steps
-    forward, _ = device.seconds(calls.evaluation, compute_dtype(config), config.model.attention)
-    in_turn = math.ceil(batches * section.batch_size / layout.sp)
+    forward, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
+    in_turn = math.ceil(batches * config.evaluation.batch_size / held.layout.sp)
     waiting = sum(e.exposed(device) for e in exchanges if e.phase == "evaluation")
-    return batches * steps * forward + in_turn * decode_seconds + waiting
+    return batches * config.evaluation_steps * forward + in_turn * decode_seconds + waiting
 
 
 def resident_bytes() -> int:

@@ -11,11 +11,13 @@ tokens, and attends with 1/P of the heads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
+from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.ulysses import share_of
@@ -251,178 +253,248 @@ class Memory:
         return self.total(self.peak_phase)
 
 
-def plan_memory(
-    config: RunConfig,
-    description: ModelDescription,
-    *,
-    on_gpu: bool,
-    calls: Calls,
-    weights: Weights,
-    sizes: Mapping[str, float],
-    runtime: float,
-    layout: Layout,
-    gathered: Gathered,
-) -> Memory:
-    """Memory of every phase.
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """How a configuration fills the memory of each of its GPUs.
 
-    Args:
-        sizes: gigabytes of the weights that are here, by reward.
-        runtime: bytes of the process before it loads anything.
-        layout, gathered: how GPUs share the work and the weights.
+    asked: the configuration that was planned; in `config` its `auto`s are settled. layout, gathered: how GPUs share the
+    work and the weights. sizes: gigabytes of the weights that are here, by reward. runtime: bytes of the process before
+    it loads anything. memory_limit: bytes that may be used.
     """
-    rollout, evaluation = config.rollout, config.evaluation
-    latent, evaluated = (
-        description.latent_shape(video.num_frames, video.height, video.width)
-        for video in (config.video, config.evaluation_video)
-    )
-    has_anchor = anchor_kind(config.objective.kl_mode) != "none"
-    single_pass = config.training.update == "single_pass"
-    copy = 4.0 * weights.trained * state_share(config, layout, gathered)
-    rewards = reward_memory(config, sizes)
 
-    def working(phase: PhaseMemory, cost: Cost) -> PhaseMemory:
+    asked: RunConfig
+    config: RunConfig
+    description: ModelDescription
+    on_gpu: bool
+    layout: Layout
+    weights: Weights
+    gathered: Gathered
+    sizes: Mapping[str, float]
+    runtime: float
+    memory_limit: float
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.gpus
+
+    @property
+    def latent(self) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of one video."""
+        return self._latent(self.config.video)
+
+    @cached_property
+    def video_tokens(self) -> int:
+        return self.description.tokens(self.latent)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.memory_limit
+
+    @cached_property
+    def calls(self) -> Calls:
+        """Costs of one GPU's calls of the model."""
+        return model_calls(self.config, self.description, self.on_gpu, self.layout.sp)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Memory of every phase."""
+        config, resident = self.config, self._resident
+        rollout, two_phase = config.rollout, config.training.update == "two_phase"
+        without_gradient = replace(
+            resident,
+            gathered_weights=self.gathered.whole_while_sampling,
+            weights_in_flight=self.gathered.flying_while_sampling,
+        )
+        sampling = replace(without_gradient, **self._produced)
+        phases = {
+            "encode": PhaseMemory(
+                runtime=self.runtime,
+                reward_models=self._rewards.models,
+                prompt_encoder=self.description.encoder_gb * GB,
+                # A family may have loaded the transformer into CPU memory before.
+                transformer=0.0 if self.on_gpu else resident.transformer,
+            ),
+            "rollout": self._rollout(sampling),
+            "decode": self._decoding(sampling, self.latent, rollout.micro_batch_size),
+            "reward": replace(sampling, scoring=self._rewards.at_work),
+        }
+        # The single pass measures the anchor within the rollout and keeps no velocity of it.
+        velocities = self._kept_velocities if self._has_anchor and two_phase else 0.0
+        if self._has_anchor and two_phase:
+            phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.untrained)
+        update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=self._state)
+        # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
+        foreach = self.on_gpu and config.optimizer.name == "adamw"
+        stepping = self._state if foreach else 16.0 * self.weights.largest
+        step = replace(update, gradient_accumulators=0.0, optimizer_step=stepping)
+        if two_phase:
+            update = self._working(
+                replace(update, weights_in_flight=self.gathered.flying_in_update), self.calls.gradient
+            )
+        phases |= {"update": update, "optimizer": step}
+        if config.evaluation.every:
+            phases["evaluation"] = self._evaluation(without_gradient)
+        return Memory(phases={name: phase.fragmented(self.on_gpu) for name, phase in phases.items()})
+
+    @cached_property
+    def loading(self) -> dict[str, float] | None:
+        """Bytes of CPU memory that a node of GPUs needs while it loads, at most, by what they hold; None on a CPU.
+
+        Transformer and text encoder are read from mapped files straight to the GPUs, shard by shard where they are
+        sharded. Files that were read stay in the kernel's cache for as long as there is room, which is not counted.
+        """
+        if not self.on_gpu:
+            return None
+        layout, item = self.layout, getattr(torch, self.config.model.dtype).itemsize
+        kept = 0.0
+        if self._offloads_shards:
+            kept = item * self.weights.total / layout.weight_shards
+        elif self.config.model.adaln == "offload":
+            kept = item * self.weights.adaln
+        # On the GPU from the first video on.
+        parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
+        # Rewards are on the GPU before the transformer is read.
+        models = self._rewards.models
+        parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
+        return {name: min(layout.gpus, layout.node) * size for name, size in parts.items()}
+
+    # ------------------------------------------------------------------------------------------ what there is
+
+    @cached_property
+    def _rewards(self) -> "RewardMemory":
+        return reward_memory(self.config, self.sizes)
+
+    @property
+    def _has_anchor(self) -> bool:
+        return anchor_kind(self.config.objective.kl_mode) != "none"
+
+    @property
+    def _offloads_shards(self) -> bool:
+        return self.gathered.sharded and self.config.distributed.cpu_offload
+
+    @property
+    def _item(self) -> int:
+        """Bytes of a number that the transformer computes with."""
+        return int(getattr(torch, compute_dtype(self.config)).itemsize)
+
+    @property
+    def _share(self) -> float:
+        """Share of what there is once per trained weight (gradients, moments, anchor, average) that each GPU holds.
+
+        Adapters are whole on every rank. All weights are sharded, or in CPU memory.
+        """
+        if self.config.training.mode == "lora":
+            return 1.0
+        return 0.0 if self._offloads_shards else 1 / self.layout.weight_shards
+
+    @property
+    def _state(self) -> float:
+        """Bytes of one float32 number per trained weight."""
+        return 4.0 * self.weights.trained * self._share
+
+    def _latent(self, video: VideoConfig) -> tuple[int, int, int, int]:
+        return self.description.latent_shape(video.num_frames, video.height, video.width)
+
+    @cached_property
+    def _resident(self) -> PhaseMemory:
+        """What is held in every phase from the rollout on."""
+        config, gathered, shards = self.config, self.gathered, self.layout.weight_shards
+        model, lora = config.model, config.training.mode == "lora"
+        offloads = lora and model.adaln == "offload" and self.on_gpu
+        offloaded = self._item * self.weights.adaln / shards if offloads else 0.0
+        return PhaseMemory(
+            runtime=self.runtime,
+            # From the check of the collectives on, after prompts are encoded.
+            communication_buffers=self.layout.communication_buffers if self.on_gpu else 0.0,
+            reward_models=self._rewards.models,
+            reward_tables=self._rewards.tables,
+            video_decoder=self.description.decoder_gb * GB,
+            transformer=max(0.0, gathered.resident - offloaded),
+            gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
+            fp8_copies=fp8_copies(self.description.transformer) if model.fp8 else 0.0,
+            adapters=self._state if lora else 0.0,
+            optimizer_state=4.0 * self.weights.moments * self._share,
+            anchor=self._state if self._has_anchor else 0.0,
+            average=self._state if config.training.ema_decay is not None else 0.0,
+            tables=self._tables(),
+        )
+
+    def _tables(self) -> float:
+        """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
+        config, description = self.config, self.description
+        steps, evaluation = config.rollout.num_steps, config.evaluation
+        if config.model.forward != "fused":
+            return 0.0
+        grids = {self._latent(v)[1:] for v in (config.video, *([config.evaluation_video] if evaluation.every else []))}
+        rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
+        if config.model.adaln == "weights" or config.training.mode == "full":
+            return float(rope)
+        levels = steps
+        if evaluation.every and evaluation.num_steps not in (None, steps):
+            levels += evaluation.num_steps or 0
+        return float(rope + levels * description.num_layers * 12 * description.width * self._item)
+
+    @cached_property
+    def _produced(self) -> dict[str, float]:
+        """What a rollout leaves behind for its update."""
+        rollout, video = self.config.rollout, self.config.video
+        states = 2 * rollout.num_steps + 1
+        produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}
+        if not self.on_gpu:
+            produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
+        if self.config.training.update == "single_pass":
+            # A gradient per video, and with a KL one per group for its terms.
+            groups = most_groups(rollout) if any(kl_uses(self.config.objective.kl_mode)) else 0
+            produced["gradient_accumulators"] = self._state * (rollout.batch_size + groups)
+        return produced
+
+    @property
+    def _kept_velocities(self) -> float:
+        """Bytes of the anchor's velocities, one for each step that the KL counts."""
+        rollout = self.config.rollout
+        measured = num_trained(self.config.objective.kl_position_fraction, rollout.num_steps)
+        chosen = self.config.training.train_on.count or rollout.num_generations
+        videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
+        return 4.0 * prod(self.latent) * videos * measured
+
+    # ------------------------------------------------------------------------------------------ what comes and goes
+
+    def _working(self, phase: PhaseMemory, cost: Cost) -> PhaseMemory:
+        """With what a call of the model keeps and works with."""
         kept, work = cost.kept, cost.working
-        if config.model.offload_activations and on_gpu and kept:
+        if self.config.model.offload_activations and self.on_gpu and kept:
             # The block at work has its own activations on the GPU, and the next one's are on their way.
-            kept, work = 0.0, work + 2 * kept / description.num_layers
+            kept, work = 0.0, work + 2 * kept / self.description.num_layers
         return replace(phase, kept_activations=kept, working_set=work)
 
-    def decoding(phase: PhaseMemory, latent: tuple[int, int, int, int], videos: int) -> PhaseMemory:
-        return replace(phase, decoding=description.decoding(latent, videos, config.model, on_gpu).peak_bytes)
+    def _decoding(self, phase: PhaseMemory, latent: tuple[int, int, int, int], videos: int) -> PhaseMemory:
+        decoding = self.description.decoding(latent, videos, self.config.model, self.on_gpu)
+        return replace(phase, decoding=decoding.peak_bytes)
 
-    resident = replace(
-        _resident(config, description, on_gpu=on_gpu, weights=weights, layout=layout, gathered=gathered),
-        runtime=runtime,
-        # From the check of the collectives on, after prompts are encoded.
-        communication_buffers=layout.communication_buffers if on_gpu else 0.0,
-        reward_models=rewards.models,
-        reward_tables=rewards.tables,
-        video_decoder=description.decoder_gb * GB,
-    )
-    without_gradient = replace(
-        resident,
-        gathered_weights=gathered.whole_while_sampling,
-        weights_in_flight=gathered.flying_while_sampling,
-    )
-
-    encode = PhaseMemory(
-        runtime=runtime,
-        reward_models=rewards.models,
-        prompt_encoder=description.encoder_gb * GB,
-        # A family may have loaded the transformer into CPU memory before.
-        transformer=0.0 if on_gpu else resident.transformer,
-    )
-
-    produced = _produced(config, latent, copy, on_gpu)
-    sampling = replace(without_gradient, **produced)
-    without_graph = max(calls.velocity, calls.untrained, key=lambda cost: cost.working)
-    sample = working(sampling, calls.single_pass if single_pass else without_graph)
-    if rollout.cache_threshold:
+    def _rollout(self, sampling: PhaseMemory) -> PhaseMemory:
+        rollout, calls = self.config.rollout, self.calls
+        without_graph = max(calls.velocity, calls.untrained, key=lambda cost: cost.working)
+        single_pass = self.config.training.update == "single_pass"
+        sample = self._working(sampling, calls.single_pass if single_pass else without_graph)
+        if not rollout.cache_threshold:
+            return sample
         # Two tensors of the video tokens for each branch of guidance, and three at work.
-        tokens = share_of(prod(latent[1:]), layout.sp) * rollout.micro_batch_size * description.width
+        tokens = share_of(prod(self.latent[1:]), self.layout.sp)
         tensors = 5 if rollout.guidance_scale == 1.0 else 7
-        features = float(tensors * tokens * getattr(torch, compute_dtype(config)).itemsize)
-        sample = replace(sample, working_set=sample.working_set + features)
-    decode = decoding(sampling, latent, rollout.micro_batch_size)
-    score = replace(sampling, scoring=rewards.at_work)
+        features = float(tensors * tokens * rollout.micro_batch_size * self.description.width * self._item)
+        return replace(sample, working_set=sample.working_set + features)
 
-    # The single pass measures the anchor within the rollout and keeps no velocity of it.
-    measured = num_trained(config.objective.kl_position_fraction, rollout.num_steps)
-    chosen = config.training.train_on.count or rollout.num_generations
-    videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
-    kept_velocities = 4.0 * prod(latent) * videos * measured
-    velocities = kept_velocities if has_anchor and not single_pass else 0.0
-    measure_anchor = working(replace(sampling, anchor_velocities=velocities), calls.untrained)
-
-    updating = replace(resident, **produced, anchor_velocities=velocities, gradients=copy)
-    update = updating
-    if not single_pass:
-        update = working(replace(updating, weights_in_flight=gathered.flying_in_update), calls.gradient)
-    # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
-    foreach = on_gpu and config.optimizer.name == "adamw"
-    step = replace(updating, gradient_accumulators=0.0, optimizer_step=copy if foreach else 16.0 * weights.largest)
-
-    states = 2 * config.evaluation_steps + 1
-    evaluating = replace(without_gradient, trajectories=4.0 * prod(evaluated) * evaluation.batch_size * states)
-    evaluate = max(
-        working(evaluating, calls.evaluation),
-        decoding(evaluating, evaluated, evaluation.batch_size),
-        replace(evaluating, scoring=rewards.at_work),
-        key=lambda phase: phase.total,
-    )
-
-    phases = {"encode": encode, "rollout": sample, "decode": decode, "reward": score}
-    if has_anchor and not single_pass:
-        phases["anchor"] = measure_anchor
-    phases |= {"update": update, "optimizer": step}
-    if evaluation.every:
-        phases["evaluation"] = evaluate
-    return Memory(phases={name: phase.fragmented(on_gpu) for name, phase in phases.items()})
-
-
-def loading_memory(
-    config: RunConfig,
-    description: ModelDescription,
-    *,
-    weights: Weights,
-    sizes: Mapping[str, float],
-    layout: Layout,
-    gathered: Gathered,
-) -> dict[str, float]:
-    """Bytes of CPU memory that a node of GPUs needs while it loads, at most, by what they hold.
-
-    Transformer and text encoder are read from mapped files straight to the GPUs, shard by shard where they are sharded.
-    Files that were read stay in the kernel's cache for as long as there is room, which is not counted.
-    """
-    ranks, item = min(layout.gpus, layout.node), getattr(torch, config.model.dtype).itemsize
-    kept = 0.0
-    if gathered.sharded and config.distributed.cpu_offload:
-        kept = item * weights.total / layout.weight_shards
-    elif config.model.adaln == "offload":
-        kept = item * weights.adaln
-    # On the GPU from the first video on.
-    parts = {"processes": PROCESS, "video decoders": description.decoder_gb * GB}
-    # Rewards are on the GPU before the transformer is read.
-    models = reward_memory(config, sizes).models
-    parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
-    return {name: ranks * size for name, size in parts.items()}
-
-
-def state_share(config: RunConfig, layout: Layout, gathered: Gathered) -> float:
-    """Share of what there is once per trained weight (gradients, moments, anchor, average) that each GPU holds.
-
-    Adapters are whole on every rank. All weights are sharded, or in CPU memory.
-    """
-    if config.training.mode == "lora":
-        return 1.0
-    return 0.0 if gathered.sharded and config.distributed.cpu_offload else 1 / layout.weight_shards
-
-
-def _resident(
-    config: RunConfig,
-    description: ModelDescription,
-    *,
-    on_gpu: bool,
-    weights: Weights,
-    layout: Layout,
-    gathered: Gathered,
-) -> PhaseMemory:
-    """What the policy and its optimizer hold in every phase from the rollout on."""
-    model, lora = config.model, config.training.mode == "lora"
-    item = getattr(torch, compute_dtype(config)).itemsize
-    share = state_share(config, layout, gathered)
-    copy = 4.0 * weights.trained * share
-    offloaded = item * weights.adaln / layout.weight_shards if lora and model.adaln == "offload" and on_gpu else 0.0
-    return PhaseMemory(
-        transformer=max(0.0, gathered.resident - offloaded),
-        gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
-        fp8_copies=fp8_copies(description.transformer) if model.fp8 else 0.0,
-        adapters=copy if lora else 0.0,
-        optimizer_state=4.0 * weights.moments * share,
-        anchor=copy if anchor_kind(config.objective.kl_mode) != "none" else 0.0,
-        average=copy if config.training.ema_decay is not None else 0.0,
-        tables=_tables(config, description, item),
-    )
+    def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
+        """The largest of sampling, decoding and scoring."""
+        latent, batch = self._latent(self.config.evaluation_video), self.config.evaluation.batch_size
+        states = 2 * self.config.evaluation_steps + 1
+        evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * batch * states)
+        return max(
+            self._working(evaluating, self.calls.evaluation),
+            self._decoding(evaluating, latent, batch),
+            replace(evaluating, scoring=self._rewards.at_work),
+            key=lambda phase: phase.total,
+        )
 
 
 def fp8_copies(transformer: Mapping[str, Any]) -> float:
@@ -433,40 +505,6 @@ def fp8_copies(transformer: Mapping[str, Any]) -> float:
     weights = ((4 + 2 * ratio) * streams - (2 + 2 * ratio)) * width**2
     channels = ((5 + ratio) * streams - (3 + ratio)) * width
     return float(weights + 4 * channels)
-
-
-def _produced(config: RunConfig, latent: tuple[int, ...], copy: float, on_gpu: bool) -> dict[str, float]:
-    """What a rollout leaves behind for its update.
-
-    Args:
-        copy: bytes of one float32 number per trained weight.
-    """
-    rollout, video = config.rollout, config.video
-    states = 2 * rollout.num_steps + 1
-    produced = {"trajectories": 4.0 * prod(latent) * rollout.batch_size * states}
-    if not on_gpu:
-        produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
-    if config.training.update == "single_pass":
-        # A gradient per video, and with a KL one per group for its terms.
-        groups = most_groups(rollout) if any(kl_uses(config.objective.kl_mode)) else 0
-        produced["gradient_accumulators"] = copy * (rollout.batch_size + groups)
-    return produced
-
-
-def _tables(config: RunConfig, description: ModelDescription, item: int) -> float:
-    """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
-    steps, evaluation = config.rollout.num_steps, config.evaluation
-    if config.model.forward != "fused":
-        return 0.0
-    videos = [config.video, config.evaluation_video] if evaluation.every else [config.video]
-    grids = {description.latent_shape(v.num_frames, v.height, v.width)[1:] for v in videos}
-    rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
-    if config.model.adaln == "weights" or config.training.mode == "full":
-        return float(rope)
-    levels = steps
-    if evaluation.every and evaluation.num_steps not in (None, steps):
-        levels += evaluation.num_steps or 0
-    return float(rope + levels * description.num_layers * 12 * description.width * item)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What to change in a configuration: the least that makes it fit, and the levers that train more per hour."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, Literal, get_args
@@ -52,20 +52,20 @@ class Option:
         return " ".join(f"--{key}={_word(value)}" for key, value in self.changes)
 
 
-def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8) -> list[Option]:
+def options(plan: Plan, most: int = 8) -> list[Option]:
     """What to change, ranked.
 
     Of a plan that does not fit: the sets of changes that make it fit and of which none can be left out, fewest changes
     first, then the fastest. If no set does, the one that needs least memory. Of a plan that fits: the single changes
     that save memory, the fastest first.
     """
-    single = {change: option for change in _changes(plan) if (option := _try(plan, (change,), on_gpu, sizes))}
+    single = {change: option for change in _changes(plan) if (option := _try(plan, (change,)))}
     if plan.fits:
         helping = [option for option in single.values() if _memory(option) < 0.99 * plan.memory.peak]
         return sorted(helping, key=_seconds)[:most]
     found = [option for option in single.values() if option.plan.fits]
     if not found and single:
-        least = _least(plan, list(single), on_gpu, sizes)
+        least = _least(plan, list(single))
         if not least.plan.fits:
             return [least]
     for count in range(2, 6):
@@ -74,13 +74,13 @@ def options(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 8)
         for changes in _combinations(list(single), count):
             if any(set(option.changes) <= set(changes) for option in found):
                 continue
-            option = _try(plan, changes, on_gpu, sizes)
+            option = _try(plan, changes)
             if option is not None and option.plan.fits:
                 found.append(option)
     return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
 
 
-def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: int = 4) -> list[Option]:
+def ranked_levers(plan: Plan, most: int = 4) -> list[Option]:
     """Levers and combinations of them that fit, by predicted signal per GPU-hour: the best `most` of each kind.
 
     Of each set, no member can be left out for the same. Behind those of a kind come as many whose signal is not
@@ -88,10 +88,10 @@ def ranked_levers(plan: Plan, on_gpu: bool, sizes: Mapping[str, float], most: in
     """
     kinds: tuple[Kind, ...] = get_args(Kind)
     found = [Option(changes=(), plan=plan)]
-    for levers in product(*([None, *values] for values in _levers(plan.asked, on_gpu).values())):
+    for levers in product(*([None, *values] for values in _levers(plan.asked, plan.on_gpu).values())):
         chosen = [lever for lever in levers if lever is not None]
         changes = tuple(change for _, changes in chosen for change in changes)
-        option = _try(plan, changes, on_gpu, sizes) if chosen else None
+        option = _try(plan, changes) if chosen else None
         if option is not None and option.plan.fits:
             kind = max((kind for kind, _ in chosen), key=kinds.index)
             found.append(replace(option, kind=kind))
@@ -144,14 +144,14 @@ def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple
     return levers
 
 
-def _least(plan: Plan, changes: list[Change], on_gpu: bool, sizes: Mapping[str, float]) -> Option:
+def _least(plan: Plan, changes: list[Change]) -> Option:
     """All changes together, without those that save nothing."""
     chosen = dict(changes)  # of the values of a key the last one saves most
-    best = _try(plan, tuple(chosen.items()), on_gpu, sizes)
+    best = _try(plan, tuple(chosen.items()))
     assert best is not None
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
-        option = _try(plan, tuple(fewer.items()), on_gpu, sizes)
+        option = _try(plan, tuple(fewer.items()))
         if option is not None and _memory(option) <= _memory(best):
             chosen, best = fewer, option
     return best
@@ -185,7 +185,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
         yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
     if not plan.tiled and (model.decode_limit_gib is None or model.decode_limit_gib > 8):
         yield "model.decode_memory_gib", 8.0
-    if model.forward == "fused" and plan.device.link:
+    if model.forward == "fused" and plan.on_gpu:
         if config.training.mode == "lora" and model.adaln != "offload":
             yield "model.adaln", "offload"
         if not model.offload_activations:
@@ -199,7 +199,7 @@ def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, .
         yield from product(*([change for change in changes if change[0] == key] for key in chosen))
 
 
-def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[str, float]) -> Option | None:
+def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
     """The option, or None where the configuration refuses the changes."""
     try:
         config = _changed(plan.asked, changes)
@@ -208,12 +208,11 @@ def _try(plan: Plan, changes: tuple[Change, ...], on_gpu: bool, sizes: Mapping[s
     changed = make_plan(
         config,
         plan.device,
-        on_gpu=on_gpu,
         gpus=plan.gpus,
         memory_gb=plan.memory_limit / 1e9,
-        runtime=plan.memory.phases["rollout"].runtime,
+        runtime=plan.runtime,
         description=plan.description,
-        sizes=sizes,
+        sizes=plan.sizes,
         skipped_forwards=plan.skipped_forwards,
     )
     return Option(changes=changes, plan=changed)

@@ -277,7 +277,7 @@ def assumptions(plan: Plan) -> list[str]:
     if fp8 := sum(phase.cost.fp8 for phase in plan.phases):
         linear = sum(phase.cost.linear for phase in plan.phases)
         lines.append(f"{fp8 / linear:.0%} of the linear work is in FP8, {plan.device.fp8:g} times as fast")
-    if plan.device.link:
+    if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
         if config.model.offload_activations:
             lines.append(f"activations come back from the CPU at {HOST_LINK / 1e9:.0f} GB/s, not hidden")
@@ -303,7 +303,7 @@ def _several(plan: Plan) -> Iterator[str]:
     if plan.gpus > layout.node:
         fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
     yield f"{fabric}; latencies of NCCL's rings"
-    if plan.device.link:
+    if plan.on_gpu:
         yield f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks"
     if plan.gathered.sharded:
         kept = {

@@ -52,6 +52,10 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
 
 
+WORK = ("linear", "fp8", "attention", "attention_backward", "elementwise")
+"""Fields of a cost that add up over calls; the others are memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Cost of a call, or of a number of calls.
@@ -77,27 +81,13 @@ class Cost:
 
     def times(self, count: float) -> "Cost":
         """So many such calls, one after the other: work adds up, memory does not."""
-        return Cost(
-            linear=self.linear * count,
-            fp8=self.fp8 * count,
-            attention=self.attention * count,
-            attention_backward=self.attention_backward * count,
-            elementwise=self.elementwise * count,
-            kept=self.kept if count else 0.0,
-            working=self.working if count else 0.0,
-        )
+        work = {name: getattr(self, name) * count for name in WORK}
+        return Cost(**work, kept=self.kept if count else 0.0, working=self.working if count else 0.0)
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both calls, one after the other."""
-        return Cost(
-            linear=self.linear + other.linear,
-            fp8=self.fp8 + other.fp8,
-            attention=self.attention + other.attention,
-            attention_backward=self.attention_backward + other.attention_backward,
-            elementwise=self.elementwise + other.elementwise,
-            kept=max(self.kept, other.kept),
-            working=max(self.working, other.working),
-        )
+        work = {name: getattr(self, name) + getattr(other, name) for name in WORK}
+        return Cost(**work, kept=max(self.kept, other.kept), working=max(self.working, other.working))
 
 
 @dataclass(frozen=True, kw_only=True)

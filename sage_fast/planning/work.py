@@ -111,26 +111,16 @@ def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) ->
     sampled = rollout.num_steps - shared - skipped * without_noise
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
-    if training.update == "single_pass":
-        second = behind if config.objective.kl_position_weight > 0 else 0.0
-        return Visits(
-            rollout=sampled - steps,
-            ode=(1 - skipped) * without_noise,
-            pass_steps=steps,
-            anchor=behind,
-            second_products=second,
-            update=0.0,
-            late_updates=0.0,
-        )
-    first = steps / training.updates_per_rollout
+    in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
+    first = afterwards / training.updates_per_rollout
     return Visits(
-        rollout=sampled,
+        rollout=sampled - in_rollout,
         ode=(1 - skipped) * without_noise,
-        pass_steps=0.0,
+        pass_steps=in_rollout,
         anchor=behind,
-        second_products=0.0,
+        second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
         update=first,
-        late_updates=steps - first,
+        late_updates=afterwards - first,
     )
 
 

@@ -19,6 +19,7 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.failure.selfcheck import version_of
 from sage_fast.distributed.launch import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import (
@@ -31,19 +32,14 @@ from sage_fast.models.family import (
 )
 from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import host_memory
-from sage_fast.planning.estimate import (
-    SAFE_SHARE,
-    MemoryPlan,
-    checkpoint_bytes,
-    checkpointing_text,
-    make_memory_plan,
-)
+from sage_fast.planning.estimate import SAFE_SHARE, checkpoint_bytes, checkpointing_text, make_memory_plan
 from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.memory import MemoryPlan
 from sage_fast.planning.text import loading_text, summary
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.run.run import load_prompts
-from sage_fast.tools.machine import Check, Status, hardware, software, version_of
+from sage_fast.tools.machine import Check, Status, hardware, software
 
 LARGE_WIDTH = 1024
 """Width from which a model is too large for a CPU."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from sage_fast import __version__
+from sage_fast.distributed.failure.selfcheck import version_of
 from sage_fast.planning.devices import host_memory
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
@@ -77,14 +78,6 @@ def software() -> Iterator[Check]:
         else:
             yield Check(section, name, "ok", version)
     yield _video_encoder()
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _supported_versions() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from sage_fast.distributed.hostfile import HostfileError, read_hostfile
 from sage_fast.run.prompt_files import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 PRESET = ROOT / "configs/toy_cpu.yaml"
 QUICK, ALL = range(300), range(300, 1500)
 CHUNK = 100
@@ -393,11 +394,6 @@ def check(seeds: Sequence[int], folder: Path) -> None:
             case = shrunk(case, folder)
             content = case.content()[-400:] if case.kind != "words" else b""
             pytest.fail(f"seed {seed}: {problem(case, folder)}\nminimal case: {case}\nits file ends in {content!r}")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def chunks(seeds: range) -> list[range]:

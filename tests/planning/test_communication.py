@@ -26,16 +26,11 @@ from sage_fast.planning.work import anchor_share
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 H100 = DEVICES["h100"]
 WIDTH, LAYERS, LATENT = 256, 3, (32, 3, 4, 6)
 TOKENS, TEXT = 72, 250
 FULL = ["--training.mode=full", "--model.dtype=float32", "--model.adaln=auto", "--distributed.param_dtype=bfloat16"]
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def small(*overrides: str, gpus: int) -> Plan:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_memory
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.memory import PROCESS, Memory, PhaseMemory, _call, loading_memory
+from sage_fast.planning.memory import PROCESS, Memory, MemoryPlan, PhaseMemory, _call
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
@@ -49,13 +49,9 @@ from tests.tiny.checkpoints import VAE
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 B = "configs/hv15_480p_lora_1gpu.yaml"
 SMALL = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": 6, "text_embed_dim": 64, "text_embed_2_dim": 32}
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def plan(*overrides: str, file: str = B, memory_gb: float | None = None, gpus: int = 1) -> Plan:
@@ -375,7 +371,7 @@ def test_decoding_takes_the_time_of_its_products_and_of_its_bytes() -> None:
     without = make_plan(found.config, found.device, description=silent, sizes={})
     assert found.seconds_per_evaluation and without.seconds_per_evaluation
     section = found.config.evaluation
-    videos = estimate._evaluation_batches(found.config, Layout()) * section.batch_size
+    videos = estimate._evaluation_batches(found) * section.batch_size
     larger = vae_decode_traffic((32, 3, 8, 12), False, "float16")
     saved = found.seconds_per_evaluation - without.seconds_per_evaluation
     assert saved == pytest.approx(videos * larger / 3.0e12 / 0.8)
@@ -440,14 +436,7 @@ def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> 
     assert sum((small_plan().loading or {}).values()) == PROCESS, "rewards are elsewhere, the decoder takes nothing"
     found = small_plan("--model.adaln=offload")
     assert found.loading is not None and found.loading["weights that stay"] == 2.0 * found.weights.adaln
-    many = loading_memory(
-        found.config,
-        found.description,
-        weights=found.weights,
-        sizes={},
-        layout=Layout(replicate=16),
-        gathered=found.gathered,
-    )
+    many = replace(found, layout=Layout(replicate=16)).loading
     assert many == {name: 8 * size for name, size in found.loading.items()}, "a node has eight"
 
 
@@ -482,7 +471,7 @@ def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
     """Resident memory of a whole `train` of one update with its evaluations, libraries included."""
     found = measured(TOY_RUN, str(tmp_path / "run"))
     config = load_config("configs/toy_cpu.yaml")
-    predicted = make_plan(config, measure_cpu(1.0), on_gpu=False, runtime=found["runtime"]).memory.peak
+    predicted = make_plan(config, measure_cpu(1.0), runtime=found["runtime"]).memory.peak
     assert predicted == pytest.approx(found["peak"], rel=0.15)
     # The libraries are the larger part, so what comes on top of them is held to a bound of its own.
     assert predicted - found["runtime"] == pytest.approx(found["peak"] - found["runtime"], rel=0.35)
@@ -531,10 +520,10 @@ def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
     words = ["--training.guidance=paired", "--model.checkpointing=none"]
     whole = small_plan(*words)
     assert whole.fits and whole.memory.peak_phase == "update"
-    one_is_not_enough = 0.99 * min(option.plan.memory.peak for option in options(whole, on_gpu=True, sizes={}))
+    one_is_not_enough = 0.99 * min(option.plan.memory.peak for option in options(whole))
     tight = small_plan(*words, memory_gb=one_is_not_enough / 1e9)
     assert not tight.fits
-    found = options(tight, on_gpu=True, sizes={})
+    found = options(tight)
     assert found and all(option.plan.fits for option in found)
     assert len(found[0].changes) == 2
     ranked = [(len(option.changes), option.plan.seconds_per_video) for option in found]
@@ -548,14 +537,14 @@ def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
 
 def test_what_fits_comes_with_what_saves_memory() -> None:
     whole = small_plan("--model.checkpointing=none")
-    found = options(whole, on_gpu=True, sizes={})
+    found = options(whole)
     assert found and all(option.plan.memory.peak < whole.memory.peak for option in found)
     assert {len(option.changes) for option in found} == {1}
 
 
 def test_what_never_fits_says_what_needs_least() -> None:
     hopeless = small_plan(memory_gb=1e-3)
-    (least,) = options(hopeless, on_gpu=True, sizes={})
+    (least,) = options(hopeless)
     assert not least.plan.fits and least.plan.memory.peak < hopeless.memory.peak
     text = to_text(hopeless, [least])
     assert "no change of how it is computed makes it fit" in text and text.endswith("of the memory.")
@@ -608,9 +597,9 @@ def test_full_training_needs_float32() -> None:
 
 
 def test_the_device_of_a_configuration() -> None:
-    assert choose_device(None, "auto", 2048)[0] is DEVICES["h100"]
-    assert choose_device(None, "auto", 128)[1] is False
-    assert choose_device("b200", "auto", 128)[0] is DEVICES["b200"]
+    assert choose_device(None, "auto", 2048) is DEVICES["h100"]
+    assert not choose_device(None, "auto", 128).is_gpu
+    assert choose_device("b200", "auto", 128) is DEVICES["b200"]
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
@@ -618,7 +607,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("\n```")[0]
     found = plan("--training.guidance=paired", memory_gb=48)
-    assert to_text(found, options(found, on_gpu=True, sizes={})) == example
+    assert to_text(found, options(found)) == example
 
 
 @pytest.mark.slow
@@ -680,21 +669,21 @@ def test_blocks_keep_what_fits(room: float, expected: tuple[str, int]) -> None:
     """With 1, 2 or 6 units per block, as in a block of the model."""
     units = {"full": 1, "selective": 2, "feed_forward": 6}
 
-    def planned(config: RunConfig) -> Memory:
-        model = config.model
-        kept = 54 * units[model.checkpointing]
-        if model.lighter_blocks:
-            kept += model.lighter_blocks * (units[LIGHTER[model.settled_checkpointing]] - units[model.checkpointing])
-        # The decoder's memory does not decide.
-        return Memory(
-            phases={
-                "rollout": PhaseMemory(),
-                "decode": PhaseMemory(decoding=1e6),
-                "update": PhaseMemory(kept_activations=kept),
-            }
-        )
+    class Planned(MemoryPlan):
+        @property
+        def memory(self) -> Memory:
+            model = self.config.model
+            kept = 54 * units[model.checkpointing]
+            if model.lighter_blocks:
+                lighter = units[LIGHTER[model.settled_checkpointing]]
+                kept += model.lighter_blocks * (lighter - units[model.checkpointing])
+            # The decoder's memory does not decide.
+            phases = {"rollout": PhaseMemory(), "decode": PhaseMemory(decoding=1e6)}
+            return Memory(phases=phases | {"update": PhaseMemory(kept_activations=kept)})
 
-    model = estimate._fill(load_config(B, ["--model.checkpointing=auto"]), planned, room, 54).model
+    settings: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryPlan))
+    settings |= {"config": load_config(B, ["--model.checkpointing=auto"]), "description": published_model()}
+    model = estimate._fill(Planned(**settings), room).config.model
     assert (model.checkpointing, model.lighter_blocks) == expected
 
 

@@ -39,16 +39,16 @@ def signal(config: RunConfig) -> float:
     return kept * (0.9 if config.rollout.sde_window.size else 1.0)
 
 
-def made_plan(config: RunConfig) -> Any:
+def made_plan(config: RunConfig, on_gpu: bool = True) -> Any:
     # A window of its own makes no room.
     fits = config.training.update == "two_phase" or config.rollout.sde_window.size is None
-    layout = SimpleNamespace(sp=1)
-    return SimpleNamespace(asked=config, config=config, fits=fits, seconds_per_video=seconds(config), layout=layout)
+    speed = {"seconds_per_video": seconds(config), "layout": SimpleNamespace(sp=1)}
+    return SimpleNamespace(asked=config, config=config, on_gpu=on_gpu, fits=fits, **speed)
 
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(plan: Any, changes: Any, on_gpu: bool, sizes: Any) -> Option | None:
+    def attempt(plan: Any, changes: Any) -> Option | None:
         try:
             return Option(changes=changes, plan=made_plan(search._changed(plan.asked, changes)))
         except ConfigError:
@@ -60,7 +60,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranked(*words: str, most: int = 100, on_gpu: bool = True) -> list[Option]:
     config = load_config(RECIPE, words)
-    return ranked_levers(made_plan(config), on_gpu, {}, most)
+    return ranked_levers(made_plan(config, on_gpu), most)
 
 
 def test_levers_are_ranked_by_signal_per_second_within_their_kind() -> None:

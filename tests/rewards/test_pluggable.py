@@ -22,6 +22,7 @@ from sage_fast.tools.machine import Check
 
 NAME = f"{__name__}:Judge"
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 class Judge:
@@ -48,11 +49,6 @@ def config(tmp_path: Path, **options: object) -> RunConfig:
     words = [f"--reward.rewards=['{NAME}']", "--reward.weights={verdict: 1.0}", f"--output_dir={tmp_path / 'run'}"]
     words += ["--model.forward=stock", f"--reward.options={json.dumps({NAME: options})}"]
     return load_config(ROOT / "configs/toy_cpu.yaml", words)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def test_its_bytes_and_seconds_are_in_the_plan(tmp_path: Path) -> None:

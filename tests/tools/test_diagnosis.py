@@ -34,12 +34,8 @@ from tests.tiny.checkpoints import build_pipeline, copy_tree, save_diffusers_lay
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 PRESET = ROOT / "configs/hv15_480p_lora_1gpu.yaml"
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:

@@ -328,10 +328,12 @@ def _by_value(values: Sequence[T]) -> dict[T, list[int]]:
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages in ``PACKAGES``, by name."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

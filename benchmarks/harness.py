@@ -317,5 +317,4 @@ def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")

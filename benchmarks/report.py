@@ -28,8 +28,6 @@ from sage_fast.study.lever_study import TABLE, is_told
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
-PREDICTED = harness.RESULTS / "predicted"
-"""The folder whose files hold no measurement."""
 SIGNAL = ROOT / "docs/results/efficiency.jsonl"
 """What `sage-fast efficiency` measured of levers, by the names that they have here."""
 NO_GPU = "Not measured yet: no result of a GPU is committed.\n"

@@ -165,19 +165,12 @@ def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dty
     )
 
 
-def save_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> None:
-    """Write the adapter in diffusers' layout.
-
-    A stock transformer loads it with `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`. Without the
-    file name diffusers guesses it, and refuses to do so below a folder named `checkpoints`.
-    """
-    copy_lora(transformer, folder)()
-
-
 def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Callable[[], None]:
-    """Copy the adapter as it is now to CPU memory; the function that is returned writes it as `save_lora` does.
+    """Copy the adapter as it is now to CPU memory; the function that is returned writes it in diffusers' layout.
 
-    The file is that of diffusers' `save_lora_adapter`, which can only write immediately.
+    The file is that of diffusers' `save_lora_adapter`, which can only write immediately. A stock transformer loads it
+    with `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`. Without the file name diffusers guesses it,
+    and refuses to do so below a folder named `checkpoints`.
     """
     ((name, config),) = transformer.peft_config.items()
     weights = get_peft_model_state_dict(transformer, adapter_name=name)

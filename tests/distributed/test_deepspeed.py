@@ -24,7 +24,7 @@ from sage_fast.config.training_sections import OptimizerConfig
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, save_lora, train_all, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, copy_lora, train_all, trainable_parameters
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
@@ -205,7 +205,7 @@ def follow_run(world: World, folder: str, stage: int, mode: str) -> dict[str, An
     found["next"] = engine.tensors()
     with anchor.applied(), engine.whole():
         if mode == "lora":
-            save_lora(policy.transformer, Path(f"{folder}/zero{stage}-adapter-{world.rank}"))
+            copy_lora(policy.transformer, Path(f"{folder}/zero{stage}-adapter-{world.rank}"))()
     found["velocity"].append(sample(policy))
     # Weights that a rank still has whole.
     found["whole"] = sum(p.numel() for p in policy.transformer.transformer_blocks.parameters())

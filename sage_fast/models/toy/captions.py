@@ -46,20 +46,6 @@ def all_captions() -> tuple[Caption, ...]:
     )
 
 
-def split_captions() -> tuple[tuple[Caption, ...], tuple[Caption, ...]]:
-    """Two disjoint lists of 60 captions (train, eval); every attribute value is equally frequent in both.
-
-    The parity of the three attribute indices decides, so each pair of values of two attributes occurs in
-    both lists.
-    """
-    colours = list(COLOURS)
-    halves: tuple[list[Caption], list[Caption]] = ([], [])
-    for caption in all_captions():
-        parity = colours.index(caption.colour) + SHAPES.index(caption.shape) + MOTIONS.index(caption.motion)
-        halves[parity % 2].append(caption)
-    return tuple(halves[0]), tuple(halves[1])
-
-
 def tokenize(text: str) -> list[int]:
     """Vocabulary indices of the words of `text`; the empty text is the one unconditional token.
 

@@ -66,17 +66,6 @@ def stored_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
     return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
 
 
-def read_metadata(path: str | Path | None = None) -> dict[str, str]:
-    """How a checkpoint was made: command, settings, versions, loss.
-
-    Args:
-        path: folder of the checkpoint; None is the base model that ships with the project.
-    """
-    directory = ASSETS if path is None else Path(path)
-    with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
-        return dict(file.metadata() or {})
-
-
 def load_components(model: ModelConfig) -> Components:
     """Load a toy model from plain files; nothing is downloaded.
 

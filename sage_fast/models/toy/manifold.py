@@ -36,20 +36,14 @@ class Manifold:
             raise ValueError(f"Expected uint8 videos (B, {expected}), got {videos.dtype} {tuple(videos.shape)}.")
         return (videos.cpu().float() / 255 - self.background).flatten(1)
 
-    def squared_distances(self, flat: Tensor, chunk: int = 256) -> Tensor:
+    def squared_distances(self, flat: Tensor) -> Tensor:
         """Squared distances, float32 (B, M), of flattened videos to the legal ones, to about 1e-4."""
-        parts = [
-            part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy for part in flat.split(chunk)
-        ]
+        parts = [part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy for part in flat.split(256)]
         return torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
 
     def nearest_index(self, videos: Tensor) -> Tensor:
         """Row of the nearest legal video: int64 (B,)."""
         return self.squared_distances(self.flatten(videos)).argmin(1)
-
-    def nearest_scene(self, videos: Tensor) -> list[Scene]:
-        """The scene of the nearest legal video, for each video of uint8 (B, F, 3, H, W)."""
-        return [self.scenes[index] for index in self.nearest_index(videos).tolist()]
 
     def distance(self, videos: Tensor) -> Tensor:
         """Root mean square pixel distance to the nearest legal video, float32 (B,), pixels in [0, 1].

@@ -19,7 +19,7 @@ from sage_fast import accelerate
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
 from sage_fast.models.transformer import LIGHTER, is_dead
-from sage_fast.policy.lora import add_lora, cast_weights, save_lora
+from sage_fast.policy.lora import add_lora, cast_weights, copy_lora
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
 
@@ -324,7 +324,7 @@ def test_saving_loading_and_adapters_are_untouched(tmp_path: Path) -> None:
     for name, value in base.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     accelerate(model)
-    save_lora(model, tmp_path / "lora")
+    copy_lora(model, tmp_path / "lora")()
     loaded.load_lora_adapter(tmp_path / "lora", prefix=None, weight_name="pytorch_lora_weights.safetensors")
     x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
     torch.testing.assert_close(

@@ -24,7 +24,7 @@ from sage_fast.models.hunyuan15.layouts import stored_adapter, stored_config
 from sage_fast.models.hunyuan15.official_layout import convert_transformer, convert_vae
 from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.models.streamed import save_transformer
-from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, save_lora, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, copy_lora, make_trainable, trainable_parameters
 from sage_fast.policy.trained import read_adapter, use_adapter
 from sage_fast.records import PromptEmbeds
 from tests.tiny.checkpoints import LATENT_CHANNELS, TRANSFORMER, VAE
@@ -171,7 +171,7 @@ def test_an_exported_adapter_loads_as_by_generate_py(
     make_trainable(trained, "lora", LoraConfig(rank=2, alpha=3, target_modules=targets), seed=0)
     for number, parameter in enumerate(trainable_parameters(trained).values()):
         parameter.data = draw(*parameter.shape, seed=number) / 4
-    save_lora(trained, tmp_path / "ours")
+    copy_lora(trained, tmp_path / "ours")()
     adapter = stored_adapter(read_adapter(tmp_path / "ours" / ADAPTER_FILE), "official")
     (tmp_path / "theirs").mkdir()
     save_file(adapter, tmp_path / "theirs" / ADAPTER_FILE)

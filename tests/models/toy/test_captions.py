@@ -15,10 +15,10 @@ from sage_fast.models.toy.captions import (
     all_captions,
     caption_of,
     parse_caption,
-    split_captions,
     tokenize,
 )
 from sage_fast.models.toy.renderer import Scene
+from sage_fast.run.prompt_files import read_prompts
 
 PROMPTS = Path(__file__).parents[3] / "configs" / "prompts"
 
@@ -65,18 +65,12 @@ def test_word_embeddings():
     assert len(VOCABULARY) <= EMBED_DIM and EMBED_DIM % 8 == 0
 
 
-def test_the_split_is_disjoint_and_balanced():
-    halves = split_captions()
-    assert {caption for half in halves for caption in half} == set(all_captions())
-    for half in halves:
-        assert len(half) == 60
+def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
+    halves = [read_prompts(PROMPTS / f"{name}.csv") for name in ("toy_train", "toy_eval")]
+    captions = [[parse_caption(prompt.text) for prompt in half] for half in halves]
+    assert {caption for half in captions for caption in half} == set(all_captions())
+    for half, found, first in zip(halves, captions, (0, 1000), strict=True):
+        assert [prompt.index for prompt in half] == list(range(first, first + 60))
         for attribute in ("colour", "shape", "motion"):
-            counts = Counter(getattr(caption, attribute) for caption in half)
+            counts = Counter(getattr(caption, attribute) for caption in found)
             assert len(set(counts.values())) == 1
-
-
-def test_the_shipped_prompt_files_are_the_split():
-    for name, half, first in zip(("toy_train", "toy_eval"), split_captions(), (0, 1000), strict=True):
-        rows = [f"{caption.text},{first + row}" for row, caption in enumerate(half)]
-        written = (PROMPTS / f"{name}.csv").read_text(encoding="utf-8").splitlines()
-        assert written == ["prompt,index", *rows]

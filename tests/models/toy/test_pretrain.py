@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sage_fast.config.model_sections import ModelConfig
@@ -20,7 +21,6 @@ from sage_fast.models.toy.components import (
     build_transformer,
     is_unused,
     load_components,
-    read_metadata,
     stored_parameters,
 )
 from sage_fast.models.toy.pretrain import (
@@ -58,7 +58,8 @@ def test_the_shipped_checkpoint_loads():
 
 
 def test_the_shipped_checkpoint_says_how_it_was_made():
-    metadata = read_metadata()
+    with safe_open(ASSETS / WEIGHTS_NAME, framework="pt") as file:
+        metadata = file.metadata()
     command = metadata["command"].removesuffix("DIR")
     assert command.startswith(f"{MODULE_COMMAND} --steps ")
     assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")

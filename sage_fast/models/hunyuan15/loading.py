@@ -7,7 +7,6 @@
 * the official `ckpts/` folder, whose transformer, VAE and glyph encoder are converted once (`official_layout.py`).
 """
 
-import json
 import logging
 import os
 import re
@@ -23,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15.official_layout import convert_glyph_encoder, convert_transformer, convert_vae
+from sage_fast.models.hunyuan15.official_layout import (
+    convert_glyph_encoder,
+    convert_transformer,
+    convert_vae,
+    read_json,
+)
 from sage_fast.models.hunyuan15.requirements import (
     DEFAULT_REPOSITORY,
     OFFICIAL_REPOSITORY,
@@ -221,7 +225,7 @@ def _download(repository: str, download: bool) -> Path:
 
 
 def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
-    index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
+    index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
@@ -233,7 +237,7 @@ def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
         if name in _PARTS:
             _require_weights(root / name, _PARTS[name], command)
     config_file = root / "transformer" / "config.json"
-    config = _read_json(config_file)
+    config = read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
         _refuse(config_file, f"describes a {config.get('_class_name')}")
     if config.get("use_meanflow"):
@@ -242,9 +246,9 @@ def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
     if not index and config.get("task_type") == "i2v":
         _refuse(config_file, "says task_type i2v: the model animates an image")
     guider = root / "guider" / "guider_config.json"
-    distilled = guider.is_file() and _read_json(guider).get("guidance_scale") == 1.0
+    distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
     scheduler = root / "scheduler" / "scheduler_config.json"
-    shift = _read_json(scheduler).get("shift") if scheduler.is_file() else None
+    shift = read_json(scheduler).get("shift") if scheduler.is_file() else None
     return PublishedModel(
         root=root,
         variant=None,
@@ -256,7 +260,7 @@ def _check_diffusers(root: Path, repository: str | None) -> PublishedModel:
 def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
-    large = config.is_file() and _read_json(config).get("target_size") == 960
+    large = config.is_file() and read_json(config).get("target_size") == 960
     return DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
 
 
@@ -282,7 +286,7 @@ def _choose_variant(root: Path, variants: list[str], wanted: str | None) -> str:
 
 def _check_official(root: Path, variant: str) -> PublishedModel:
     transformer = root / "transformer" / variant
-    config = _read_json(transformer / "config.json")
+    config = read_json(transformer / "config.json")
     _refuse_official(transformer, config)
     stem, vae = "diffusion_pytorch_model", fetch_command(OFFICIAL_REPOSITORY, "vae/*", folder=root)
     _require_weights(transformer, stem, fetch_command(OFFICIAL_REPOSITORY, f"transformer/{variant}/*", folder=root))
@@ -340,7 +344,7 @@ def _require_weights(folder: Path, stem: str, command: str) -> None:
     """ValueError unless the safetensors of a folder are all there and none was cut off."""
     index = folder / f"{stem}.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     else:
         names = [f"{stem}.safetensors"]
     for name in names:
@@ -392,10 +396,3 @@ def _check_fit(folder: Path, wrong: Mapping[str, Collection[Any]]) -> None:
                 f"The weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, among "
                 f"them {sorted(map(str, names))[0]}. Download the folder again."
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error

@@ -128,7 +128,7 @@ def convert_transformer(source: Path, target: Path, shard_bytes: int = _SHARD_BY
     """
     shapes = _shapes(source)
     with _naming_missing_keys(source / "config.json"):
-        config = transformer_config(_read_json(source / "config.json"), shapes)
+        config = transformer_config(read_json(source / "config.json"), shapes)
     return _convert(
         source, target, HunyuanVideo15Transformer3DModel, config, transformer_recipes, list(shapes), shard_bytes
     )
@@ -137,7 +137,7 @@ def convert_transformer(source: Path, target: Path, shard_bytes: int = _SHARD_BY
 def convert_vae(source: Path, target: Path, shard_bytes: int = _SHARD_BYTES) -> Path:
     """As `convert_transformer`, for the VAE."""
     with _naming_missing_keys(source / "config.json"):
-        config = vae_config(_read_json(source / "config.json"))
+        config = vae_config(read_json(source / "config.json"))
     return _convert(
         source, target, AutoencoderKLHunyuanVideo15, config, vae_recipes, list(_shapes(source)), shard_bytes
     )
@@ -162,7 +162,7 @@ def convert_glyph_encoder(source: Path, target: Path) -> Path:
             return target
         logger.info("Converting the glyph encoder in %s, once, to %s.", source, target)
         tokenizer = ByT5Tokenizer.from_pretrained(small)
-        colors, fonts = (_read_json(path) for path in annotations)
+        colors, fonts = (read_json(path) for path in annotations)
         tokens = [f"<color-{index}>" for index in range(len(colors))]
         tokens += [f"<{code[:2]}-font-{index}>" for code, index in fonts.items()]
         tokenizer.add_tokens(tokens, special_tokens=True)
@@ -314,7 +314,7 @@ def _is_current(target: Path, identity: str) -> bool:
     marker = target / MARKER
     if not marker.is_file():
         return False
-    tree = _read_json(marker)
+    tree = read_json(marker)
     return tree.get("source") == identity and all(
         (target / name).is_file() and (target / name).stat().st_size == size for name, size in tree["files"].items()
     )
@@ -348,7 +348,8 @@ def _naming_missing_keys(file: Path) -> Iterator[None]:
         raise ValueError(f"{file} has no entry {error}: it does not describe a part of HunyuanVideo-1.5.") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint. ValueError names one that is damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:

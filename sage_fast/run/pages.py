@@ -17,6 +17,7 @@ from pathlib import PurePath
 from statistics import fmean
 from urllib.parse import quote
 
+from sage_fast import __version__
 from sage_fast.run.lettering import legible
 
 MAX_POINTS = 500
@@ -91,7 +92,8 @@ def page(title: str, sections: Sequence[str], *, refresh_seconds: int | None = N
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"{without_script}<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body{refresh}>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f'<body{refresh}>\n{body}\n<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>\n'
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
@@ -128,7 +130,6 @@ def line_chart(
     title: str,
     series: Sequence[Series],
     *,
-    x_label: str = "optimizer update",
     level: float | None = None,
     from_zero: bool = False,
     wide: bool = False,
@@ -180,7 +181,7 @@ def line_chart(
         for line in lines
     )
     spoken = "; ".join(f"{line.label}: {number(line.y[0])} to {number(line.y[-1])}" for line in lines)
-    data = {"x": x_label, "lines": [[line.label, _rounded(line.x), _rounded(line.y)] for line in lines]}
+    data = {"x": "optimizer update", "lines": [[line.label, _rounded(line.x), _rounded(line.y)] for line in lines]}
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption>{_text(title)}</figcaption>'
         f'<div class="plot" data-lines="{escape(json.dumps(data, separators=(",", ":")))}">'
@@ -188,6 +189,16 @@ def line_chart(
         f'{escape(spoken)}">{"".join(shapes)}</svg>{"".join(labels)}</div>'
         f'<div class="legend">{legend}<span class="readout"></span></div></figure>'
     )
+
+
+def gain_class(gain: float) -> str:
+    """CSS class of a gain, a loss, or neither."""
+    return "gain" if gain > 0 else "loss" if gain < 0 else "faint"
+
+
+def gain_text(gain: float) -> Html:
+    """A gain with its sign, in the colour of what it is."""
+    return Html(f'<span class="{gain_class(gain)}">{gain:+.4f}</span>')
 
 
 def charts(parts: Sequence[str]) -> str:

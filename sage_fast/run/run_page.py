@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
-from sage_fast import __version__
 from sage_fast.config.files import write_text
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
 from sage_fast.run.metrics import FILE_NAME as METRICS
@@ -24,6 +23,8 @@ from sage_fast.run.pages import (
     Series,
     charts,
     details,
+    gain_class,
+    gain_text,
     line_chart,
     number,
     page,
@@ -289,11 +290,7 @@ def _caption(file: Path, compared: Compared | None) -> str:
         return file.stem
     position = compared.after.numbers().index(row)
     gain = compared.after.reward[position] - compared.before.reward[position]
-    return Html(f'{prompt_text(compared.after.prompts[position])} <span class="{_way(gain)}">{gain:+.4f}</span>')
-
-
-def _way(gain: float) -> str:
-    return "gain" if gain > 0 else "loss" if gain < 0 else "faint"
+    return Html(f"{prompt_text(compared.after.prompts[position])} {gain_text(gain)}")
 
 
 def _prompts(compared: Compared | None) -> str:
@@ -314,7 +311,7 @@ def _prompt_table(compared: Compared, pairs: Sequence[tuple[float, int]]) -> str
     rows: list[list[Cell]] = [
         [
             (prompt_text(compared.after.prompts[row]), "prompt"),
-            (f"{gain:+.4f}", _way(gain)),
+            (f"{gain:+.4f}", gain_class(gain)),
             number(compared.before.reward[row]),
             number(compared.after.reward[row]),
         ]
@@ -356,5 +353,4 @@ def _made_with(directory: Path) -> str:
         commit = f", commit {tree['commit']}" if tree.get("commit") else ""
         text = escape(json.dumps(tree, indent=1, ensure_ascii=False))
         parts.append(details(f"Made with SAGE-Fast {tree.get('sage_fast', '')}{commit}", f"<pre>{text}</pre>"))
-    parts.append(f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>')
     return "".join(parts)

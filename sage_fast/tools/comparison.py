@@ -217,7 +217,6 @@ def to_html(comparison: Comparison) -> str:
         "<h2>Over the updates</h2>",
         '<p class="faint">Mean over the seeds; the band is one standard deviation of the seeds.</p>',
         pages.charts(drawn),
-        f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
     ]
     return pages.page("Comparison of runs", sections)
 

@@ -234,7 +234,6 @@ def to_html(report: Report) -> str:
             pages.details(
                 "Settings", f"<pre>{escape(json.dumps(dict(report.settings), indent=1, ensure_ascii=False))}</pre>"
             ),
-            f'<p class="faint">Written by SAGE-Fast {escape(__version__)}.</p>',
         ],
     )
 
@@ -311,7 +310,7 @@ def _html_videos(report: Report) -> str:
         )
         pairs.append(
             pages.video_pair(
-                pages.Html(f"{pages.prompt_text(video.prompt)} {_html_difference(video.difference)}"),
+                pages.Html(f"{pages.prompt_text(video.prompt)} {pages.gain_text(video.difference)}"),
                 PurePath("base", video.base.name),
                 PurePath("trained", video.trained.name),
                 ("base", "trained"),
@@ -329,18 +328,13 @@ def _strip(path: Path) -> str:
     return base64.b64encode(media.filmstrip(video_files.read_video(path))).decode("ascii")
 
 
-def _html_difference(value: float) -> pages.Html:
-    way = "gain" if value > 0 else "loss" if value < 0 else "faint"
-    return pages.Html(f'<span class="{way}">{value:+.4f}</span>')
-
-
 def _html_prompts(report: Report) -> str:
     """Every prompt with the reward of both models, worst difference first."""
     rows = sorted(
         zip(report.base.prompts, report.base.reward, report.trained.reward, strict=True), key=lambda r: r[2] - r[1]
     )
     body: list[list[pages.Cell]] = [
-        [(pages.prompt_text(p), "prompt"), f"{b:.4f}", f"{a:.4f}", _html_difference(a - b)] for p, b, a in rows
+        [(pages.prompt_text(p), "prompt"), f"{b:.4f}", f"{a:.4f}", pages.gain_text(a - b)] for p, b, a in rows
     ]
     return pages.details(
         f"All {len(rows)} prompts, the largest loss first",

@@ -63,7 +63,9 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**(kwargs | {"allow_abbrev": False}))
+        # The examples of a command keep their lines.
+        layout = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**(layout | kwargs | {"allow_abbrev": False}))
 
     def error(self, message: str) -> NoReturn:
         report_error(f"{self.format_usage()}{self.prog}: error: {message}")

@@ -128,6 +128,17 @@ def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> None:
+    """Where to write, and which weights to sample with. base: how the base model can be asked for, where it can."""
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--checkpoint", default="auto", help=f"auto (newest of the run){base} or a checkpoint folder; default auto"
+    )
+    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
+    add_cpu_argument(parser)
+
+
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Which prompts, from which noise."""
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")

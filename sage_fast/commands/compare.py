@@ -22,7 +22,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="curves and final scores of several runs, with seed bands and a paired test",
         description="Compare runs: reward, its components, KL and gradient norms, and a paired test of their scores.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument(

@@ -21,7 +21,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="list the presets, or show one",
         description="List the presets that ship, or print one.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(config=[], name=None)
     actions = parser.add_subparsers(dest="action", metavar="{show}")

@@ -27,7 +27,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="check the machine, and whether a configuration could run on it",
         description="Check versions, GPU, attention backends, weights, memory and disk, and say what to do.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser, nargs="*")
     parser.add_argument(

@@ -31,7 +31,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="At fixed weights, estimate the gradient many times with every combination of levers, and report "
         "variance, bias, counted FLOPs and signal per PFLOP.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG", help=f"presets or YAML files; default {' '.join(DEFAULT_CONFIG)}"

@@ -2,13 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from sage_fast.commands.common import (
     SAMPLERS,
     add_config_argument,
-    add_cpu_argument,
     add_prompt_arguments,
+    add_weights_arguments,
     load_run_config,
     with_prompt_options,
 )
@@ -34,16 +33,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="score a checkpoint against the base model, in pairs",
         description="Score a trained model and its base model on the same prompts and noise, and write a report.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument(
-        "--checkpoint", default="auto", help="auto (newest of the run) or a checkpoint folder; default auto"
-    )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
-    add_cpu_argument(parser)
+    add_weights_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument(
         "--rewards",

@@ -27,7 +27,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="write the trained weights for diffusers, the official code or ComfyUI",
         description="Write the trained weights so that diffusers, the official code or ComfyUI loads them.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
     add_trust_argument(parser)

@@ -25,7 +25,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="where one training update spends its time",
         description="Run one rollout and its optimizer updates under torch.profiler; name the top costs by phase.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")

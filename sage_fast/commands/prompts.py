@@ -22,7 +22,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="check, compose or rewrite prompt files",
         description="Check a prompt file, compose captions, or rewrite short prompts into captions.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="{check,compose,rewrite}")
 

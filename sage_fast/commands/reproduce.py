@@ -42,7 +42,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="the paper's tables and figures, with a verdict on each claim",
         description="Run the experiments of the SAGE-GRPO paper, and write down what they find.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--tier",

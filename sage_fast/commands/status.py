@@ -37,7 +37,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how runs are doing: alive, phase, update, reward, time left",
         description="Tell how runs are doing, from their directories alone.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # Named as the run directories and files of the other commands, for the words that argparse leaves over.
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directory, or a folder of them")

@@ -25,7 +25,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="train, or go on with a run",
         description="Train as a preset or YAML files say. Any key can be overridden: --section.key=value.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_argument(parser, nargs="*")
     add_cpu_argument(parser)

@@ -217,13 +217,10 @@ def effective_resume(resume: str, environment: Mapping[str, str] = os.environ) -
 # ---------------------------------------------------------------------------------------------- speaking as one
 
 
-def configure_logging(level: int = logging.INFO) -> None:
+def configure_logging() -> None:
     """Log to stderr: everything from rank 0; warnings and errors from the others, with their rank before them."""
-    if rank() == 0:
-        logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
-    else:
-        level = max(level, logging.WARNING)
-        logging.basicConfig(level=level, format=f"[rank {rank()}] %(levelname)s %(message)s", stream=sys.stderr)
+    level, who = (logging.INFO, "") if rank() == 0 else (logging.WARNING, f"[rank {rank()}] ")
+    logging.basicConfig(level=level, format=f"{who}%(levelname)s %(message)s", stream=sys.stderr)
 
 
 def report_error(message: str) -> None:

@@ -28,9 +28,14 @@ if TYPE_CHECKING:
 SMALL_FRAME_SIDE = 128
 LARGE_FRAME_SIDE = 144
 
+SHOWN_FRAMES = 8
+"""Of each video of a sheet or strip, spread evenly from the first to the last; a shorter one shows all."""
+ANIMATED_FRAMES = 32
+"""Of a longer video so many are taken, evenly, and shown the longer."""
 
-def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
-    """At most `max_frames` frames of a video side by side, at the size of a contact sheet, as a JPEG file.
+
+def filmstrip(video: Tensor) -> bytes:
+    """`SHOWN_FRAMES` of a video side by side, at the size of a contact sheet, as a JPEG file.
 
     Args:
         video: (F, 3, H, W) uint8 RGB.
@@ -39,7 +44,7 @@ def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
         ValueError: another shape or dtype.
     """
     strip = _Strip("", video_frames(video, "video"))
-    images = strip.images(_spread(len(strip.frames), max_frames))
+    images = strip.images(_spread(len(strip.frames), SHOWN_FRAMES))
     width, height = strip.cell
     # A thin grey line between frames can be seen on a light page and on a dark one.
     whole = Image.new("RGB", (len(images) * (width + 2) - 2, height), FAINT_INK)
@@ -51,18 +56,17 @@ def filmstrip(video: Tensor, max_frames: int = 8) -> bytes:
     return buffer.getvalue()
 
 
-def animation(video: Tensor, fps: float, max_frames: int = 32) -> tuple[bytes, tuple[int, int]]:
+def animation(video: Tensor, fps: float) -> tuple[bytes, tuple[int, int]]:
     """A video as an animated GIF at the size of a contact sheet, for what shows pictures alone.
 
     Args:
         video: (F, 3, H, W) uint8 RGB. fps: frames per second.
-        max_frames: of a longer video so many are taken, evenly, and shown the longer.
 
     Returns:
         The file, and its width and height in pixels.
     """
     strip = _Strip("", video_frames(video, "video"))
-    images = strip.images(_spread(len(strip.frames), max_frames))
+    images = strip.images(_spread(len(strip.frames), ANIMATED_FRAMES))
     buffer = io.BytesIO()
     duration = 1000 * len(strip.frames) / (fps * len(images))
     images[0].save(buffer, format="GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
@@ -73,29 +77,26 @@ def contact_sheet(
     path: str | os.PathLike[str],
     rows: Sequence[tuple[str, Tensor]],
     title: str | None = None,
-    max_frames: int = 8,
 ) -> None:
-    """Write a PNG with one row per video: its caption, then frames spread evenly from the first to the last.
+    """Write a PNG with one row per video: its caption, then `SHOWN_FRAMES`.
 
     Args:
         path: the file to write; missing folders are created.
         rows: (caption, video (F, 3, H, W) uint8 RGB); sizes and lengths may differ between rows.
         title: a line above the rows.
-        max_frames: frames shown of each video, at least 1.
 
     Raises:
         ValueError: no rows, or a video of another shape or dtype.
         OSError: the folder cannot be written to.
     """
     groups = [_Group(caption, [_Strip("", video_frames(video, f"video {caption!r}"))]) for caption, video in rows]
-    _draw_sheet(path, groups, title, max_frames)
+    _draw_sheet(path, groups, title)
 
 
 def before_after_sheet(
     path: str | os.PathLike[str],
     rows: Sequence[tuple[str, Tensor, Tensor]],
     title: str | None = None,
-    max_frames: int = 8,
     labels: tuple[str, str] = ("before", "after"),
 ) -> None:
     """Write a PNG with two strips of frames per prompt, the second under the first.
@@ -104,7 +105,6 @@ def before_after_sheet(
         path: the file to write; missing folders are created.
         rows: (caption, video before, video after), each video (F, 3, H, W) uint8 RGB.
         title: a line above the rows.
-        max_frames: frames shown of each video, at least 1.
         labels: what the two strips are called.
 
     Raises:
@@ -121,7 +121,7 @@ def before_after_sheet(
         )
         for caption, before, after in rows
     ]
-    _draw_sheet(path, groups, title, max_frames)
+    _draw_sheet(path, groups, title)
 
 
 def plot_reward(
@@ -220,15 +220,13 @@ CAPTION, LABEL = Lettering(15), Lettering(14)
 INK, FAINT_INK, RULE = "#1d232b", "#7a8593", "#e3e7ec"
 
 
-def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: str | None, max_frames: int) -> None:
+def _draw_sheet(path: str | os.PathLike[str], groups: Sequence[_Group], title: str | None) -> None:
     if not groups:
         raise ValueError("a sheet needs at least one row of videos, and got none")
-    if max_frames < 1:
-        raise ValueError(f"max_frames must be at least 1, not {max_frames}")
 
     captions = [_caption(group.caption, number) for number, group in enumerate(groups, 1)]
     strips = [strip for group in groups for strip in group.strips]
-    shown = [_spread(len(strip.frames), max_frames) for strip in strips]
+    shown = [_spread(len(strip.frames), SHOWN_FRAMES) for strip in strips]
     cell_width = max(strip.cell[0] for strip in strips)
     frames_left = MARGIN + CAPTION_WIDTH + (LABEL_WIDTH if any(strip.label for strip in strips) else 0)
     width = frames_left + max(map(len, shown)) * (cell_width + FRAME_GAP) - FRAME_GAP + MARGIN

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
+from sage_fast.run import media
 from sage_fast.run.media import (
     CAPTION_WIDTH,
     MARGIN,
@@ -123,15 +124,15 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "frames", "cell"),
-    [((9, 16, 24), 4, (192, 128)), ((3, 480, 832), 8, (250, 144)), ((1, 128, 128), 8, (128, 128))],
+    ("shape", "cell"),
+    [((9, 16, 24), (192, 128)), ((3, 480, 832), (250, 144)), ((1, 128, 128), (128, 128))],
     ids=["small", "large", "one-frame"],
 )
-def test_a_filmstrip_has_its_frames_side_by_side(shape, frames, cell):
+def test_a_filmstrip_has_its_frames_side_by_side(shape, cell):
     video = torch.zeros(shape[0], 3, *shape[1:], dtype=torch.uint8)
     video[-1] = 200
-    image = Image.open(io.BytesIO(filmstrip(video, max_frames=frames)))
-    shown = min(frames, shape[0])
+    image = Image.open(io.BytesIO(filmstrip(video)))
+    shown = min(8, shape[0])
     assert image.format == "JPEG" and image.size == (shown * (cell[0] + 2) - 2, cell[1])
     assert abs(np.asarray(image)[:, -cell[0] // 2].mean() - 200) < 4, "the last frame stands last"
     assert shown == 1 or np.asarray(image)[:, cell[0] // 2].mean() < 4
@@ -155,9 +156,10 @@ def test_wrong_frame_rates_are_refused(tmp_path, fps):
         write_video(tmp_path / "v.mp4", colour_blocks(2, 16, 16), fps=fps)
 
 
-def test_contact_sheet_shows_the_first_and_last_frame_enlarged_without_blur(tmp_path):
+def test_contact_sheet_shows_the_first_and_last_frame_enlarged_without_blur(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "SHOWN_FRAMES", 3)
     video = colour_blocks(9, 16, 16)
-    contact_sheet(tmp_path / "s.png", [("a red circle", video)], max_frames=3)
+    contact_sheet(tmp_path / "s.png", [("a red circle", video)])
     sheet = np.asarray(Image.open(tmp_path / "s.png"))
     # 16 pixels become 128; frames 0, 4 and 8 follow each other with a gap.
     top = sheet.shape[0] - MARGIN - 128
@@ -205,12 +207,10 @@ def test_before_after_sheet_has_the_second_strip_under_the_first(tmp_path):
     assert filled == ([(0, 0, 0)] * 128 + [(0, 200, 0)] * 128) * 2
 
 
-def test_sheets_without_rows_or_frames_are_refused(tmp_path):
+def test_sheets_without_rows_are_refused(tmp_path):
     for sheet in (contact_sheet, before_after_sheet):
         with pytest.raises(ValueError, match="at least one row"):
             sheet(tmp_path / "s.png", [])
-    with pytest.raises(ValueError, match="max_frames must be at least 1, not 0"):
-        contact_sheet(tmp_path / "s.png", [("a", colour_blocks(2, 16, 16))], max_frames=0)
 
 
 def test_an_unwritable_directory_is_named_and_nothing_is_left(tmp_path):

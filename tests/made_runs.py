@@ -1,13 +1,25 @@
 """Run directories as a training leaves them, with numbers that a test chooses."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
+from sage_fast.run.metrics import read_metrics
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
+
+
+def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics without times and memory, which no two runs share."""
+    return {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, `untimed`."""
+    return [untimed(row) for row in read_metrics(run / "metrics.jsonl")]
 
 
 def make_run(

@@ -27,7 +27,7 @@ from sage_fast.records import ScoredRollout, update_metrics
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
 from tests.distributed.ranks import join, run_ranks
-from tests.tiny.velocity_field import move_weights, use_smooth_velocity
+from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
 
@@ -40,13 +40,6 @@ class BrightSquares:
             raise ConnectionError("the scoring server is gone")
         circle = torch.tensor(["circle" in prompt for prompt in prompts])
         return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(circle, 0.5)}
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
 
 
 def videos_of(folder: Path, *shapes: str) -> list[str]:
@@ -225,10 +218,6 @@ class Estimates:
             assert int((weights > 0).sum()) == count and weights.max() <= scored.all_weights.sum() / count / PAIR_FLOOR
             found.append(self.gradient(replace(scored, all_weights=weights))[0])
         return torch.stack(found), edges.diff(), whole
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])

@@ -11,13 +11,12 @@ from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.model_sections import LoraConfig
 from sage_fast.config.schema import RunConfig
 from sage_fast.objective import KL_MODES, kl_uses
-from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import build_trainer
 from sage_fast.single_pass import SinglePassGradient
-from tests.tiny.velocity_field import move_weights, use_smooth_velocity
+from tests.made_runs import untimed
+from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
-UNTIMED = ("time/", "memory/")
 
 
 def single_video(tiny_run: MakeRun, *overrides: str) -> MakeRun:
@@ -39,13 +38,6 @@ class PickyReward:
         if any(self.word in prompt for prompt in prompts):
             raise ConnectionError("the scoring server is gone")
         return {"brightness": videos.float().mean((1, 2, 3, 4))}
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
 
 
 @pytest.fixture
@@ -93,16 +85,11 @@ def train(
     return records, found, [p.detach() for p in trainer.parameters.values()]
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 def assert_same_numbers(two_phase: dict[str, float], single: dict[str, float], rel: float) -> None:
     assert two_phase.keys() == single.keys()
-    for key, value in two_phase.items():
-        if not key.startswith(UNTIMED):
-            tolerance = 1e-4 if key.startswith(("reward", "advantage")) else 1e-9
-            assert single[key] == pytest.approx(value, rel=rel, abs=tolerance), key
+    for key, value in untimed(two_phase).items():
+        tolerance = 1e-4 if key.startswith(("reward", "advantage")) else 1e-9
+        assert single[key] == pytest.approx(value, rel=rel, abs=tolerance), key
 
 
 # A weight of the KL terms at which they are a good part of the gradient.
@@ -215,7 +202,7 @@ def test_whole_trainings_agree(tiny_run: MakeRun, name: str, monkeypatch: pytest
     for before, after in zip(two_phase[0], single[0], strict=True):
         assert before.keys() == after.keys()
         assert after["ratio/first_max_deviation"] == after["log_ratio/mean"] == 0.0
-        for key in before.keys() - {k for k in before if k.startswith(UNTIMED)}:
+        for key in untimed(before):
             assert after[key] == pytest.approx(before[key], rel=1e-3, abs=1e-4 if "reward" in key else 2e-6), key
     for a, b in zip(two_phase[2], single[2], strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=2e-4)
@@ -339,10 +326,6 @@ def test_untrained_steps_have_no_graph(tiny_run: MakeRun) -> None:
 # ------------------------------------------------------------------------------------------ runs, faults, refusals
 
 
-def numbers(run: Path) -> list[dict[str, object]]:
-    return [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in read_metrics(run / "metrics.jsonl")]
-
-
 def test_a_rollout_whose_reward_failed_leaves_nothing_behind(
     tiny_run: MakeRun, two_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,9 +337,7 @@ def test_a_rollout_whose_reward_failed_leaves_nothing_behind(
         with pytest.raises(TrainingError, match="failed in every group"):
             trainer.iterate()
     again, expected = trainer.iterate(), clean.iterate()
-    assert {k: v for k, v in again.items() if not k.startswith(UNTIMED)} == {
-        k: v for k, v in expected.items() if not k.startswith(UNTIMED)
-    }
+    assert untimed(again) == untimed(expected)
 
 
 def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,9 @@ from sage_fast.rollout import rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
+from tests.made_runs import untimed
 
 MakeRun = Callable[..., RunConfig]
-UNTIMED = ("time/", "memory/")
-
-
-def numbers(record: dict[str, float]) -> dict[str, float]:
-    """A metrics record without what may differ between two identical runs."""
-    return {k: v for k, v in record.items() if not k.startswith(UNTIMED)}
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -74,7 +69,7 @@ def test_every_algorithm_is_finite_and_deterministic(
     for _ in range(2):
         trainer = build_trainer(config)
         start = weights(trainer)
-        records = [numbers(trainer.iterate()) for _ in range(2)]
+        records = [untimed(trainer.iterate()) for _ in range(2)]
         moved = max(float((p - start[n]).abs().max()) for n, p in weights(trainer).items())
         assert moved > 0
         assert all(math.isfinite(v) for record in records for v in record.values())
@@ -137,10 +132,10 @@ def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, forward
     for every, weight in (("0", 0.01), ("2", 0.01), ("2", 0.02)):
         fixed = [f"--kl_weight.minimum={weight}", f"--kl_weight.maximum={weight}", "--objective.kl_mode=fixed"]
         trainer = build_trainer(tiny_run(f"--training.kl_share_every={every}", *fixed))
-        first = numbers(trainer.iterate())
+        first = untimed(trainer.iterate())
         assert "kl/grad_share" not in first
         forwards.clear()
-        second = numbers(trainer.iterate())
+        second = untimed(trainer.iterate())
         assert sum(grad for _, grad in forwards) == (12 if every == "2" else 4)
         found[every, weight] = second.pop("kl/grad_share", None), second, weights(trainer)
     unmeasured, measured, doubled = found.values()
@@ -201,7 +196,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeR
         # Before, not after: a recomputation ends as soon as it has what it needs.
         block = trainer.policy.transformer.transformer_blocks[0]
         block.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        records.append([numbers(trainer.iterate()) for _ in range(2)])
+        records.append([untimed(trainer.iterate()) for _ in range(2)])
         forwards.append(len(count))
     assert records[0] == records[1]
     assert forwards[0] > forwards[1]
@@ -241,7 +236,7 @@ def test_the_fused_forwards_switches_change_rounding_alone(tiny_run: MakeRun, ad
     for switches in (("--model.forward=stock",), given):
         trainer = build_trainer(tiny_run(*switches))
         assert ("_acceleration" in trainer.policy.transformer.__dict__) == (switches == given)
-        records.append(numbers(trainer.iterate()))
+        records.append(untimed(trainer.iterate()))
     assert records[1]["ratio/max_deviation"] == 0.0
     assert records[1]["grad_norm"] == pytest.approx(records[0]["grad_norm"], rel=1e-3)
     assert records[1]["reward/mean"] == pytest.approx(records[0]["reward/mean"], abs=2e-4)

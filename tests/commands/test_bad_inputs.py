@@ -214,13 +214,6 @@ def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> Ru
     )
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
-
-
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [("raise", "ConnectionError: the scoring server is gone"), ("nan", "brightness = nan"), ("inf", "brightness = inf"),

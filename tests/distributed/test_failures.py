@@ -18,6 +18,7 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.run.metrics import read_metrics
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import free_port, try_ranks
+from tests.made_runs import numbers
 
 pytestmark = pytest.mark.slow
 
@@ -113,13 +114,6 @@ def terminal(log: Path, ranks: int) -> str:
         texts.append(file.read_text() if file.exists() else "")
         file.unlink(missing_ok=True)
     return "".join(texts)
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
-        for row in read_metrics(run / "metrics.jsonl")
-    ]
 
 
 def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:

@@ -288,18 +288,6 @@ def test_without_an_agent_the_processes_meet_at_rank_0() -> None:
 
 
 @pytest.mark.signals
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_asks_to_stop(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
-    with GracefulStop() as stop:
-        assert not stop.requested
-        os.kill(os.getpid(), number)
-        assert stop.requested
-    assert signal.getsignal(number) == before
-    assert number.name in capfd.readouterr().err
-
-
-@pytest.mark.signals
 def test_one_key_press_that_comes_twice_is_one(capfd: pytest.CaptureFixture[str]) -> None:
     with GracefulStop() as stop:
         os.kill(os.getpid(), signal.SIGINT)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG
-from sage_fast.run.metrics import read_metrics
+from tests import made_runs
 from tests.conftest import TINY, TINY_RUN, write_tiny_model
 from tests.invariants.faults import WARM_UP, FaultServer, Outcome
 
@@ -102,10 +102,7 @@ def numbers(run: Path) -> dict[str, Any]:
     """Everything that a run computed, by name: digests of tensor files, and JSON without times and memory."""
     found: dict[str, Any] = {"metrics": []}
     if (run / "metrics.jsonl").exists():
-        found["metrics"] = [
-            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
-            for row in read_metrics(run / "metrics.jsonl")
-        ]
+        found["metrics"] = made_runs.numbers(run)
     for pattern in ("evaluation/*.json", "checkpoints/*.json", "checkpoints/update-*/shards/__*"):
         for file in run.glob(pattern):
             found[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()

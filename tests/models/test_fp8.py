@@ -19,6 +19,7 @@ from sage_fast.models.hunyuan15.velocity import velocity
 from sage_fast.planning.memory import fp8_copies
 from sage_fast.run.run import build_trainer
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
+from tests.tiny.velocity_field import relative
 
 MakeRun = Callable[..., RunConfig]
 STEPS, NOISY = 6, (2, 3)
@@ -30,10 +31,6 @@ WINDOW = (
 )
 LARGE = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out", "proj", "net.2")
 """Ends of the names of a block's large layers."""
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

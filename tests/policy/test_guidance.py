@@ -16,7 +16,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
-from tests.tiny.velocity_field import move_weights, use_smooth_velocity
+from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
 
@@ -54,10 +54,6 @@ def gradients(trainer: Trainer) -> Tensor:
     result = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
     trainer.engine.zero_grad()
     return result
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def test_the_formula_of_guidance(trainer: Trainer) -> None:

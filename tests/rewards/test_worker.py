@@ -32,6 +32,7 @@ from sage_fast.rewards.worker import RemoteTraceback, RewardProcess, load_scorer
 from sage_fast.run.interrupt import SAME_KEY_PRESS, GracefulStop
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
+from tests.made_runs import untimed
 from tests.rewards import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,10 +218,6 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])}
 
 
-def timeless(record: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
 def test_a_run_gives_the_same_numbers(tiny_run: MakeRun, tmp_path: Path, on_failure: str) -> None:
@@ -247,7 +244,7 @@ def test_a_run_gives_the_same_numbers(tiny_run: MakeRun, tmp_path: Path, on_fail
         record = trainer.iterate()
         assert ("time/reward_worker" in record) == bool(placement)
         assert record["reward/dropped_groups"] == (on_failure == "drop_group")
-        results.append((timeless(record), trainer.evaluate()[0], trainer.tensors()["weights"]))
+        results.append((untimed(record), trainer.evaluate()[0], trainer.tensors()["weights"]))
         trainer.reward.close()
     (inline, inline_scores, inline_weights), (process, process_scores, process_weights) = results
     assert inline == process
@@ -324,7 +321,7 @@ def drawing_run(tmp_path: Path) -> list[str]:
 
 
 def rows(run: RunConfig) -> list[dict[str, float]]:
-    return [timeless(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")]
+    return [untimed(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Callbacks: what they are told, how one stops the run, and that one which fails costs nothing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from sage_fast.records import RolloutRecord
 from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run
+from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
 EVENTS = ("on_rollout", "on_update", "on_evaluation", "on_save")
@@ -46,11 +46,6 @@ class Recorder(Callback):
 
     def heard(self) -> list[tuple[str, int]]:
         return [(event, record.update) for event, record in self.told]
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    rows = read_metrics(run / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
 
 
 def test_callbacks_hear_of_every_step_in_order(tiny_run: MakeRun) -> None:

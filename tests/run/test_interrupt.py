@@ -25,6 +25,7 @@ open(sys.argv[1], "w").write("saved")
 """
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_every_signal_is_a_request(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)

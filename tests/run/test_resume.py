@@ -18,6 +18,7 @@ from sage_fast.distributed.launch import effective_resume
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run, RunResult
+from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
 QUIET = "--evaluation.every=0"
@@ -25,14 +26,6 @@ QUIET = "--evaluation.every=0"
 
 def contents(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    """Metrics without timings and memory, which no two runs share."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
-        for row in read_metrics(run / "metrics.jsonl")
-    ]
 
 
 def damage(checkpoint: Path) -> None:

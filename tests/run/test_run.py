@@ -20,17 +20,10 @@ from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run
+from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    """Metrics without timings and memory, which no two runs share."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
-        for row in read_metrics(run / "metrics.jsonl")
-    ]
 
 
 def with_output(config: RunConfig, output: Path, **changes: Any) -> RunConfig:

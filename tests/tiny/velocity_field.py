@@ -51,3 +51,8 @@ def move_weights(trainer: Trainer, size: float = 0.1) -> None:
         for parameter in trainer.parameters.values():
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     trainer.anchor_update = -1
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of what is expected."""
+    return float((found - expected).norm() / expected.norm())

@@ -20,7 +20,7 @@ Not counted: that collectives take streaming multiprocessors and memory bandwidt
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -46,7 +46,7 @@ OBJECT_BYTES = 4096.0
 """What a rank has to say of its videos: scores, failures, terms of the loss; assumed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exchange:
     """A collective that every rank takes part in `count` times per iteration (per evaluation in phase `evaluation`).
 
@@ -59,9 +59,10 @@ class Exchange:
     phase: str
     purpose: str
     kind: Kind
+    group: Group
+    _: KW_ONLY
     count: float
     sent: float
-    group: Group
     window: float = 0.0
     alone: float = 0.0
     host: bool = False
@@ -110,11 +111,11 @@ class _Passes:
     """
 
     phase: str
-    forwards: float
-    backwards: float
-    pulls: float
     batch: int
+    forwards: float
     forward_seconds: float
+    backwards: float = 0.0
+    pulls: float = 0.0
     backward_seconds: float = 0.0
 
 
@@ -176,8 +177,6 @@ class Counter:
         yield _Passes(
             phase="anchor",
             forwards=branches * micro_batches * visited.anchor,
-            backwards=0.0,
-            pulls=0.0,
             batch=rollout.micro_batch_size,
             forward_seconds=forward,
         )
@@ -196,8 +195,6 @@ class Counter:
         yield _Passes(
             phase="evaluation",
             forwards=branches * self.eval_batches * self.config.evaluation_steps,
-            backwards=0.0,
-            pulls=0.0,
             batch=evaluation.batch_size,
             forward_seconds=self._seconds(calls.evaluation) / branches / self.layers,
         )
@@ -228,11 +225,10 @@ class Counter:
             calls for blocks, calls for the rest.
             """
             alone, of_blocks, of_rest = passes
-            common = {"phase": phase, "purpose": purpose, "kind": kind, "group": which}
             sent = scale * self.weights.block
             return [
-                Exchange(**common, count=of_blocks, sent=sent, window=window, alone=alone),  # type: ignore[arg-type]
-                Exchange(**common, count=of_rest, sent=scale * outside),  # type: ignore[arg-type]
+                Exchange(phase, purpose, kind, which, count=of_blocks, sent=sent, window=window, alone=alone),
+                Exchange(phase, purpose, kind, which, count=of_rest, sent=scale * outside),
             ]
 
         phase, layers, pulls = passes.phase, self.layers, passes.pulls
@@ -316,63 +312,31 @@ class Counter:
         )
         calls = 2 * self.layers
         repeated = 1 + repeating / self.layers
-        yield Exchange(
-            phase=passes.phase,
-            purpose="tokens and heads",
-            kind="all_to_all",
-            count=passes.forwards * calls,
-            sent=forward / calls,
-            group=group,
-        )
-        yield Exchange(
-            phase=passes.phase,
-            purpose="tokens and heads, backward",
-            kind="all_to_all",
-            count=passes.backwards * calls * repeated,
-            sent=backward / (calls * repeated),
-            group=group,
-        )
+        phase, name = passes.phase, "tokens and heads"
+        yield Exchange(phase, name, "all_to_all", group, count=passes.forwards * calls, sent=forward / calls)
+        count, sent = passes.backwards * calls * repeated, backward / (calls * repeated)
+        yield Exchange(phase, f"{name}, backward", "all_to_all", group, count=count, sent=sent)
         channels = self.description.transformer["out_channels"]
         share = share_of(tokens, sp) * channels * self.item * passes.batch
-        yield Exchange(
-            phase=passes.phase,
-            purpose="velocity",
-            kind="all_gather",
-            count=passes.forwards,
-            sent=(sp - 1) * share,
-            group=group,
-        )
+        yield Exchange(phase, "velocity", "all_gather", group, count=passes.forwards, sent=(sp - 1) * share)
 
     def _optimizer(self) -> Iterator[Exchange]:
         """The gradient of adapters, the norm, and the matrices that Muon makes orthogonal."""
         updates = float(self.config.training.updates_per_rollout)
         everybody, shards = self.layout.groups["all"], self.layout.groups["weights"]
         if not self.full:
-            yield Exchange(
-                phase="optimizer",
-                purpose="gradients",
-                kind="all_reduce",
-                count=updates,
-                sent=2 * (everybody.ranks - 1) / everybody.ranks * 4.0 * self.weights.trained,
-                group=everybody,
-            )
+            sent = 2 * (everybody.ranks - 1) / everybody.ranks * 4.0 * self.weights.trained
+            yield Exchange("optimizer", "gradients", "all_reduce", everybody, count=updates, sent=sent)
             return
         if shards.ranks == 1:
             return
         ring = (shards.ranks - 1) / shards.ranks
-        yield Exchange(
-            phase="optimizer", purpose="norm", kind="all_reduce", count=updates, sent=2 * ring * 4.0, group=shards
-        )
+        yield Exchange("optimizer", "norm", "all_reduce", shards, count=updates, sent=2 * ring * 4.0)
         if self.config.optimizer.name == "muon" and self.weights.matrices:
             # The momentum update of every matrix, whole and in bfloat16, on every rank.
-            yield Exchange(
-                phase="optimizer",
-                purpose="updates of Muon",
-                kind="all_gather",
-                count=updates * self.weights.matrices,
-                sent=ring * 2.0 * self.weights.matrix_elements / self.weights.matrices,
-                group=shards,
-            )
+            count = updates * self.weights.matrices
+            sent = ring * 2.0 * self.weights.matrix_elements / self.weights.matrices
+            yield Exchange("optimizer", "updates of Muon", "all_gather", shards, count=count, sent=sent)
 
     def _objects(self) -> Iterator[Exchange]:
         """Small talk: scores once per rollout, terms of the loss once per update, flags."""
@@ -380,13 +344,7 @@ class Counter:
         sent = (group.ranks - 1) * OBJECT_BYTES
         updates = float(self.config.training.updates_per_rollout)
         for phase, purpose, count in (("reward", "scores", 1.0), ("update", "terms", updates)):
-            yield Exchange(
-                phase=phase, purpose=purpose, kind="all_gather", count=count, sent=sent, group=group, host=True
-            )
-        yield Exchange(
-            phase="optimizer", purpose="flag", kind="all_reduce", count=1.0, sent=4.0, group=group, host=True
-        )
+            yield Exchange(phase, purpose, "all_gather", group, count=count, sent=sent, host=True)
+        yield Exchange("optimizer", "flag", "all_reduce", group, count=1.0, sent=4.0, host=True)
         if self.eval_batches:
-            yield Exchange(
-                phase="evaluation", purpose="scores", kind="all_gather", count=1.0, sent=sent, group=group, host=True
-            )
+            yield Exchange("evaluation", "scores", "all_gather", group, count=1.0, sent=sent, host=True)

@@ -71,32 +71,22 @@ def test_groups_lie_where_their_ranks_are() -> None:
 
 
 def test_a_call_takes_its_latency_and_its_bytes() -> None:
-    near = Exchange(
-        phase="update", purpose="", kind="all_gather", count=3, sent=7e9, group=Group(ranks=8, nodes=1, local=8)
-    )
+    near = Exchange("update", "", "all_gather", Group(ranks=8, nodes=1, local=8), count=3, sent=7e9)
     assert near.call_seconds(H100) == pytest.approx(LATENCY + 7 * NVLINK_HOP + 7 / 360)
-    far = Exchange(
-        phase="update", purpose="", kind="all_reduce", count=1, sent=4e9, group=Group(ranks=4, nodes=4, local=1)
-    )
+    far = Exchange("update", "", "all_reduce", Group(ranks=4, nodes=4, local=1), count=1, sent=4e9)
     assert far.network_share == 1 and far.call_seconds(H100) == pytest.approx(LATENCY + 6 * NETWORK_HOP + 4 / 46)
     # Sixteen ranks on two nodes: of fifteen others eight are far away.
-    swap = Exchange(
-        phase="update", purpose="", kind="all_to_all", count=1, sent=15e9, group=Group(ranks=16, nodes=2, local=8)
-    )
+    swap = Exchange("update", "", "all_to_all", Group(ranks=16, nodes=2, local=8), count=1, sent=15e9)
     assert swap.network_share == pytest.approx(8 / 15)
     assert swap.call_seconds(H100) == pytest.approx(LATENCY + NETWORK_HOP + 8 / 46)
 
 
 def test_what_hides_behind_a_block_is_waited_for_where_it_is_longer() -> None:
     group = Group(ranks=8, nodes=1, local=8)
-    gather = Exchange(
-        phase="update", purpose="", kind="all_gather", count=10, sent=3.6e9, group=group, window=0.004, alone=2
-    )
+    gather = Exchange("update", "", "all_gather", group, count=10, sent=3.6e9, window=0.004, alone=2)
     call = gather.call_seconds(H100)
     assert gather.exposed(H100) == pytest.approx(2 * call + 8 * (call - 0.004))
-    hidden = Exchange(
-        phase="update", purpose="", kind="all_gather", count=10, sent=3.6e9, group=group, window=1.0, alone=2
-    )
+    hidden = Exchange("update", "", "all_gather", group, count=10, sent=3.6e9, window=1.0, alone=2)
     assert hidden.exposed(H100) == pytest.approx(2 * call)
 
 

@@ -143,8 +143,8 @@ def plot_reward(
     """
     from matplotlib.figure import Figure
 
-    evaluated = _Curve.read(metrics, "eval/reward_mean", "eval/reward_stderr")
-    trained = _Curve.read(metrics, "reward/mean", "reward/std")
+    evaluated = Curve.read(metrics, "eval/reward_mean", "eval/reward_stderr")
+    trained = Curve.read(metrics, "reward/mean", "reward/std")
     if not evaluated.updates and not trained.updates:
         raise ValueError(
             f"nothing to plot: none of {len(metrics)} records holds 'eval/reward_mean' or 'reward/mean'; "
@@ -171,7 +171,7 @@ def plot_reward(
     for position, name in enumerate(names):
         panel = figure.add_subplot(grid[1 + position // columns, position % columns])
         _style(panel, max_ticks=4)
-        curve = _Curve.read(metrics, f"eval/{name}_mean", f"eval/{name}_stderr")
+        curve = Curve.read(metrics, f"eval/{name}_mean", f"eval/{name}_stderr")
         curve.draw(panel, "#0b6bcb", None, marker=True)
         title = name.replace("_", " ") + (" ↓" if name in lower_is_better else "")
         panel.set_title(title, loc="left", fontsize=9)
@@ -288,7 +288,7 @@ def _spread(num_frames: int, max_frames: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Curve:
+class Curve:
     """A metric over updates. ``spread`` is its band's half width, 0 where a record has none."""
 
     updates: list[int]
@@ -296,7 +296,7 @@ class _Curve:
     spread: list[float]
 
     @classmethod
-    def read(cls, metrics: Sequence[Mapping[str, Any]], key: str, spread_key: str) -> "_Curve":
+    def read(cls, metrics: Sequence[Mapping[str, Any]], key: str, spread_key: str) -> "Curve":
         # The later record of an update wins.
         rows = {row["update"]: row for row in metrics if row.get(key) is not None}
         ordered = [rows[update] for update in sorted(rows)]
@@ -334,7 +334,7 @@ def _style(axes: "Axes", max_ticks: int = 9) -> None:
     axes.margins(x=0.02)
 
 
-def _headline(evaluated: _Curve, trained: _Curve) -> str:
+def _headline(evaluated: Curve, trained: Curve) -> str:
     name, curve = ("Evaluation", evaluated) if evaluated.updates else ("Training", trained)
     first, last = curve.values[0], curve.values[-1]
     if len(curve.values) == 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sage_fast.config.files import write_text
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
+from sage_fast.run.media import Curve
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.pages import (
@@ -162,15 +163,13 @@ def _last(rows: Rows, key: str) -> float | None:
 def _series(
     rows: Rows, key: str, label: str, *, spread: str = "", colour: int = MEASURED, dots: bool = False
 ) -> Series:
-    """A metric over updates, with a band of plus and minus another one. The later record of an update wins."""
-    found = {row["update"]: row for row in rows if row.get(key) is not None}
-    x = sorted(found)
-    y = [float(found[update][key]) for update in x]
-    if not spread or not any(found[update].get(spread) for update in x):
-        return Series(label=label, x=x, y=y, colour=colour, dots=dots)
-    widths = [float(found[update].get(spread) or 0.0) for update in x]
-    low, high = ([v + sign * w for v, w in zip(y, widths, strict=True)] for sign in (-1, 1))
-    return Series(label=label, x=x, y=y, low=low, high=high, colour=colour, dots=dots)
+    """A metric over updates, with a band of plus and minus another one where that is logged."""
+    curve = Curve.read(rows, key, spread)
+    series = Series(label=label, x=curve.updates, y=curve.values, colour=colour, dots=dots)
+    if not any(curve.spread):
+        return series
+    low, high = ([v + sign * w for v, w in zip(curve.values, curve.spread, strict=True)] for sign in (-1, 1))
+    return replace(series, low=low, high=high)
 
 
 def _score_series(rows: Rows, name: str) -> list[Series]:

@@ -123,13 +123,8 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         device = str(rank_device(config.model.device))
         yield Check(section, "model.device", "ok", device)
         if device == "cpu" and _is_large(config):
-            yield Check(
-                section,
-                "speed",
-                "warning",
-                "a model of this size on a CPU: one video takes hours",
-                fix="use a GPU of 80 GB, or the preset toy_cpu to try things out",
-            )
+            fix = "use a GPU of 80 GB, or the preset toy_cpu to try things out"
+            yield Check(section, "speed", "warning", "a model of this size on a CPU: one video takes hours", fix=fix)
     except ConfigError as error:
         yield Check(section, "model.device", "missing", str(error), fix="--model.device=auto")
     yield _family(config)
@@ -143,13 +138,8 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
     yield from _video_size(config)
     if config.logging.wandb_project and version_of("wandb") is None:
-        yield Check(
-            section,
-            "logging.wandb_project",
-            "missing",
-            "wandb is not installed",
-            fix="pip install wandb, or leave logging.wandb_project out",
-        )
+        fix = "pip install wandb, or leave logging.wandb_project out"
+        yield Check(section, "logging.wandb_project", "missing", "wandb is not installed", fix=fix)
     yield from _processes(config)
     yield _output_dir(config)
 
@@ -168,13 +158,8 @@ def _processes(config: RunConfig) -> Iterator[Check]:
     if _device(config) == "cpu" or here >= needed:
         yield Check("configuration", "processes", "ok", detail)
         return
-    yield Check(
-        "configuration",
-        "processes",
-        "warning",
-        f"{detail}; this machine has {here} GPU(s)",
-        fix="start it on several machines (docs/distributed.md), or set other degrees under `distributed`",
-    )
+    fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
+    yield Check("configuration", "processes", "warning", f"{detail}; this machine has {here} GPU(s)", fix=fix)
 
 
 def _family(config: RunConfig) -> Check:
@@ -233,21 +218,11 @@ def _output_dir(config: RunConfig) -> Check:
     folder = Path(config.output_dir)
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check(
-            section,
-            name,
-            "missing",
-            f"{existing} cannot be written to",
-            fix="--output_dir=FOLDER on a disk that you may write to",
-        )
+        fix = "--output_dir=FOLDER on a disk that you may write to"
+        return Check(section, name, "missing", f"{existing} cannot be written to", fix=fix)
     if config.resume == "none" and ((folder / "metrics.jsonl").exists() or list_checkpoints(folder / "checkpoints")):
-        return Check(
-            section,
-            name,
-            "warning",
-            f"{folder} already holds a run",
-            fix="--resume auto to go on with it, or another --output_dir",
-        )
+        fix = "--resume auto to go on with it, or another --output_dir"
+        return Check(section, name, "warning", f"{folder} already holds a run", fix=fix)
     return Check(section, name, "ok", str(folder))
 
 

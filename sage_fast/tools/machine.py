@@ -58,23 +58,13 @@ def software() -> Iterator[Check]:
     ranges = _supported_versions()
     for name in (*REQUIRED, *OPTIONAL):
         version = version_of(name)
-        needed = name in REQUIRED
-        if version is None:
-            yield Check(
-                section,
-                name,
-                "missing" if needed else "info",
-                "not installed" + ("" if needed else f" (for {OPTIONAL[name]})"),
-                fix=f"pip install {name}" if needed else "",
-            )
+        if version is None and name in REQUIRED:
+            yield Check(section, name, "missing", "not installed", fix=f"pip install {name}")
+        elif version is None:
+            yield Check(section, name, "info", f"not installed (for {OPTIONAL[name]})")
         elif name in ranges and not ranges[name].contains(version, prereleases=True):
-            yield Check(
-                section,
-                name,
-                "warning",
-                f"{version}; tested with {ranges[name]}",
-                fix=f'pip install "{name}{ranges[name]}"',
-            )
+            fix = f'pip install "{name}{ranges[name]}"'
+            yield Check(section, name, "warning", f"{version}; tested with {ranges[name]}", fix=fix)
         else:
             yield Check(section, name, "ok", version)
     yield _video_encoder()
@@ -98,13 +88,8 @@ def _video_encoder() -> Check:
 
     if "libx264" in av.codecs_available:
         return Check("software", "mp4 (H.264)", "ok", f"libx264 in PyAV {av.__version__}")
-    return Check(
-        "software",
-        "mp4 (H.264)",
-        "missing",
-        "PyAV was built without libx264",
-        fix="pip install --force-reinstall av   (PyPI's wheels have it)",
-    )
+    fix = "pip install --force-reinstall av   (PyPI's wheels have it)"
+    return Check("software", "mp4 (H.264)", "missing", "PyAV was built without libx264", fix=fix)
 
 
 def hardware() -> Iterator[Check]:
@@ -112,9 +97,8 @@ def hardware() -> Iterator[Check]:
     section = "hardware"
     gib = 2**30
     memory = host_memory()
-    yield Check(
-        section, "cpu", "ok", f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB of memory" if memory else "")
-    )
+    of_memory = f", {memory / gib:.0f} GiB of memory" if memory else ""
+    yield Check(section, "cpu", "ok", f"{os.cpu_count()} cores{of_memory}")
     yield _open_files()
     devices = list(_nvidia_devices())
     yield from devices
@@ -126,13 +110,8 @@ def hardware() -> Iterator[Check]:
             )
             yield Check(section, f"cuda:{index}", "ok", detail)
     elif devices:
-        yield Check(
-            section,
-            "cuda",
-            "missing",
-            f"there is a GPU, but torch {torch.__version__} cannot use it",
-            fix="install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally",
-        )
+        fix = "install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally"
+        yield Check(section, "cuda", "missing", f"there is a GPU, but torch {torch.__version__} cannot use it", fix=fix)
     else:
         yield Check(section, "cuda", "info", "none; the preset toy_cpu trains on the CPU")
 

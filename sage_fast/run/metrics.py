@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.errors import RunDirectoryError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import replacing, write_text
 from sage_fast.run.trackers import EvaluationMedia, Scalar, TensorBoard, Tracker, WeightsAndBiases
 
 FILE_NAME = "metrics.jsonl"
@@ -110,10 +110,7 @@ class MetricsLogger:
         kept = [row for row in rows if row["update"] <= update]
         self._file.close()
         if len(kept) < len(rows):
-            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in kept)
-                file.flush()
-                os.fsync(file.fileno())
+            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
         self._file = self.path.open("ab", buffering=0)
         for tracker in self._trackers:
             tracker.truncate_after(update)

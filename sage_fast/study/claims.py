@@ -100,6 +100,13 @@ PER_PROMPT = "final_"
 """Begins the quantities whose parts are prompts, the same ones for every arm and seed."""
 
 
+def final_scores(findings: Findings, experiment: str) -> list[str]:
+    """Names of the scores of final evaluations, beside the reward and the sum of its parts."""
+    found = {row.quantity for row in findings.rows if row.experiment == experiment}
+    names = {quantity.removeprefix(PER_PROMPT) for quantity in found if quantity.startswith(PER_PROMPT)}
+    return sorted(names - {"reward", "overall"})
+
+
 def larger(one: Key, other: Key, digits: int = 3) -> Callable[[Findings], Evidence]:
     """Evidence that a quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sage_fast.study.claims import Judgement, judge
+from sage_fast.study.claims import PER_PROMPT, Judgement, final_scores, judge
 from sage_fast.study.experiments import EXPERIMENTS, TIERS, Experiment
 from sage_fast.study.findings import COST, Findings
 
@@ -71,6 +71,7 @@ def _section(experiment: Experiment, findings: Findings) -> str:
         "|---|---|---|---|---|---|",
         *(_row(judgement) for judgement in judge(experiment.claims, findings)),
         "",
+        *_scores(experiment, findings),
         " ".join(
             [*_seeds(experiment, seeds), f"Cost: {_cost(experiment, findings)}.", *_made_with(experiment, findings)]
         ),
@@ -88,6 +89,21 @@ def _row(judgement: Judgement) -> str:
     size = "exact" if effect is None else f"{_signed(effect.mean)} ({_signed(effect.low)} .. {_signed(effect.high)})"
     seen = "" if effect is None else f"{effect.detectable:.2g}"
     return f"| {text} | {evidence.ours} | {size} | {claim.reported or '-'} | **{judgement.verdict}** | {seen} |"
+
+
+def _scores(experiment: Experiment, findings: Findings) -> list[str]:
+    """Final scores of every arm that was trained, means over the seeds."""
+    names = ["reward", *final_scores(findings, experiment.key)]
+    arms = [arm for arm in experiment.arms if findings.select(experiment.key, PER_PROMPT + names[0], arm)]
+    if not arms:
+        return []
+    rows = [[f"{findings.mean(experiment.key, PER_PROMPT + name, arm):.3g}" for name in names] for arm in arms]
+    return [
+        f"| final evaluation | {' | '.join(names)} |",
+        "|" + "---|" * (1 + len(names)),
+        *(f"| {arm} | {' | '.join(row)} |" for arm, row in zip(arms, rows, strict=True)),
+        "",
+    ]
 
 
 def _signed(value: float) -> str:

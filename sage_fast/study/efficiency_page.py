@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast.config.files import replacing
+from sage_fast.study.claims import PER_PROMPT, final_scores
 from sage_fast.study.combinations import REFERENCE
 from sage_fast.study.findings import COST, Finding, Findings, read_findings, write_findings
 from sage_fast.study.lever_study import CURVES, KINDS, TABLE, at_equal_compute, gain, is_told, ranking
@@ -123,6 +124,7 @@ def _pair(value: float, error: float, digits: int = 2) -> str:
 
 
 def _trainings(findings: Findings) -> str:
+    scores = final_scores(findings, CURVES)
     lines = [
         "## Reward at equal compute",
         "",
@@ -132,8 +134,8 @@ def _trainings(findings: Findings) -> str:
         "the ODE; intervals count seeds and prompts as crossed random effects. Those of a single pass are made in two "
         "phases, which have the same gradient, at the single pass's cost.",
         "",
-        "| levers | updates | reward | over the reference, 95 % | seeds |",
-        "|---|---|---|---|---|",
+        f"| {' | '.join(('levers', 'updates', 'reward', 'over the reference, 95 %', 'seeds', *scores))} |",
+        "|" + "---|" * (5 + len(scores)),
     ]
     for arm in findings.arms(CURVES, "final_reward"):
         rows = findings.select(CURVES, "final_reward", arm)
@@ -143,7 +145,9 @@ def _trainings(findings: Findings) -> str:
             assert found is not None
             effect = f"{found.mean:+.3g} ({found.low:+.3g} .. {found.high:+.3g})"
         mean = findings.mean(CURVES, "final_reward", arm)
-        lines.append(f"| {arm.replace('-', ' ')} | {_updates(findings, arm)} | {mean:.3f} | {effect} | {len(rows)} |")
+        cells = [arm.replace("-", " "), str(_updates(findings, arm)), f"{mean:.3f}", effect, str(len(rows))]
+        cells += [f"{findings.mean(CURVES, PER_PROMPT + name, arm):.3g}" for name in scores]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"Cost: {_seconds(findings, CURVES) / 3600:.1f} core-hours.", ""])
 
 

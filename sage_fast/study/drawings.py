@@ -140,7 +140,6 @@ def _draw_base(findings: Findings) -> "Figure":
         left.plot(spread, reward, "o", label=sampler, **dots)
         right.plot(distance, [place] * len(distance), "o", **dots)
     right.set_yticks(range(len(SAMPLERS)), list(reversed(SAMPLERS)), fontsize=8)
-    right.set_xscale("log")
     left.legend(frameon=False, fontsize=8, reverse=True)
     return figure
 

@@ -157,6 +157,18 @@ def test_the_tables_say_what_is_known_of_the_samplers() -> None:
     assert firsts == pytest.approx([0.58, 0.31, 0.008], abs=6e-3)
 
 
+def test_the_committed_results_say_what_the_documents_say_of_trained_samplers() -> None:
+    """docs/algorithm.md, section 5: better before training, not told apart after it."""
+    found = read_findings(ROOT / "docs/results/reproduction.jsonl")
+    before, after = (
+        {judgement.claim.key: judgement.verdict for judgement in judge(experiment.claims, found)}
+        for experiment in chosen_experiments("quick", ["base", "samplers"])
+    )
+    assert before["exact_reward"] == before["exact_nearer"] == "confirmed"
+    assert after == {"exact": "undetectable", "cps": "undetectable"}
+    assert found.seeds("samplers") == [0, 1, 2, 3, 4, 5]
+
+
 def test_no_sentence_of_the_table_breaks_the_page() -> None:
     for experiment in EXPERIMENTS:
         for text in (experiment.title, *(c.text for c in experiment.claims)):

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except Exception:
+    except Exception:  # whatever it is: the other ranks wait for this one, and a process that hangs tells nobody
         if world_size() == 1:
             raise
         traceback.print_exc()

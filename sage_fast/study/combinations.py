@@ -78,6 +78,8 @@ COMBINATIONS = (
 )
 """The first one is the reference of all others."""
 
+KINDS = {combination.name: combination.kind for combination in COMBINATIONS}
+
 
 def flops_per_video(config: RunConfig) -> float:
     """Counted FLOPs of a video in the transformer and the decoder, as `sage-fast plan` has them for an H100."""

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from sage_fast.config.files import replacing
 from sage_fast.study.claims import PER_PROMPT, final_scores
-from sage_fast.study.combinations import REFERENCE
+from sage_fast.study.combinations import KINDS, REFERENCE
 from sage_fast.study.findings import COST, Finding, Findings, read_findings, write_findings
-from sage_fast.study.lever_study import CURVES, KINDS, TABLE, at_equal_compute, gain, is_told, ranking
+from sage_fast.study.lever_study import CURVES, TABLE, at_equal_compute, gain, is_told, ranking
 from sage_fast.tools.curves import COLOURS, line_style, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.study.claims import Claim, larger, smaller
+from sage_fast.study.claims import Claim, Key, larger, smaller
 from sage_fast.study.evidence import (
     REFERENCE,
     below_flow,
@@ -120,6 +120,16 @@ def _at(name: str) -> str:
     return f"{name}, {REFERENCE}"
 
 
+def _fig2_distance(name: str) -> Key:
+    """The distance of a sampler's samples with the exact policy."""
+    return "fig2", "distance", _at(name)
+
+
+def _base_distance(name: str) -> Key:
+    """And with the base model."""
+    return "base", DISTANCE, name
+
+
 def _ordered(experiment: str, quantity: str, prefix: str, digits: int = 3) -> list[Claim]:
     """SAGE against each of the others, in the order of the paper's Table 2."""
     names = {"cps": "CPS", "flow_grpo": "FlowGRPO", "dance_grpo": "DanceGRPO"}
@@ -134,11 +144,20 @@ def _ordered(experiment: str, quantity: str, prefix: str, digits: int = 3) -> li
     ]
 
 
-def _distance_below(other: str, label: str) -> Claim:
+def _sage_nearer_than(other: str, label: str, distance: Callable[[str], Key]) -> Claim:
     return Claim(
         key=f"nearer_than_{other}",
         text=f"SAGE's samples lie nearer to the manifold than {label}'s.",
-        measure=smaller(("fig2", "distance", _at("sage_grpo")), ("fig2", "distance", _at(other)), 4),
+        measure=smaller(distance("sage_grpo"), distance(other), 4),
+    )
+
+
+def _exact_nearer(distance: Callable[[str], Key]) -> Claim:
+    return Claim(
+        key="exact_nearer",
+        text="`sage_exact` lies nearer to the manifold than SAGE.",
+        measure=smaller(distance("sage_exact"), distance("sage_grpo"), 4),
+        by="this project",
     )
 
 
@@ -220,9 +239,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step; "
         "samples of one start share little of it.",
         claims=(
-            _distance_below("flow_grpo", "FlowGRPO"),
-            _distance_below("dance_grpo", "DanceGRPO"),
-            _distance_below("cps", "CPS"),
+            _sage_nearer_than("flow_grpo", "FlowGRPO", _fig2_distance),
+            _sage_nearer_than("dance_grpo", "DanceGRPO", _fig2_distance),
+            _sage_nearer_than("cps", "CPS", _fig2_distance),
             Claim(
                 key="explores",
                 text="From one start SAGE reaches more distinct videos than FlowGRPO at equal eta.",
@@ -234,12 +253,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 "FlowGRPO.",
                 measure=nearer_at_equal_exploration,
             ),
-            Claim(
-                key="exact_nearer",
-                text="`sage_exact` lies nearer to the manifold than SAGE.",
-                measure=smaller(("fig2", "distance", _at("sage_exact")), ("fig2", "distance", _at("sage_grpo")), 4),
-                by="this project",
-            ),
+            _exact_nearer(_fig2_distance),
             Claim(
                 key="exact_explores",
                 text="`sage_exact` reaches more distinct videos from one start than SAGE.",
@@ -260,17 +274,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "noise: one dot per seed. Left: mean reward against the standard deviation of the rewards of a group, which "
         "is what the gradient learns from. Right: distance from the nearest legal video (in latents).",
         claims=(
-            Claim(
-                key="nearer",
-                text="SAGE's samples lie nearer to the manifold than FlowGRPO's.",
-                measure=smaller(("base", DISTANCE, "sage_grpo"), ("base", DISTANCE, "flow_grpo"), 4),
-            ),
-            Claim(
-                key="exact_nearer",
-                text="`sage_exact`'s samples lie nearer to it than SAGE's.",
-                measure=smaller(("base", DISTANCE, "sage_exact"), ("base", DISTANCE, "sage_grpo"), 4),
-                by="this project",
-            ),
+            _sage_nearer_than("flow_grpo", "FlowGRPO", _base_distance),
+            _exact_nearer(_base_distance),
             Claim(
                 key="exact_reward",
                 text="`sage_exact`'s samples have a higher reward than SAGE's.",

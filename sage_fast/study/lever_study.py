@@ -10,15 +10,13 @@ from typing import Any
 from sage_fast.checkpoint import checkpoint_name, list_checkpoints
 from sage_fast.evaluation import REWARD
 from sage_fast.study.claims import Evidence, larger
-from sage_fast.study.combinations import COMBINATIONS, REFERENCE, Combination, pflop_per_estimate
+from sage_fast.study.combinations import COMBINATIONS, KINDS, REFERENCE, Combination, pflop_per_estimate
 from sage_fast.study.findings import Finding, Findings
 from sage_fast.study.runner import Job, Outcome, Study, run_jobs
 from sage_fast.study.trainings import Training
 
 TABLE, CURVES = "efficiency", "efficiency-training"
 """Experiments of the findings: signal of estimates, and trainings at equal compute."""
-
-KINDS = {combination.name: combination.kind for combination in COMBINATIONS}
 
 SEEDS = (0, 1, 2, 3, 4, 5)
 REFERENCES = 4

@@ -35,10 +35,11 @@ from sage_fast.models.hunyuan15.description import (
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.transformer import LIGHTER
 from sage_fast.planning import estimate
+from sage_fast.planning.calls import _call
 from sage_fast.planning.devices import DEVICES, choose_device, measure_cpu
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_memory
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.memory import PROCESS, Memory, MemoryPlan, PhaseMemory, _call
+from sage_fast.planning.memory import PROCESS, Memory, MemoryPlan, PhaseMemory
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace

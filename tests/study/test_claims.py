@@ -169,6 +169,20 @@ def test_the_committed_results_say_what_the_documents_say_of_trained_samplers() 
     assert found.seeds("samplers") == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_seeds_of_the_readme_are_those_of_the_committed_results() -> None:
+    """The demo's recipe is the study's, and SAGE is its sampler."""
+    found = read_findings(ROOT / "docs/results/reproduction.jsonl")
+    row = re.compile(r"^\| (\d) \| .* \| (\d+ %) \| .* → ([\d.]+) \| .* → ([\d.]+) \|$", re.M)
+    shown = row.findall((ROOT / "README.md").read_text("utf-8"))
+    assert [seed for seed, *_ in shown] == ["0", "1", "2"]
+    for seed, *figures in shown:
+        aligned, reward, distance = (
+            found.by_seed("samplers", f"final_{score}", "sage_grpo")[int(seed)].value
+            for score in ("aligned", "reward", "manifold_distance")
+        )
+        assert figures == [f"{aligned:.0%}".replace("%", " %"), f"{reward:.3f}", f"{distance:.4f}"]
+
+
 def test_no_sentence_of_the_table_breaks_the_page() -> None:
     for experiment in EXPERIMENTS:
         for text in (experiment.title, *(c.text for c in experiment.claims)):

@@ -17,7 +17,7 @@ from sage_fast.models.toy.captions import (
     parse_caption,
     tokenize,
 )
-from sage_fast.models.toy.renderer import Scene
+from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Scene
 from sage_fast.run.prompt_files import read_prompts
 
 PROMPTS = Path(__file__).parents[3] / "configs" / "prompts"
@@ -69,8 +69,13 @@ def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
     halves = [read_prompts(PROMPTS / f"{name}.csv") for name in ("toy_train", "toy_eval")]
     captions = [[parse_caption(prompt.text) for prompt in half] for half in halves]
     assert {caption for half in captions for caption in half} == set(all_captions())
-    for half, found, first in zip(halves, captions, (0, 1000), strict=True):
-        assert [prompt.index for prompt in half] == list(range(first, first + 60))
+    for number, (half, found) in enumerate(zip(halves, captions, strict=True)):
+        assert [prompt.index for prompt in half] == list(range(1000 * number, 1000 * number + 60))
+        assert all(prompt.text == caption.text for prompt, caption in zip(half, found, strict=True))
+        assert all(prompt.seed is None for prompt in half)
+        # By the parity of a caption's places, so that each pair of values of two attributes is in both halves.
+        places = [(list(COLOURS).index(c.colour), SHAPES.index(c.shape), MOTIONS.index(c.motion)) for c in found]
+        assert {sum(place) % 2 for place in places} == {number}
         for attribute in ("colour", "shape", "motion"):
             counts = Counter(getattr(caption, attribute) for caption in found)
             assert len(set(counts.values())) == 1

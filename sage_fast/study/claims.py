@@ -130,6 +130,19 @@ def smaller(one: Key, other: Key, digits: int = 3) -> Callable[[Findings], Evide
     return measure
 
 
+def within(key: Key, low: float, high: float) -> Callable[[Findings], Evidence]:
+    """Evidence that a quantity lies between two numbers: over the seeds, how far inside the nearer one it is."""
+
+    def measure(findings: Findings) -> Evidence:
+        values = [row.value for row in findings.by_seed(*key).values()]
+        if len(values) < 2:
+            raise KeyError(key)
+        effect = seed_effect([min(value - low, high - value) for value in values])
+        return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
+
+    return measure
+
+
 def paired(findings: Findings, one: Key, other: Key) -> list[tuple[Finding, Finding]]:
     """Findings of the seeds that both arms have. KeyError for fewer than 2."""
     ours, theirs = findings.by_seed(*one), findings.by_seed(*other)

@@ -32,8 +32,13 @@ def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure | Non
     }
     if experiment.key in special:
         return special[experiment.key](findings)
-    overall = experiment.key.startswith("table2")
-    return _draw_finals(experiment, findings, "final_overall" if overall else "final_reward")
+    quantities = {
+        "longer": f"final_{DISTANCE}",
+        "kl_share": "kl_share",
+        "table2": "final_overall",
+        "table2a": "final_overall",
+    }
+    return _draw_finals(experiment, findings, quantities.get(experiment.key, "final_reward"))
 
 
 def _line(axes: "Axes", x: Sequence[float], y: Sequence[float], sampler: str) -> None:
@@ -197,6 +202,8 @@ def _draw_finals(experiment: Experiment, findings: Findings, quantity: str) -> "
     figure = new_figure(8, 0.9 + 0.36 * max(2, len(arms)))
     axes = figure.subplots()
     style_axes(axes, experiment.title, quantity.removeprefix("final_"))
+    if quantity == "kl_share":
+        axes.set_xscale("log")
     for place, arm in enumerate(reversed(arms)):
         values = [row.value for row in findings.select(experiment.key, quantity, arm)]
         axes.plot(values, [place] * len(values), "o", color=COLOURS[0], alpha=0.55, ms=5, markeredgewidth=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.study.claims import Claim, Key, larger, smaller
+from sage_fast.study.claims import Claim, Key, larger, smaller, within
 from sage_fast.study.evidence import (
     REFERENCE,
     below_flow,
@@ -67,8 +67,12 @@ def _arm(name: str, *overrides: str, kl_share: float | None = None) -> tuple[str
 
 SETTING_A = "--reward.weights={VQ: 1.0, MQ: 1.0, TA: 1.0}"
 SETTING_B = "--reward.weights={VQ: 0.5, MQ: 0.5, TA: 1.0}"
+TWICE = "sage_grpo-40-updates"
+"""The demo's recipe for twice as many updates."""
 LONG = ("--training.updates_per_rollout=2", "--training.num_updates=100")
 SHARES = (0.1, 1.0)
+WEIGHTS = (1e-5, 0.03)
+"""Of the KL: the largest published, and that of `ablations/kl_strong`."""
 ANCHORED = ("fixed", "stepwise", "moving", "dual")
 PLAIN = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
 """Samplers that the equalizer is switched off for."""
@@ -76,6 +80,10 @@ PLAIN = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
 
 def _kl_arm(mode: str, share: float | None) -> str:
     return f"kl-{mode}-{'published' if share is None else f'{share:g}'}"
+
+
+def _weight_arm(weight: float) -> str:
+    return f"kl-weight-{weight:g}"
 
 
 def _sampler(name: str) -> tuple[str, str]:
@@ -86,8 +94,17 @@ ARMS: Mapping[str, Callable[[int], Training]] = dict(
     [
         *(_arm(name, *_sampler(name)) for name in SAMPLERS),
         *(_arm(f"{name}-plain", f"--rollout.sde_type={name}", "--objective.equalizer=false") for name in PLAIN),
+        _arm(TWICE, *_sampler("sage_grpo"), "--training.num_updates=40"),
         *(_arm(f"B-{name}", *_sampler(name), SETTING_B) for name in SAMPLERS),
         *(_arm(f"A-{name}", *_sampler(name), SETTING_A) for name in SAMPLERS),
+        *(
+            _arm(
+                _weight_arm(weight),
+                *("--training.num_updates=8", "--training.kl_share_every=1", "--objective.kl_mode=fixed"),
+                *(f"--kl_weight.minimum={weight:g}", f"--kl_weight.maximum={weight:g}"),
+            )
+            for weight in WEIGHTS
+        ),
         _arm("kl-none", *LONG, "--objective.kl_mode=none"),
         *(
             _arm(_kl_arm(mode, share), *LONG, f"--objective.kl_mode={mode}", kl_share=share)
@@ -355,6 +372,57 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 key="cps",
                 text="Trained with SAGE, the model ends at a higher reward than with CPS.",
                 measure=larger(("samplers", "final_reward", "sage_grpo"), ("samplers", "final_reward", "cps")),
+            ),
+        ),
+    ),
+    Experiment(
+        key="longer",
+        title="The demo's recipe for twice as many updates",
+        tier="standard",
+        seeds=(0, 1, 2, 3, 4, 5),
+        arms=("sage_grpo", TWICE),
+        caption="Final evaluation by the ODE after 20 updates and after 40: one dot per seed, bar: mean.",
+        claims=(
+            Claim(
+                key="aligned",
+                text="After 40 updates more videos show what was asked than after 20.",
+                measure=larger(("longer", "final_aligned", TWICE), ("longer", "final_aligned", "sage_grpo")),
+                by="this project",
+            ),
+            Claim(
+                key="reward",
+                text="After 40 updates the reward is higher than after 20.",
+                measure=larger(("longer", "final_reward", TWICE), ("longer", "final_reward", "sage_grpo")),
+                by="this project",
+            ),
+            Claim(
+                key="further",
+                text="After 40 updates the videos lie further from the manifold than after 20.",
+                measure=larger(("longer", f"final_{DISTANCE}", TWICE), ("longer", f"final_{DISTANCE}", "sage_grpo"), 4),
+                by="this project",
+            ),
+        ),
+    ),
+    Experiment(
+        key="kl_share",
+        title="How hard the KL pulls",
+        tier="standard",
+        seeds=(0, 1, 2),
+        arms=tuple(_weight_arm(weight) for weight in WEIGHTS),
+        caption="Norm of the gradient of the KL to the initial weights over that of the surrogate, at a constant "
+        "lambda; mean of the updates 5 to 8: one dot per seed, bar: mean.",
+        claims=(
+            Claim(
+                key="published",
+                text="At the largest published lambda, 1e-5, it is below a thousandth.",
+                measure=within(("kl_share", "kl_share", _weight_arm(WEIGHTS[0])), 0.0, 1e-3),
+                by="this project",
+            ),
+            Claim(
+                key="strong",
+                text="At a lambda of 0.03 it is between a tenth and one.",
+                measure=within(("kl_share", "kl_share", _weight_arm(WEIGHTS[1])), 0.1, 1.0),
+                by="this project",
             ),
         ),
     ),

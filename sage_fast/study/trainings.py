@@ -149,6 +149,10 @@ class Trainings:
         curve = list(run.curve("reward/mean").values())
         yield Finding(quantity="area", value=fmean(curve), n=len(curve), parts=tuple(curve), **common)
         yield Finding(quantity="unsteadiness", value=_unsteadiness(curve), n=len(curve), **common)
+        if position := list(run.curve("kl/position").values()):
+            yield Finding(quantity="kl_position", value=max(position), n=len(position), parts=tuple(position), **common)
+        if shares := _settled_shares(run):
+            yield Finding(quantity="kl_share", value=fmean(shares), n=len(shares), parts=tuple(shares), **common)
         seconds = sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation"))
         yield Finding(quantity=COST, value=seconds, **common)
 
@@ -157,10 +161,10 @@ class Trainings:
         run = TrainedRun(self.folder / PROBE / "seed-0")
         if not (run.folder / "metrics.jsonl").is_file():
             raise ConfigError(f"The share of the KL is not known before the training {PROBE} in {self.folder} is done.")
-        shares = [value for update, value in run.curve("kl/grad_share").items() if update > SETTLED]
+        shares = _settled_shares(run)
         if not shares:
             raise ConfigError(f"{run.folder} has measured no share of the KL yet; let it finish.")
-        return float(f"{PROBE_WEIGHT * share * len(shares) / sum(shares):.3g}")
+        return float(f"{PROBE_WEIGHT * share / fmean(shares):.3g}")
 
     def _weights(self, training: Training) -> list[str]:
         if training.kl_share is None:
@@ -177,6 +181,11 @@ class Trainings:
                     f"{run.folder} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
                     "Choose another --output, or move that folder away."
                 )
+
+
+def _settled_shares(run: TrainedRun) -> list[float]:
+    """The KL's share of the gradient at every update that measured it, from the fifth on."""
+    return [value for update, value in run.curve("kl/grad_share").items() if update > SETTLED]
 
 
 def _unsteadiness(curve: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.study.claims import Claim, Evidence, judge, larger, smaller
+from sage_fast.study.claims import Claim, Evidence, judge, larger, smaller, within
 from sage_fast.study.experiments import ARMS, DISTANCE, EXPERIMENTS, chosen_experiments, needs_probe
 from sage_fast.study.findings import Finding, Findings, read_findings, write_findings
 from sage_fast.study.measures import SAMPLERS, TABLES
@@ -56,6 +56,10 @@ def claim(measure: object) -> Claim:
         (larger(LOW, HIGH), "refuted"),
         (larger(SAME, LOW), "undetectable"),
         (larger(("e", "q", "absent"), LOW), "not run"),
+        (within(HIGH, 0.5, 2.0), "confirmed"),
+        (within(HIGH, 0.0, 0.6), "refuted"),
+        (within(LOW, 0.05, 1.0), "undetectable"),
+        (within(("e", "q", "absent"), 0.0, 1.0), "not run"),
         (lambda findings: Evidence(ours="", holds=True), "confirmed"),
         (lambda findings: Evidence(ours="", holds=False), "refuted"),
     ],
@@ -119,6 +123,12 @@ def test_every_training_of_the_table_has_a_configuration_of_its_own() -> None:
         found[config] = arm
 
 
+QUANTITIES = (
+    *("final_reward", "final_overall", "final_aligned", f"final_{DISTANCE}", "area", "unsteadiness"),
+    *("reward", "group_std", DISTANCE, "kl_share"),
+)
+
+
 def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:
     """With every arm of an experiment measured, every one of its claims has a verdict."""
     for experiment in EXPERIMENTS:
@@ -131,7 +141,7 @@ def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:
             )
             for arm in arms
             for seed in (0, 1)
-            for quantity in ("final_reward", "final_overall", "area", "unsteadiness", "reward", "group_std", DISTANCE)
+            for quantity in QUANTITIES
         ]
         assert {j.verdict for j in judge(experiment.claims, Findings(rows))} == {"undetectable"}, experiment.key
 

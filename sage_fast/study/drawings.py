@@ -145,7 +145,8 @@ def _draw_base(findings: Findings) -> "Figure":
         left.plot(spread, reward, "o", label=sampler, **dots)
         right.plot(distance, [place] * len(distance), "o", **dots)
     right.set_yticks(range(len(SAMPLERS)), list(reversed(SAMPLERS)), fontsize=8)
-    left.legend(frameon=False, fontsize=8, reverse=True)
+    # Dots lie anywhere in the panel, and those of a legend look like them.
+    figure.legend(loc="outside lower center", ncols=len(SAMPLERS), frameon=False, fontsize=8, reverse=True)
     return figure
 
 

@@ -33,7 +33,8 @@ class Experiment:
     """One table or figure of the paper.
 
     caption: of its picture. seeds: of what it measures; none where nothing is random. measure: key of
-    `measures.MEASURES`, for what needs samples but no training. arms: of `ARMS`.
+    `measures.MEASURES`, for what needs samples but no training. seconds: of one core that it takes per seed in the toy
+    world, for the order of the measurements and the time left. arms: of `ARMS`.
 
     Example: `experiment("fig4").seeds` is `(0, 1, 2)`.
     """
@@ -45,6 +46,7 @@ class Experiment:
     claims: Sequence[Claim]
     seeds: tuple[int, ...] = ()
     measure: str | None = None
+    seconds: float = 0.0
     arms: tuple[str, ...] = ()
 
     def requests(self) -> dict[str, dict[str, Any]]:
@@ -251,6 +253,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="quick",
         seeds=(0, 1, 2, 3, 4),
         measure="exact",
+        seconds=80,
         caption="Left and middle: distance from the nearest legal video (in latents; dashed: the data's own 0.02) "
         "against the number of distinct videos that 32 samples from one start reach, for eta 0.25, 0.5 and 0.75. "
         "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step; "
@@ -287,6 +290,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="quick",
         seeds=(0, 1, 2, 3, 4),
         measure="rollouts",
+        seconds=25,
         caption="One rollout of the base model by each sampler at equal eta and steps, the same prompts and initial "
         "noise: one dot per seed. Left: mean reward against the standard deviation of the rewards of a group, which "
         "is what the gradient learns from. Right: distance from the nearest legal video (in latents).",
@@ -313,6 +317,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="quick",
         seeds=(0, 1, 2),
         measure="gradients",
+        seconds=150,
         caption="Norm of the gradient of each step of one rollout of the base model, over its median; mean of the "
         "seeds. Dotted: the gain |b|/std, which predicts it.",
         claims=(

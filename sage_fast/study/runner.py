@@ -262,10 +262,13 @@ class Study:
         return run(trainings, f"{len(trainings)} trainings{estimate}")
 
     def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:
-        """Jobs of the measurements that are missing."""
-        requests = {name: r for e in experiments if self.can_measure(e) for name, r in e.requests().items()}
+        """Jobs of the measurements that are missing, the longest first, so that none is left to run alone."""
+        wanted = [experiment for experiment in experiments if self.can_measure(experiment)]
         return [
-            self.measurement(name, request) for name, request in requests.items() if not self.result(name).is_file()
+            self.measurement(name, request, seconds=experiment.seconds)
+            for experiment in sorted(wanted, key=lambda experiment: -experiment.seconds)
+            for name, request in experiment.requests().items()
+            if not self.result(name).is_file()
         ]
 
     def can_measure(self, experiment: Experiment) -> bool:
@@ -338,11 +341,11 @@ class Study:
         cost = Finding(experiment=experiment, quantity=COST, arm="all", seed=seed, value=seconds, **common)
         return [*rows, cost]
 
-    def measurement(self, name: str, request: Mapping[str, Any]) -> Job:
+    def measurement(self, name: str, request: Mapping[str, Any], seconds: float = 0.0) -> Job:
         """The job of a measurement: `measure`, `overrides` of its own, and arguments."""
         request = {**request, "overrides": [*self.overrides, *request.get("overrides", ())]}
         command = [sys.executable, "-m", "sage_fast.study.measures", str(self.result(name)), json.dumps(request)]
-        return Job(name=name, command=[*command, *self.files], log=self._log(name))
+        return Job(name=name, command=[*command, *self.files], log=self._log(name), seconds=seconds)
 
     def result(self, name: str) -> Path:
         """File of a measurement."""

@@ -143,7 +143,7 @@ class Trainings:
                 value=fmean(values),
                 n=len(values),
                 stderr=stdev(values) / len(values) ** 0.5,
-                parts=tuple(values) if name in ("reward", "overall") else (),
+                parts=tuple(values),
                 **common,
             )
         curve = list(run.curve("reward/mean").values())

@@ -386,8 +386,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="standard",
         seeds=(0, 1, 2, 3, 4, 5),
         arms=("sage_grpo", TWICE),
-        caption="Distance from the nearest legal video (in latents) in the final evaluation, after 20 updates and after "
-        "40: one dot per seed, bar: mean.",
+        caption="Distance from the nearest legal video (in latents) in the final evaluation, after 20 updates and "
+        "after 40: one dot per seed, bar: mean.",
         claims=(
             Claim(
                 key="aligned",

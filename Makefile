@@ -54,11 +54,10 @@ demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train toy_cpu --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(PYTEST_ARGS)
 
-# Three processes for two cores: a third of the time these tests wait for what they have started.
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $$((($$(nproc) * 3 + 1) / 2)) --dist worksteal -m slow --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow --durations=25 $(PYTEST_ARGS)
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 findings.py      a measured number, and many of them in a file
 experiments.py   the table: what is claimed, what is measured, what settles it
+training_arms.py what each of its trainings changes
 evidence.py      what the measured numbers say of one claim
 claims.py        how that becomes a verdict
 measures.py      what is measured without a training

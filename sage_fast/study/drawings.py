@@ -32,13 +32,7 @@ def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure | Non
     }
     if experiment.key in special:
         return special[experiment.key](findings)
-    quantities = {
-        "longer": f"final_{DISTANCE}",
-        "kl_share": "kl_share",
-        "table2": "final_overall",
-        "table2a": "final_overall",
-    }
-    return _draw_finals(experiment, findings, quantities.get(experiment.key, "final_reward"))
+    return _draw_arms(experiment, findings)
 
 
 def _line(axes: "Axes", x: Sequence[float], y: Sequence[float], sampler: str) -> None:
@@ -198,7 +192,8 @@ def _draw_fig3(findings: Findings) -> "Figure":
     return figure
 
 
-def _draw_finals(experiment: Experiment, findings: Findings, quantity: str) -> "Figure":
+def _draw_arms(experiment: Experiment, findings: Findings) -> "Figure":
+    quantity = experiment.drawn
     arms = [arm for arm in experiment.arms if findings.select(experiment.key, quantity, arm)]
     figure = new_figure(8, 0.9 + 0.36 * max(2, len(arms)))
     axes = figure.subplots()

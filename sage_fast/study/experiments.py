@@ -3,7 +3,7 @@
 What the paper reports stands here only where a figure of it is known; the order that it claims is in the sentences.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ from sage_fast.study.evidence import (
     steadier,
 )
 from sage_fast.study.measures import SAMPLERS
-from sage_fast.study.trainings import PROBE, PROBE_WEIGHT, Training
+from sage_fast.study.training_arms import ANCHORED, ARMS, PLAIN, SHARES, TWICE, WEIGHTS, kl_arm, weight_arm
+from sage_fast.study.trainings import Training
 
 Tier = Literal["quick", "standard", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
@@ -34,7 +35,8 @@ class Experiment:
 
     caption: of its picture. seeds: of what it measures; none where nothing is random. measure: key of
     `measures.MEASURES`, for what needs samples but no training. seconds: of one core that it takes per seed in the toy
-    world, for the order of the measurements and the time left. arms: of `ARMS`.
+    world, for the order of the measurements and the time left. arms: of `ARMS`. drawn: what the picture of trainings
+    shows. needs_manifold: left out where the data manifold is not known.
 
     Example: `experiment("fig4").seeds` is `(0, 1, 2)`.
     """
@@ -48,6 +50,8 @@ class Experiment:
     measure: str | None = None
     seconds: float = 0.0
     arms: tuple[str, ...] = ()
+    drawn: str = "final_reward"
+    needs_manifold: bool = False
 
     def requests(self) -> dict[str, dict[str, Any]]:
         """Measurements by name; each is made in a process of its own."""
@@ -58,75 +62,6 @@ class Experiment:
     def trainings(self) -> list[Training]:
         """Trainings, seed by seed, so that a study that is stopped early has all arms."""
         return [ARMS[arm](seed) for seed in self.seeds for arm in self.arms]
-
-
-# ------------------------------------------------------------------------------------------------ arms
-
-
-def _arm(name: str, *overrides: str, kl_share: float | None = None) -> tuple[str, Callable[[int], Training]]:
-    return name, lambda seed: Training(arm=name, overrides=overrides, seed=seed, kl_share=kl_share)
-
-
-SETTING_A = "--reward.weights={VQ: 1.0, MQ: 1.0, TA: 1.0}"
-SETTING_B = "--reward.weights={VQ: 0.5, MQ: 0.5, TA: 1.0}"
-TWICE = "sage_grpo-40-updates"
-"""The demo's recipe for twice as many updates."""
-LONG = ("--training.updates_per_rollout=2", "--training.num_updates=100")
-SHARES = (0.1, 1.0)
-WEIGHTS = (1e-5, 0.03)
-"""Of the KL: the largest published, and that of `ablations/kl_strong`."""
-ANCHORED = ("fixed", "stepwise", "moving", "dual")
-PLAIN = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo")
-"""Samplers that the equalizer is switched off for."""
-
-
-def _kl_arm(mode: str, share: float | None) -> str:
-    return f"kl-{mode}-{'published' if share is None else f'{share:g}'}"
-
-
-def _weight_arm(weight: float) -> str:
-    return f"kl-weight-{weight:g}"
-
-
-def _sampler(name: str) -> tuple[str, str]:
-    return f"--rollout.sde_type={name}", "--objective.equalizer=true"
-
-
-ARMS: Mapping[str, Callable[[int], Training]] = dict(
-    [
-        *(_arm(name, *_sampler(name)) for name in SAMPLERS),
-        *(_arm(f"{name}-plain", f"--rollout.sde_type={name}", "--objective.equalizer=false") for name in PLAIN),
-        _arm(TWICE, *_sampler("sage_grpo"), "--training.num_updates=40"),
-        *(_arm(f"B-{name}", *_sampler(name), SETTING_B) for name in SAMPLERS),
-        *(_arm(f"A-{name}", *_sampler(name), SETTING_A) for name in SAMPLERS),
-        *(
-            _arm(
-                _weight_arm(weight),
-                *("--training.num_updates=8", "--training.kl_share_every=1", "--objective.kl_mode=fixed"),
-                *(f"--kl_weight.minimum={weight:g}", f"--kl_weight.maximum={weight:g}"),
-            )
-            for weight in WEIGHTS
-        ),
-        _arm("kl-none", *LONG, "--objective.kl_mode=none"),
-        *(
-            _arm(_kl_arm(mode, share), *LONG, f"--objective.kl_mode={mode}", kl_share=share)
-            for share in (None, *SHARES)
-            for mode in ANCHORED
-        ),
-        _arm("lambda-tighten", *LONG, "--objective.kl_mode=dual", "--kl_weight.direction=tighten"),
-        _arm("lambda-constant", *LONG, "--objective.kl_mode=dual", "--kl_weight.minimum=1e-5"),
-        _arm(
-            PROBE,
-            *("--training.updates_per_rollout=2", "--training.num_updates=20", "--training.kl_share_every=1"),
-            *(
-                "--objective.kl_mode=fixed",
-                f"--kl_weight.minimum={PROBE_WEIGHT}",
-                f"--kl_weight.maximum={PROBE_WEIGHT}",
-            ),
-        ),
-    ]
-)
-"""Trainings of a seed by the name of their arm."""
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -254,6 +189,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         seeds=(0, 1, 2, 3, 4),
         measure="exact",
         seconds=80,
+        needs_manifold=True,
         caption="Left and middle: distance from the nearest legal video (in latents; dashed: the data's own 0.02) "
         "against the number of distinct videos that 32 samples from one start reach, for eta 0.25, 0.5 and 0.75. "
         "Right: distance at T = 20 and eta 0.5. `sage_exact` draws nearly all its noise anew in its first step; "
@@ -386,6 +322,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="standard",
         seeds=(0, 1, 2, 3, 4, 5),
         arms=("sage_grpo", TWICE),
+        drawn=f"final_{DISTANCE}",
+        needs_manifold=True,
         caption="Distance from the nearest legal video (in latents) in the final evaluation, after 20 updates and "
         "after 40: one dot per seed, bar: mean.",
         claims=(
@@ -414,20 +352,21 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="How hard the KL pulls",
         tier="standard",
         seeds=(0, 1, 2),
-        arms=tuple(_weight_arm(weight) for weight in WEIGHTS),
+        arms=tuple(weight_arm(weight) for weight in WEIGHTS),
+        drawn="kl_share",
         caption="Norm of the gradient of the KL to the initial weights over that of the surrogate, at a constant "
         "lambda; mean of the updates 5 to 8: one dot per seed, bar: mean.",
         claims=(
             Claim(
                 key="published",
                 text="At the largest published lambda, 1e-5, it is below a thousandth.",
-                measure=within(("kl_share", "kl_share", _weight_arm(WEIGHTS[0])), 0.0, 1e-3),
+                measure=within(("kl_share", "kl_share", weight_arm(WEIGHTS[0])), 0.0, 1e-3),
                 by="this project",
             ),
             Claim(
                 key="strong",
                 text="At a lambda of 0.03 it is between a tenth and one.",
-                measure=within(("kl_share", "kl_share", _weight_arm(WEIGHTS[1])), 0.1, 1.0),
+                measure=within(("kl_share", "kl_share", weight_arm(WEIGHTS[1])), 0.1, 1.0),
                 by="this project",
             ),
         ),
@@ -437,7 +376,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="Figure 8: what the KL holds on to",
         tier="standard",
         seeds=(0, 1, 2, 3),
-        arms=("kl-none", *(_kl_arm(mode, share) for share in (None, *SHARES) for mode in ANCHORED)),
+        arms=("kl-none", *(kl_arm(mode, share) for share in (None, *SHARES) for mode in ANCHORED)),
         caption="Final evaluation by the ODE, for lambda as published and for lambdas that give the KL to the initial "
         "weights a tenth of the policy's gradient, and as much as it: one dot per seed, bar: mean.",
         claims=tuple(
@@ -446,8 +385,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 text=f"Dual KL ends at a higher reward than {label}"
                 + (", lambda as published." if share is None else f", at a gradient share of {share:g}."),
                 measure=larger(
-                    ("fig8", "final_reward", _kl_arm("dual", share)),
-                    ("fig8", "final_reward", "kl-none" if mode == "none" else _kl_arm(mode, share)),
+                    ("fig8", "final_reward", kl_arm("dual", share)),
+                    ("fig8", "final_reward", "kl-none" if mode == "none" else kl_arm(mode, share)),
                 ),
             )
             for share in (None, *SHARES)
@@ -460,6 +399,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="standard",
         seeds=(0, 1, 2, 3, 4, 5),
         arms=tuple(f"B-{name}" for name in SAMPLERS),
+        drawn="final_overall",
         caption="Overall (VQ + MQ + TA, unweighted) of the final evaluation: one dot per seed, bar: mean.",
         claims=(
             *_ordered("table2", "final_overall", "B-"),
@@ -477,6 +417,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tier="full",
         seeds=(0, 1, 2, 3, 4, 5),
         arms=tuple(f"A-{name}" for name in SAMPLERS),
+        drawn="final_overall",
         caption="Overall (VQ + MQ + TA, unweighted) of the final evaluation: one dot per seed, bar: mean.",
         claims=_ordered("table2a", "final_overall", "A-"),
     ),
@@ -515,8 +456,3 @@ def chosen_experiments(tier: Tier, only: Sequence[str] = ()) -> list[Experiment]
 def needs_probe(experiments: Sequence[Experiment]) -> bool:
     """Whether a training among them gets the weight of its KL from the probe."""
     return any(training.kl_share is not None for e in experiments for training in e.trainings())
-
-
-def probe() -> Training:
-    """The training that measures the share of the KL in the gradient."""
-    return ARMS[PROBE](0)

@@ -29,9 +29,10 @@ from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
 from sage_fast.run.progress import format_seconds
 from sage_fast.run.provenance import describe_environment
-from sage_fast.study.experiments import EXPERIMENTS, Experiment, needs_probe, probe
+from sage_fast.study.experiments import EXPERIMENTS, Experiment, needs_probe
 from sage_fast.study.findings import COST, Finding, Findings, made_with
 from sage_fast.study.measures import TABLES
+from sage_fast.study.training_arms import probe
 from sage_fast.study.trainings import PROBE, Training, Trainings, settings_digest
 from sage_fast.tools.arms import WHOLE
 
@@ -244,8 +245,8 @@ class Study:
             return run_jobs(jobs, processes, tell)
 
         for experiment in experiments:
-            if not self.can_measure(experiment):
-                tell(f"{experiment.title}: left out, model.family {self.config.model.family!r} has no exact policy")
+            if not self.fits(experiment):
+                tell(f"{experiment.title}: left out, the data manifold of {self.config.model.family!r} is not known")
         missing = self.missing_trainings(experiments)
         jobs = self.measurements(experiments)
         if missing and self.local and self.speed() is None:
@@ -263,7 +264,7 @@ class Study:
 
     def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:
         """Jobs of the measurements that are missing, the longest first, so that none is left to run alone."""
-        wanted = [experiment for experiment in experiments if self.can_measure(experiment)]
+        wanted = [experiment for experiment in experiments if self.fits(experiment)]
         return [
             self.measurement(name, request, seconds=experiment.seconds)
             for experiment in sorted(wanted, key=lambda experiment: -experiment.seconds)
@@ -271,9 +272,9 @@ class Study:
             if not self.result(name).is_file()
         ]
 
-    def can_measure(self, experiment: Experiment) -> bool:
-        """Whether the model's family has what the experiment measures: the exact policy is known of few data."""
-        return experiment.measure != "exact" or self.config.model.family in EXACT_POLICIES
+    def fits(self, experiment: Experiment) -> bool:
+        """Whether it can be measured with the model's family: the data manifold is known of few."""
+        return not experiment.needs_manifold or self.config.model.family in EXACT_POLICIES
 
     def speed(self) -> dict[str, float] | None:
         """Seconds of one core per rollout and evaluation; None before they were measured."""
@@ -289,7 +290,7 @@ class Study:
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, those that experiments share once, the probe first. ConfigError."""
         todo: dict[str, Training] = {}
-        for training in [t for e in experiments for t in e.trainings()]:
+        for training in [t for e in experiments if self.fits(e) for t in e.trainings()]:
             todo.setdefault(training.name, training)
         found = [t for t in todo.values() if not self._finished(t)]
         if needs_probe(experiments) and not self._finished(probe()):
@@ -314,7 +315,7 @@ class Study:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
         rows: list[Finding] = []
         environment: dict[str, Any] = made_with(describe_environment())
-        for experiment in EXPERIMENTS:
+        for experiment in filter(self.fits, EXPERIMENTS):
             if experiment.key in TABLES:
                 rows += [replace(row, **environment) for row in TABLES[experiment.key]()]
             for name in experiment.requests():

@@ -169,8 +169,7 @@ class Trainings:
     def _weights(self, training: Training) -> list[str]:
         if training.kl_share is None:
             return []
-        weight = self.kl_weight(training.kl_share)
-        return [f"--kl_weight.minimum={weight:g}", f"--kl_weight.maximum={weight:g}"]
+        return constant_lambda(self.kl_weight(training.kl_share))
 
     def _check_same(self, run: TrainedRun, config: RunConfig) -> None:
         free = {*marked_keys(RunConfig, FREE)} - TOLD
@@ -181,6 +180,11 @@ class Trainings:
                     f"{run.folder} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
                     "Choose another --output, or move that folder away."
                 )
+
+
+def constant_lambda(weight: float) -> list[str]:
+    """Words that keep the weight of the KL where it is."""
+    return [f"--kl_weight.minimum={weight:g}", f"--kl_weight.maximum={weight:g}"]
 
 
 def _settled_shares(run: TrainedRun) -> list[float]:

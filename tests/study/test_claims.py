@@ -9,9 +9,10 @@ import pytest
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.study.claims import Claim, Evidence, judge, larger, smaller, within
-from sage_fast.study.experiments import ARMS, DISTANCE, EXPERIMENTS, TWICE, chosen_experiments, needs_probe
+from sage_fast.study.experiments import DISTANCE, EXPERIMENTS, chosen_experiments, needs_probe
 from sage_fast.study.findings import Finding, Findings, read_findings, write_findings
 from sage_fast.study.measures import SAMPLERS, TABLES
+from sage_fast.study.training_arms import ARMS, TWICE
 from sage_fast.tools.effects import seed_effect
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,10 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.study.claims import larger
 from sage_fast.study.document import render
 from sage_fast.study.drawings import draw_experiment
-from sage_fast.study.experiments import ARMS, EXPERIMENTS, Experiment, probe
+from sage_fast.study.experiments import EXPERIMENTS, Experiment, chosen_experiments
 from sage_fast.study.findings import COST, Finding, Findings, read_findings
 from sage_fast.study.runner import Job, Study, run_jobs
+from sage_fast.study.training_arms import ARMS, probe
 from sage_fast.study.trainings import Training, Trainings
 from sage_fast.tools.curves import to_png, to_svg
 from tests.made_runs import make_run
@@ -135,12 +136,21 @@ def test_commands_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(lines) == 18 and not (tmp_path / "s").exists()
     assert lines[0].startswith("configs/launch/torchrun.sh hosts.txt configs/hv15_480p_lora_8gpu.yaml --output_dir=")
     assert "--seed=0 --data.shuffle=false --rollout.sde_type=sage_grpo" in lines[0] and "num_threads" not in lines[0]
+    where_known = ["reproduce", "--only", "longer", "--commands", "--output", str(tmp_path / "s")]
+    assert main([*where_known, "--config", "configs/hv15_480p_lora_8gpu.yaml"]) == 0
+    assert not capsys.readouterr().out
     assert main(["reproduce", "--only", "fig8", "--commands", "--output", str(tmp_path / "s")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "kl-probe" in lines[0] and lines[-1].startswith("# 32 more get the weight of their KL")
 
 
 # ------------------------------------------------------------------------------------------ a study
+
+
+def test_the_longest_measurements_come_first(tmp_path: Path) -> None:
+    study = Study(tmp_path, [str(ROOT / "configs/toy_cpu.yaml")])
+    seconds = [job.seconds for job in study.measurements(chosen_experiments("quick"))]
+    assert len(seconds) == 13 and seconds == sorted(seconds, reverse=True) and seconds[-1] > 0
 
 
 def test_the_command_writes_page_results_and_figures(

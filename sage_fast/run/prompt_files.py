@@ -17,7 +17,6 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from sage_fast.config.files import replacing
 from sage_fast.config.text_files import read_json, read_text
 from sage_fast.records import Prompt
 
@@ -95,15 +94,6 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
 
 def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" or character == "\0" for character in text)
-
-
-def write_prompts(prompts: Sequence[Prompt], path: str | os.PathLike[str]) -> None:
-    """Write a CSV file that `read_prompts` reads back: prompt, index and, where one has a seed, seed."""
-    seeded = any(prompt.seed is not None for prompt in prompts)
-    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["prompt", "index", "seed"][: 3 if seeded else 2])
-        writer.writerows([p.text, p.index, p.seed][: 3 if seeded else 2] for p in prompts)
 
 
 TEXT_KEYS = ("prompt", "prompt_en", "caption")

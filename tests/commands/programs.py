@@ -121,7 +121,7 @@ def _check_own(arguments: list[str]) -> None:
     files = [file for file in options.config if "/" in file or not file.endswith((".yaml", ".csv", ".txt"))]
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
-    if options.command in ("prompts", "configs") or (options.command == "train" and options.keys):
+    if options.command == "configs" or (options.command == "train" and options.keys):
         return
     studies = {"reproduce": reproduce, "efficiency": efficiency}
     if options.command in studies:

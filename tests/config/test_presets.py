@@ -427,10 +427,20 @@ def test_the_estimate_is_the_counted_one_of_the_transformer(guidance: str, expec
     assert sum(parts[k] for k in ("weights", "activations", "working set")) == pytest.approx(expected, abs=0.2)
 
 
-def test_the_prompt_files_are_csv_that_others_read_too() -> None:
+def test_the_prompt_files_are_csv_that_others_read_too_and_fit_the_model() -> None:
+    texts = []
     for name in ("general_train", "general_eval"):
         path = ROOT / f"configs/prompts/{name}.csv"
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         assert [r["prompt"] for r in rows] == [p.text for p in read_prompts(path)]
         assert all(60 <= word_count(r["prompt"]) <= 150 for r in rows)
+        texts += [r["prompt"] for r in rows]
+    assert len(set(texts)) == len(texts) == 576
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", 0), ("a red fox", 3), ("a fox - and an owl", 5), ("红狐狸", 2), ("一只 fox 在跑", 4)]
+)
+def test_words_of_a_prompt(text: str, words: int) -> None:
+    assert word_count(text) == words

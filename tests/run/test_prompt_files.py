@@ -1,12 +1,10 @@
 """Prompt files: what is read, and that each mistake is named with its file and line."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sage_fast.records import Prompt
-from sage_fast.run.prompt_files import read_prompts, write_prompts
+from sage_fast.run.prompt_files import read_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -64,13 +62,6 @@ def test_txt_is_one_prompt_a_line(tmp_path):
 )
 def test_files_of_benchmarks_and_other_trainers(tmp_path, name, content):
     assert [p.text for p in read_prompts(write(tmp_path, name, content))] == ["a fox", "an owl"]
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-def test_what_is_written_reads_back(tmp_path, seed):
-    prompts = [Prompt(text='a "red", fox\u2028', index=3, seed=seed), Prompt(text="\u732b", index=9)]
-    write_prompts(prompts, tmp_path / "out.csv")
-    assert read_prompts(tmp_path / "out.csv") == [replace(p, text=p.text.strip()) for p in prompts]
 
 
 MISTAKES = {

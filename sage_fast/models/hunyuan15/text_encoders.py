@@ -207,8 +207,7 @@ class HunyuanPromptEncoder:
         # A prompt or two may be a trial, or the empty one of guidance.
         if len(texts) > 2 and (median := statistics.median(map(word_count, texts))) < SHORT_CAPTION:
             logger.warning(
-                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200. "
-                "`sage-fast prompts rewrite` expands short ones.",
+                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200.",
                 median,
             )
 

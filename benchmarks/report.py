@@ -23,13 +23,9 @@ from typing import Any
 from benchmarks import goals, harness, results
 from benchmarks.results import Record, Result, Rows
 from benchmarks.workload import NUM_STEPS
-from sage_fast.study.findings import read_findings
-from sage_fast.study.lever_study import TABLE, is_told
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
-SIGNAL = ROOT / "docs/results/efficiency.jsonl"
-"""What `sage-fast efficiency` measured of levers, by the names that they have here."""
 NO_GPU = "Not measured yet: no result of a GPU is committed.\n"
 HEADLINES = ("forward B vs P1", "forward B vs P2", "train step B vs P2", "video B: rollout, anchor, train")
 
@@ -182,15 +178,8 @@ def levers_block(found: Results, *, kind: str) -> str:
         memory = f"{before['peak_gb']:.0f} → {after['peak_gb']:.0f}"
         if row["kind"] == kind:
             cells = (f"`{row['option']}`", f"{row['factor']:.2f}x", seconds, memory)
-            rows.append((row["name"], *cells, "" if kind == "exact" else signal_kept(row["name"]), row["note"]))
-    return markdown(("lever", "option", "factor", "seconds per video", "peak GB", "signal kept", ""), rows)
-
-
-def signal_kept(lever: str) -> str:
-    """What a gradient with a lever keeps of the reference's signal, with its standard error; a dash if not known."""
-    found = read_findings(SIGNAL)
-    rows = found.select(TABLE, "kept", lever)
-    return f"{rows[0].value:.2f} ± {rows[0].stderr:.2f}" if rows and is_told(found, lever) else "–"
+            rows.append((row["name"], *cells, row["note"]))
+    return markdown(("lever", "option", "factor", "seconds per video", "peak GB", ""), rows)
 
 
 def recipes_block(found: Results) -> str:

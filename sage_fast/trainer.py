@@ -338,19 +338,6 @@ class Trainer:
             self.engine.zero_grad()
         return norms
 
-    def estimate_gradient(self) -> dict[str, Tensor]:
-        """The gradient by name that the next update would be given, before it is clipped. Nothing is trained."""
-        self._seconds = {}
-        weight = self.kl_weight.weight
-        self.gradient.begin(weight, self._due_anchor(), self._kl_factors())
-        scored = self._score(self._rollout(), {})
-        self.gradient.measure_anchor(scored)
-        positions = split_evenly(len(scored.orders[0]), self.config.training.updates_per_rollout)[0]
-        self.gradient.accumulate(scored, positions, weight)
-        found = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
-        self.engine.zero_grad()
-        return found
-
     def _due_anchor(self) -> Snapshot | None:
         """The anchor of the coming rollout, refreshed if that is due; None where it is the policy itself."""
         age = self.update - self.anchor_update

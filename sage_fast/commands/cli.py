@@ -17,7 +17,6 @@ from sage_fast.commands import (
     compare,
     configs,
     doctor,
-    efficiency,
     evaluate,
     export,
     generate,
@@ -50,7 +49,6 @@ COMMANDS = {
     "doctor": doctor,
     "configs": configs,
     "reproduce": reproduce,
-    "efficiency": efficiency,
 }
 
 

@@ -10,11 +10,4 @@ trainings.py     trainings: their commands, whether they are finished, what they
 runner.py        runs what is missing, some processes at a time
 drawings.py      the figures
 document.py      the page
-
-And what levers keep of the gradient's signal, per FLOP:
-
-combinations.py  which levers are measured together, and what they cost
-estimators.py    signal, noise and bias from inner products of estimates
-lever_study.py   runs what is missing, and ranks
-efficiency_page.py  the page and its figures
 """

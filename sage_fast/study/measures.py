@@ -30,7 +30,6 @@ from sage_fast.rollout import initial_latents, sample_trajectory
 from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.estimators import measure_estimates
 from sage_fast.study.findings import Finding, made_with
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
@@ -264,7 +263,6 @@ MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {
     "rollouts": measure_rollouts,
     "gradients": measure_gradients,
     "speed": measure_speed,
-    "estimates": measure_estimates,
 }
 
 

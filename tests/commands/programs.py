@@ -12,7 +12,7 @@ from unittest import mock
 from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
-from sage_fast.commands import efficiency, reproduce
+from sage_fast.commands import reproduce
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
@@ -123,9 +123,8 @@ def _check_own(arguments: list[str]) -> None:
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command == "configs" or (options.command == "train" and options.keys):
         return
-    studies = {"reproduce": reproduce, "efficiency": efficiency}
-    if options.command in studies:
-        load_config(files or studies[options.command].DEFAULT_CONFIG, overrides)
+    if options.command == "reproduce":
+        load_config(files or reproduce.DEFAULT_CONFIG, overrides)
         return
     if files and not f"{files[0]}/".startswith("runs/"):
         load_config(files, overrides)

@@ -28,7 +28,7 @@ from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.models.transformer import LIGHTER, Checkpointing
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
-from sage_fast.planning.devices import DEVICES, Device
+from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Layout, plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
 from sage_fast.planning.trace import Cost
@@ -215,20 +215,6 @@ def settle_memory(config: RunConfig) -> RunConfig:
         limit = settled.model.decode_memory_gib
         logger.info("model.decode_memory_gib auto: %s", "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB")
     return settled
-
-
-def planned_iteration_seconds(config: RunConfig) -> float | None:
-    """Seconds that an iteration of this run should take on its GPUs; None on those that no ceilings are known of."""
-    device = rank_device(config.model.device)
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    known = next((ceilings for key, ceilings in DEVICES.items() if key in name), None)
-    if known is None:
-        return None
-    try:
-        return make_plan(config, known, gpus=world_size()).seconds_per_rollout
-    except ConfigError as error:
-        logger.info("There is no plan to compare the run with: %s", error)
-        return None
 
 
 def make_plan(

@@ -158,15 +158,12 @@ def train(
     config: RunConfig,
     allow_changes: Collection[str] = (),
     callbacks: Sequence[Callback] = (),
-    *,
-    planned_seconds: float | None = None,
 ) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
         allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
         callbacks: called on rank 0.
-        planned_seconds: that an iteration should take, for the page of the run to compare with.
 
     Raises:
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
@@ -179,15 +176,7 @@ def train(
         config = replace(config, resume="auto")
     stacks = Path(config.output_dir) / "failure"
     with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        run = Run(
-            config,
-            world,
-            watchdog,
-            allow_changes=allow_changes,
-            callbacks=callbacks,
-            planned_seconds=planned_seconds,
-        )
-        return run.train()
+        return Run(config, world, watchdog, allow_changes=allow_changes, callbacks=callbacks).train()
 
 
 class Run:
@@ -200,7 +189,6 @@ class Run:
         watchdog: Watchdog | None = None,
         allow_changes: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
-        planned_seconds: float | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -227,11 +215,7 @@ class Run:
         )
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
-        first = Status(
-            num_updates=config.training.num_updates,
-            videos_per_rollout=self.trainer.videos_per_rollout,
-            planned_seconds=planned_seconds,
-        )
+        first = Status(num_updates=config.training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout)
         self.status = StatusFile(self.directory, first, shown=world.is_main)
         self._page_written = time.monotonic()
         self._environment = self.directory / "environment.json"

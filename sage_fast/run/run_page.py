@@ -145,8 +145,7 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> str:
         facts.append((f"gain at update {compared.update}", f"{test.mean:+.4f} ± {test.stderr:.4f}"))
         facts.append(("prompts that gained", f"{test.wins:.0%} of {test.count}"))
     if (seconds := _last(rows, "time/iteration")) and status is not None:
-        of_plan = f" ({status.planned_seconds / seconds:.0%} of the plan)" if status.planned_seconds else ""
-        facts.append(("videos an hour", number(3600 * status.videos_per_rollout / seconds) + of_plan))
+        facts.append(("videos an hour", number(3600 * status.videos_per_rollout / seconds)))
     if (share := _last(rows, "kl/grad_share")) is not None:
         facts.append(("KL's share of the gradient", f"{share:.1%}"))
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
@@ -239,18 +238,15 @@ PHASES = ("rollout", "decode", "reward", "anchor", "update", "evaluation")
 
 
 def _speed_charts(rows: Rows, status: Status | None) -> str:
-    speed, planned, title = _series(rows, "time/iteration", "measured"), None, "seconds of an iteration"
+    speed, title = _series(rows, "time/iteration", "measured"), "seconds of an iteration"
     if status is not None and status.videos_per_rollout:
         hourly = 3600.0 * status.videos_per_rollout
         speed, title = replace(speed, y=[hourly / seconds for seconds in speed.y]), "videos an hour"
-        if status.planned_seconds:
-            planned = hourly / status.planned_seconds
-            title += f"; dashed: the plan, {number(planned)}"
     phases = [_series(rows, f"time/{name}", name, colour=i, dots=name == "evaluation") for i, name in enumerate(PHASES)]
     memory = [_series(rows, "memory/peak_gib", "of the fullest rank")]
     body = charts(
         [
-            line_chart(title, [speed], level=planned, from_zero=True),
+            line_chart(title, [speed], from_zero=True),
             line_chart("seconds by phase", phases, from_zero=True),
             line_chart("peak memory, GiB", memory, from_zero=True),
         ]

@@ -48,8 +48,7 @@ class Status:
     state: stopped means on request. update, num_updates: done, and of how many. phase, videos_done, videos: what it
     does, for how many videos that is done, and for how many it is to be done. reward: of the last evaluation, or of the
     last rollout where there is none. gain: paired, over update 0. seconds_left: by the measured pace. longest_seconds:
-    that it has gone without progress. videos_per_rollout: on all ranks. planned_seconds: of an iteration, by the plan.
-    error: what has ended it. started, written: UTC.
+    that it has gone without progress. videos_per_rollout: on all ranks. error: that ended it. started, written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", videos_done=32, videos=128,
     reward=0.41, gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
@@ -67,7 +66,6 @@ class Status:
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
-    planned_seconds: float | None = None
     error: str | None = None
     started: str = field(default_factory=_now)
     written: str = field(default_factory=_now)

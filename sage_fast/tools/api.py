@@ -25,10 +25,10 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import check_trust, load_config
 from sage_fast.config.registry import register, registered
 from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.distributed.launch import rank, rank_device, world_size
+from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
-from sage_fast.planning.estimate import planned_iteration_seconds, settle_memory
+from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.trained import adapter_file, weights_digest
 from sage_fast.records import Prompt
@@ -129,9 +129,7 @@ def train(
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
     _refuse_cpu(config, allow_cpu)
-    settled = settle_memory(config)
-    planned = planned_iteration_seconds(settled) if rank() == 0 else None
-    result = training.train(settled, allow_changes=allow_changes, callbacks=callbacks, planned_seconds=planned)
+    result = training.train(settle_memory(config), allow_changes=allow_changes, callbacks=callbacks)
     return TrainedRun(
         config=config,
         update=result.update,

@@ -18,10 +18,6 @@ COMMANDS = {
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
     "guard": "exact budgets of benchmarks/budgets.yaml on any machine, the committed baseline on a GPU",
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
-    "levers": "what each option is worth, predicted from counted work",
-    "scaling": "the tables of docs/scaling.md, from the planner",
-    "cache": "reward and distance of the toy's samples with the feature cache",
-    "fp8": "reward, distance and KL in the toy world with FP8 products",
 }
 """Command -> what it does; each is a module with a main(argv)."""
 

@@ -12,7 +12,6 @@ EPILOG = """\
 examples:
   sage-fast plan hv15_480p_lora_1gpu
   sage-fast plan hv15_480p_lora_1gpu --memory 48
-  sage-fast plan hv15_480p_lora_1gpu --levers
   sage-fast plan hv15_480p_lora_1gpu --device b200 --gpus 8 --json
   sage-fast plan hv15_480p_full_64gpu
   sage-fast plan toy_cpu
@@ -50,11 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are skipped, as "
         "a run logs it; default: 0",
     )
-    parser.add_argument(
-        "--levers",
-        action="store_true",
-        help="also rank levers and their combinations by predicted signal of the gradient per GPU-hour",
-    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -66,7 +60,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.estimate import make_plan
     from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.search import options as find_options
-    from sage_fast.planning.search import ranked_levers
     from sage_fast.planning.text import to_json, to_text
 
     if options.gpus is not None and options.gpus < 1:
@@ -90,6 +83,5 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         skipped_forwards=options.skipped_forwards,
     )
     found = find_options(plan)
-    levers = ranked_levers(plan) if options.levers else None
-    print(json.dumps(to_json(plan, found, levers), indent=1) if options.json else to_text(plan, found, levers))
+    print(json.dumps(to_json(plan, found), indent=1) if options.json else to_text(plan, found))
     return 0 if plan.fits else 1

@@ -8,5 +8,5 @@
     deepspeed/        the same over DeepSpeed ZeRO
     failure/          the watchdog, and what is compared before ranks train as one
 
-docs/distributed.md says how to launch; docs/scaling.md counts what is communicated.
+docs/distributed.md says how to launch; docs/performance.md counts what is communicated.
 """

@@ -1,24 +1,14 @@
-"""What to change in a configuration: the least that makes it fit, and the levers that train more per hour."""
+"""Changes of a configuration that save memory and leave what is computed as it is: the least that makes it fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import Any, Literal, get_args
+from typing import Any
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
-from sage_fast.objective import kl_uses
 from sage_fast.planning.estimate import Plan, make_plan
-from sage_fast.planning.signal import is_measured, relative_signal
 
 Change = tuple[str, Any]
 """A config key and its new value."""
-
-Kind = Literal["exact", "unbiased", "biased"]
-"""What a change leaves of the objective's gradient: itself, its mean, or neither."""
-
-LEAST_GAIN = 1.005
-"""A change that gives less than this factor is not worth a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +20,6 @@ class Option:
 
     changes: tuple[Change, ...]
     plan: Plan
-    kind: Kind = "exact"
-
-    @property
-    def signal(self) -> float:
-        """Of a video's gradient, relative to that of the reference's full gradient; a bound unless `is_measured`."""
-        return relative_signal(self.plan.config)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether all factors of `signal` are; the others count as 1."""
-        return is_measured(self.plan.config)
-
-    @property
-    def signal_per_second(self) -> float:
-        return self.signal / (self.plan.seconds_per_video * self.plan.layout.sp)
 
     @property
     def overrides(self) -> str:
@@ -53,112 +28,33 @@ class Option:
 
 
 def options(plan: Plan, most: int = 8) -> list[Option]:
-    """What to change, ranked.
+    """Changes worth making, the fastest first.
 
-    Of a plan that does not fit: the sets of changes that make it fit and of which none can be left out, fewest changes
-    first, then the fastest. If no set does, the one that needs least memory. Of a plan that fits: the single changes
-    that save memory, the fastest first.
+    Of a plan that fits: the single changes that save memory. Of one that does not: the single changes that make it fit,
+    or else one set of changes of which none can be left out; if even that does not fit, it needs least memory.
     """
-    single = {change: option for change in _changes(plan) if (option := _try(plan, (change,)))}
+    single = [option for change in _changes(plan) if (option := _try(plan, (change,)))]
     if plan.fits:
-        helping = [option for option in single.values() if _memory(option) < 0.99 * plan.memory.peak]
-        return sorted(helping, key=_seconds)[:most]
-    found = [option for option in single.values() if option.plan.fits]
-    if not found and single:
-        least = _least(plan, list(single))
-        if not least.plan.fits:
-            return [least]
-    for count in range(2, 6):
-        if len(found) >= most:
-            break
-        for changes in _combinations(list(single), count):
-            if any(set(option.changes) <= set(changes) for option in found):
-                continue
-            option = _try(plan, changes)
-            if option is not None and option.plan.fits:
-                found.append(option)
-    return sorted(found, key=lambda option: (len(option.changes), _seconds(option)))[:most]
+        helping = [option for option in single if _memory(option) < 0.99 * plan.memory.peak]
+    else:
+        helping = [option for option in single if option.plan.fits]
+        if single and not helping:
+            helping = [_together(plan, single)]
+    return sorted(helping, key=lambda option: option.plan.seconds_per_video)[:most]
 
 
-def ranked_levers(plan: Plan, most: int = 4) -> list[Option]:
-    """Levers and combinations of them that fit, by predicted signal per GPU-hour: the best `most` of each kind.
-
-    Of each set, no member can be left out for the same. Behind those of a kind come as many whose signal is not
-    measured: those that would pay if the levers without a factor kept all of it.
-    """
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    found = [Option(changes=(), plan=plan)]
-    for levers in product(*([None, *values] for values in _levers(plan.asked, plan.on_gpu).values())):
-        chosen = [lever for lever in levers if lever is not None]
-        changes = tuple(change for _, changes in chosen for change in changes)
-        option = _try(plan, changes) if chosen else None
-        if option is not None and option.plan.fits:
-            kind = max((kind for kind, _ in chosen), key=kinds.index)
-            found.append(replace(option, kind=kind))
-    worth = {frozenset(option.changes): option.signal_per_second for option in found}
-    useful = [
-        option
-        for option in found[1:]
-        if all(
-            worth[frozenset(option.changes)] > LEAST_GAIN * other
-            for changes, other in worth.items()
-            if changes < frozenset(option.changes)
-        )
-    ]
-    useful.sort(key=lambda option: option.signal_per_second, reverse=True)
-    groups = product(kinds, (True, False))
-    return [
-        option
-        for kind, measured in groups
-        for option in [o for o in useful if o.kind == kind and o.is_measured == measured][:most]
-    ]
-
-
-def _levers(config: RunConfig, on_gpu: bool) -> dict[str, list[tuple[Kind, tuple[Change, ...]]]]:
-    """What each lever can be set to beside what it is, by its name."""
-    training, rollout, model = config.training, config.rollout, config.model
-    levers: dict[str, list[tuple[Kind, tuple[Change, ...]]]] = {}
-    if on_gpu and model.forward == "fused" and model.checkpointing != "auto" and not model.offload_activations:
-        settled = (("model.lighter_blocks", 0),) if model.lighter_blocks else ()
-        levers["checkpointing"] = [("exact", (("model.checkpointing", "auto"), *settled))]
-    if training.update == "two_phase":
-        levers["update"] = [("exact", (("training.update", "single_pass"),))]
-    fraction = "objective.kl_position_fraction"
-    if kl_uses(config.objective.kl_mode)[0] and config.objective.kl_position_fraction > 0.25:
-        levers["kl"] = [("unbiased", ((fraction, 0.25),))]
-    if training.pairs == "all" and training.timestep_fraction == 1:
-        levers["pairs"] = [
-            ("unbiased", (("training.pairs", pairs), ("training.pair_fraction", share)))
-            for pairs, share in (("uniform", 0.5), ("weighted", 0.5), ("weighted", 0.25))
-        ]
-    shared: Change = ("rollout.shared_initial_noise", True)
-    if rollout.sde_window.size is None and rollout.sde_window.steps is None:
-        size: Change = ("rollout.sde_window.size", max(1, rollout.num_steps // 4))
-        levers["window"] = [("biased", (size,)), ("biased", (size, shared))]
-    elif not rollout.shared_initial_noise:
-        levers["window"] = [("biased", (shared,))]
-    quarter = rollout.num_generations // 4
-    if quarter and not training.train_on.count and rollout.batch_size % rollout.num_generations == 0:
-        best_and_worst = (("training.train_on.best", quarter), ("training.train_on.worst", quarter))
-        levers["train_on"] = [("biased", best_and_worst)]
-    return levers
-
-
-def _least(plan: Plan, changes: list[Change]) -> Option:
-    """All changes together, without those that save nothing."""
-    chosen = dict(changes)  # of the values of a key the last one saves most
+def _together(plan: Plan, single: list[Option]) -> Option:
+    """All changes together, less those that are not needed to fit, or that save nothing where nothing fits."""
+    # Of the values of a key the last one saves most.
+    chosen = dict(change for option in single for change in option.changes)
     best = _try(plan, tuple(chosen.items()))
     assert best is not None
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
         option = _try(plan, tuple(fewer.items()))
-        if option is not None and _memory(option) <= _memory(best):
+        if option is not None and (option.plan.fits or _memory(option) <= _memory(best)):
             chosen, best = fewer, option
     return best
-
-
-def _seconds(option: Option) -> float:
-    return option.plan.seconds_per_video
 
 
 def _memory(option: Option) -> float:
@@ -190,13 +86,6 @@ def _changes(plan: Plan) -> Iterator[Change]:
             yield "model.adaln", "offload"
         if not model.offload_activations:
             yield "model.offload_activations", True
-
-
-def _combinations(changes: list[Change], count: int) -> Iterator[tuple[Change, ...]]:
-    """Sets of `count` changes, each of a different key."""
-    keys = list(dict.fromkeys(key for key, _ in changes))
-    for chosen in combinations(keys, count):
-        yield from product(*([change for change in changes if change[0] == key] for key in chosen))
 
 
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:

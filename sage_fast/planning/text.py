@@ -10,15 +10,13 @@ from sage_fast.planning.estimate import HOST_LINK, Phase, Plan, checkpointing_te
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
-from sage_fast.planning.signal import is_measured, relative_signal
 from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import anchor_share, shared_steps
 
 
-def to_text(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> str:
+def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
     lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options)]
-    lines += [] if levers is None else _levers(plan, levers)
     lines += [*_assumptions(plan), ""]
     return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
 
@@ -223,24 +221,6 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
     yield ""
 
 
-def _levers(plan: Plan, levers: Sequence[Option]) -> Iterator[str]:
-    """What each combination of levers trains per GPU-hour."""
-    rows = [Option(changes=(), plan=plan), *levers]
-    yield "levers that fit, the best of each kind by predicted signal of the gradient per GPU-hour"
-    yield "  exact: the same gradient; unbiased: the same on average; biased: another one; -: not measured"
-    words = [option.overrides or "as it is" for option in rows]
-    width = max(map(len, words))
-    yield f"  {'':<{width}}  {'kind':<8}  {'s per video':>11}  {'signal':>6}  {'per GPU-hour':>12}"
-    for name, option in zip(words, rows, strict=True):
-        per_hour = option.signal_per_second / rows[0].signal_per_second
-        signal = f"{option.signal:>6.2f}  {per_hour:>12.2f}" if option.is_measured else f"{'-':>6}  {'-':>12}"
-        yield (
-            f"  {name:<{width}}  {option.kind if option.changes else '':<8}  "
-            f"{_number(option.plan.seconds_per_video):>11}  {signal}"
-        )
-    yield ""
-
-
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on."""
     config, device = plan.config, plan.device
@@ -335,7 +315,7 @@ def _verdict(plan: Plan) -> str:
     return f"It does not fit: {used:.0%} of the memory."
 
 
-def to_json(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | None = None) -> dict[str, Any]:
+def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
     """The plan for scripts; bytes, FLOPs and seconds without rounding."""
     return {
         "fits": plan.fits,
@@ -393,19 +373,6 @@ def to_json(plan: Plan, options: Sequence[Option], levers: Sequence[Option] | No
                 "seconds_per_video": option.plan.seconds_per_video,
             }
             for option in options
-        ],
-        "relative_signal": relative_signal(plan.config) if is_measured(plan.config) else None,
-        "levers": None
-        if levers is None
-        else [
-            {
-                "changes": dict(option.changes),
-                "kind": option.kind,
-                "seconds_per_video": option.plan.seconds_per_video,
-                "relative_signal": option.signal if option.is_measured else None,
-                "signal_per_gpu_hour": 3600.0 * option.signal_per_second if option.is_measured else None,
-            }
-            for option in levers
         ],
         "assumptions": assumptions(plan),
     }

@@ -27,18 +27,16 @@ def results_of(*paths: Path) -> report.Results:
 
 def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
     found = results_of(written(tmp_path, gpu_result()))
-    targets = report.targets_block(found)
-    assert "| figure | target | floor | NVIDIA H100 80GB HBM3 |" in targets
-    assert "| forward B vs P2 | 1.30x | 1.20x | 1.33x, target met |" in targets
-    assert "| train step B vs P2c | – | – | not measured |" in targets
-    assert "| video B: rollout, anchor, train | 280 s | 365 s | 172 s, target met |" in targets
-    kernels = report.BLOCKS["kernels"](found)
-    assert "| adaln forward B | ours | 60.0 (59.9 – 60.1) µs | 2237 GB/s | 83% |  |" in kernels
-    assert "| adaln forward B | compiled | 100.0 (99.8 – 100.2) µs | 2237 GB/s | 83% | 1.67x |" in kernels
-    steps = report.BLOCKS["steps"](found)
-    assert "| forward B | P1 | 1.80 (1.80 – 1.80) s | 512 TFLOP/s | 64% | 30.0 | 2.00x |" in steps
-    assert "commit 012345678: `benchmarks/results/h100/2026-01-01-012345678.json`" in steps
-    assert "| forward B | cudnn | 17.0 (17.0 – 17.0) ms | 595 TFLOP/s | 75% |" in report.BLOCKS["attention"](found)
+    gpu = report.gpu_block(found)
+    assert "| figure | target | floor | NVIDIA H100 80GB HBM3 |" in gpu
+    assert "| forward B vs P2 | 1.30x | 1.20x | 1.33x, target met |" in gpu
+    assert "| train step B vs P2c | – | – | not measured |" in gpu
+    assert "| video B: rollout, anchor, train | 280 s | 365 s | 172 s, target met |" in gpu
+    assert "| adaln forward B | ours | 60.0 (59.9 – 60.1) µs | 2237 GB/s | 83% |  |" in gpu
+    assert "| adaln forward B | compiled | 100.0 (99.8 – 100.2) µs | 2237 GB/s | 83% | 1.67x |" in gpu
+    assert "| forward B | P1 | 1.80 (1.80 – 1.80) s | 512 TFLOP/s | 64% | 30.0 | 2.00x |" in gpu
+    assert "commit 012345678: `benchmarks/results/h100/2026-01-01-012345678.json`" in gpu
+    assert "| forward B | cudnn | 17.0 (17.0 – 17.0) ms | 595 TFLOP/s | 75% |" in gpu
     assert "* NVIDIA H100 80GB HBM3: forward B vs P1: 2.00x; forward B vs P2: 1.33x;" in report.headline_block(found)
 
 
@@ -47,19 +45,17 @@ def test_a_red_or_missing_parity_check_leaves_no_figure(tmp_path: Path) -> None:
     result["cells"]["transformer parity ours"]["passed"] = False
     del result["cells"]["block parity ours"]
     found = results_of(written(tmp_path, result))
-    assert "wrong" not in report.BLOCKS["attention"](found)
-    assert "ours" not in report.BLOCKS["block"](found) and "| P2 |" in report.BLOCKS["block"](found)
-    assert "| ours |" not in report.BLOCKS["steps"](found) and "| P2 |" in report.BLOCKS["steps"](found)
-    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.targets_block(found)
-    assert not any("ours" in bar for bar in report.video_bars(results.rows(found.devices[0].result)))
+    assert "wrong" not in report.suite_block(found, suites=("attention",))
+    for suite in ("block", "transformer"):
+        block = report.suite_block(found, suites=(suite,))
+        assert "| ours |" not in block and "| P2 |" in block
+    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.gpu_block(found)
 
 
 def test_nothing_is_made_up_where_there_is_no_gpu(tmp_path: Path) -> None:
     cpu = gpu_result() | {"environment": environment(gpu=None)}
     found = results_of(written(tmp_path, cpu, device="cpu-a-cpu"))
-    for name in ("kernels", "attention", "block", "steps", "sharded"):
-        assert report.BLOCKS[name](found) == report.NO_GPU
-    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.targets_block(found)
+    assert report.gpu_block(found) == report.headline_block(found) == report.NO_GPU
     assert "CPU (A CPU, 1 thread)" in report.devices_block(found)
 
 
@@ -76,39 +72,27 @@ def test_the_newest_figure_of_a_device_counts_and_smoke_runs_do_not(tmp_path: Pa
         written(tmp_path, toy(7.0) | {"smoke": True}, "2026-03-01-c.json", "cpu"),
     ]
     found = results_of(*files)
-    text = report.BLOCKS["toy"](found)
-    assert "1.50 (1.50 – 1.50) s" in text and "2026-02-01-a.json" in text
-    assert "2026-01-01-b.json" in report.BLOCKS["costs"](found)
-
-
-def test_plots_of_a_gpu(tmp_path: Path) -> None:
-    found = results_of(written(tmp_path, gpu_result()))
-    rows = results.rows(found.devices[0].result)
-    assert report.video_bars(rows)["B, ours"] == {"rollout": 36.0, "anchor": 36.0, "update": 100.0, "decode": 2.0}
-    drawn = report.plots(found, tmp_path)
-    assert [path.name for path in drawn] == ["stacked_time.png"]
-    first = [path.read_bytes() for path in drawn]
-    assert all(image.startswith(b"\x89PNG") for image in first)
-    assert [path.read_bytes() for path in report.plots(found, tmp_path)] == first
+    text = report.BLOCKS["cpu"](found)
+    assert "1.50 (1.50 – 1.50) s" in text and "9.0" not in text and "7.0" not in text
 
 
 def test_markers() -> None:
-    nothing = report.Results(devices=[], predicted={})
-    text = "a\n<!-- benchmark toy: begin -->\nold\n<!-- benchmark toy: end -->\nb\n"
+    nothing: report.Results = []
+    text = "a\n<!-- benchmark cpu: begin -->\nold\n<!-- benchmark cpu: end -->\nb\n"
     assert report.document(text, nothing) == text.replace("old", "Not measured yet.")
     with pytest.raises(ValueError, match="named nothing"):
-        report.document(text.replace("toy", "nothing"), nothing)
+        report.document(text.replace("cpu", "nothing"), nothing)
     with pytest.raises(ValueError, match="does not end"):
-        report.document(text.replace("<!-- benchmark toy: end -->\n", ""), nothing)
+        report.document(text.replace("<!-- benchmark cpu: end -->\n", ""), nothing)
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(written(tmp_path, {"cells": {}}))]) == 2
-    assert "is no result of" in capsys.readouterr().err
+    assert "not a result of" in capsys.readouterr().err
 
 
 def test_a_stale_document_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("<!-- benchmark toy: begin -->\nold\n<!-- benchmark toy: end -->\n", "utf-8")
+    (tmp_path / "page.md").write_text("<!-- benchmark cpu: begin -->\nold\n<!-- benchmark cpu: end -->\n", "utf-8")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "DOCUMENTS", ("page.md",))
     monkeypatch.setattr(report, "committed_files", list)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.scaling import preset_gpus
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config, save_config
@@ -31,6 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
 ZERO = sorted((ROOT / "configs/deepspeed").glob("*.yaml"))
 ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
+
+
+def preset_gpus(path: Path) -> int:
+    """Number of GPUs in a preset's name."""
+    found = re.search(r"_(\d+)gpu(_|$)", path.stem)
+    assert found is not None, path
+    return int(found[1])
+
 
 MINUTES_PER_UPDATE = {
     "hv15_352x624_full_64gpu": 2,

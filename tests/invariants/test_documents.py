@@ -157,12 +157,19 @@ def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
 
 
-def test_documents_are_what_the_committed_results_say() -> None:
+def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
+    presets = PAGES["docs/performance.md"].split("<!-- benchmark presets: begin -->\n")[1].split("<!--")[0]
+    monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in the test below
     found = report.read_results(report.committed_files())
     for name in report.DOCUMENTS:
         text = (ROOT / name).read_text("utf-8")
         assert report.document(text, found) == text, name
+
+
+@pytest.mark.slow
+def test_the_table_of_presets_is_what_the_planner_finds() -> None:
+    assert report.presets_block([]) in PAGES["docs/performance.md"]
 
 
 def test_every_block_stands_in_a_document() -> None:

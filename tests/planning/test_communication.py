@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, scaling
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
@@ -419,41 +418,3 @@ def test_several_gpus_read_as_several() -> None:
 def test_one_gpu_reads_as_before() -> None:
     text = to_text(small(gpus=1), [])
     assert "waiting" not in text and "exchange" not in text and "one process, so no communication" in text
-
-
-# ------------------------------------------------------------------------------------------ the page
-
-
-def tables() -> dict[str, str]:
-    """The tables of the page by name."""
-    text = scaling.PAGE.read_text(encoding="utf-8")
-    return dict(re.findall(r"<!-- plan ([\w-]+): begin -->\n(.*?)<!-- plan", text, flags=re.S))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", scaling.TABLES)
-def test_the_page_shows_what_the_planner_counts(name: str) -> None:
-    """Without weights on this machine. `python -m benchmarks scaling` writes the page."""
-    assert tables()[name] == scaling.TABLES[name]()
-
-
-def test_the_page_has_every_table_once() -> None:
-    text = scaling.PAGE.read_text(encoding="utf-8")
-    assert sorted(tables()) == sorted(scaling.TABLES)
-    assert text.count("<!-- plan ") == 2 * len(scaling.TABLES)
-    assert report.renewed(text, "plan", lambda name: tables()[name]) == text
-
-
-def test_what_the_page_says_in_words() -> None:
-    """Figures of its sentences, from the same plans as its tables."""
-    text = " ".join(scaling.PAGE.read_text(encoding="utf-8").split())
-    full = scaling.recipe("full", "480p", 8)
-    assert full.weights.matrices == 778 and "778 matrices per update" in text
-    assert f"{full.weights.block / 1e6:.0f} M" in text and "A = 56.4 M" in text
-    moved = sum(e.bytes for e in full.exchanges if e.phase != "evaluation") / 1e12
-    assert f"{moved:.1f} TB per update and GPU" in text
-    found = tables()
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-full"])]
-    assert len(bounds) == 6 and min(bounds) == 99.8 and "99.8 % and more" in text
-    bounds = [float(bound) for bound in re.findall(r"\*\*([\d.]+) %\*\*", found["phases-lora"])]
-    assert len(bounds) == 6 and min(bounds) > 99.9 and "at 99.9 % and more" in text

@@ -525,13 +525,8 @@ def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
     tight = small_plan(*words, memory_gb=one_is_not_enough / 1e9)
     assert not tight.fits
     found = options(tight)
-    assert found and all(option.plan.fits for option in found)
-    assert len(found[0].changes) == 2
-    ranked = [(len(option.changes), option.plan.seconds_per_video) for option in found]
-    assert ranked == sorted(ranked)
-    for option in found:
-        assert not any(set(other.changes) < set(option.changes) for other in found), "no change is idle"
-    first = found[0]
+    (first,) = found
+    assert first.plan.fits and len(first.changes) == 2
     again = small_plan(*words, *first.overrides.split(), memory_gb=tight.memory_limit / 1e9)
     assert again.memory.peak == first.plan.memory.peak, "the words that are printed do what is said"
 

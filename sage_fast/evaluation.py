@@ -15,7 +15,6 @@ from sage_fast.config.files import write_text
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rewards.gather import gather_scores
 from sage_fast.rollout import (
     VideoScoring,
     initial_latents,
@@ -365,13 +364,13 @@ def evaluate(
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
         for first, turn, trajectory in sampled:
-            for place, video in scoring.submit(trajectory, first=first, turn=turn):
+            for place, video in scoring.add(trajectory, first=first, turn=turn):
                 if place in return_videos:
                     videos[place] = video.cpu()
                 if on_video is not None:
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, failed, _ = gather_scores(scoring.pending, len(prompts), world)
+    scores, failed = scoring.gather(len(prompts))
     if bool(failed.all()):
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):

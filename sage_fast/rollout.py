@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.rollout_sections import RolloutConfig, SDEWindowConfig
 from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.data import num_trained
@@ -24,8 +24,8 @@ from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_columns
 from sage_fast.policy.guidance import BranchCaches, GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory
-from sage_fast.rewards.base import OnFailure, PendingScores, Scorer, describe_batch
-from sage_fast.rewards.gather import submit_scores
+from sage_fast.rewards.base import OnFailure, describe_batch
+from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(kw_only=True)
 class VideoScoring:
-    """Decodes sampled latents and submits the videos to the rewards; `pending` collects what `gather_scores` takes.
+    """Decodes sampled latents, scores the videos, and gathers the scores of all ranks.
 
     Ranks that share a video (sequence parallelism) have the same latents, so each decodes and scores every sp-th one.
 
@@ -245,15 +245,16 @@ class VideoScoring:
     """
 
     decoder: VideoDecoder
-    reward: Scorer
+    reward: CompositeReward
     on_failure: OnFailure
     world: World = ALONE
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     progress: Progress = lambda phase, done, total, subject: None
-    pending: list[tuple[list[int], PendingScores]] = field(default_factory=list)
+    scored: list[ScoredBatch] = field(default_factory=list)
+    error: str | None = None
 
-    def submit(self, trajectory: Trajectory, *, first: int, turn: int) -> list[tuple[int, Tensor]]:
-        """Decode and submit this rank's part of a batch.
+    def add(self, trajectory: Trajectory, *, first: int, turn: int) -> list[tuple[int, Tensor]]:
+        """Decode and score this rank's part of a batch.
 
         Args:
             first: number of the batch's first video among all videos that are scored.
@@ -272,8 +273,27 @@ class VideoScoring:
             videos = self.decoder.decode(trajectory.final[rows])
         numbers = [first + row for row in rows]
         with self.phase("reward"):
-            self.pending.append((numbers, submit_scores(self.reward, videos, own, self.on_failure, world)))
+            self._score(videos, own, numbers)
         return list(zip(numbers, videos, strict=True))
+
+    def _score(self, videos: Tensor, samples: Sequence[Sample], numbers: Sequence[int]) -> None:
+        failed = torch.zeros(len(samples), dtype=torch.bool)
+        try:
+            if self.on_failure == "drop_group":
+                scores, failed = self.reward.score_or_mark(videos, samples)
+            else:
+                scores = self.reward.score(videos, samples)
+        except RewardError as error:
+            if self.world.size == 1:
+                raise
+            # Raised here it would leave the other ranks in the next collective, and they could not name it.
+            self.error = self.error or str(error)
+        else:
+            self.scored.append(ScoredBatch(numbers=numbers, scores=scores, failed=failed))
+
+    def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+        return gather_scores(self.scored, self.error, count, self.world)
 
 
 def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:

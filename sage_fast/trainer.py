@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,8 @@ from sage_fast.records import (
     update_metrics,
     weighted_kl,
 )
-from sage_fast.rewards.base import Scorer, describe_batch
-from sage_fast.rewards.gather import gather_scores
+from sage_fast.rewards.base import describe_batch
+from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.generators import generator_state, load_generator_state
 from sage_fast.rollout import (
     Progress,
@@ -117,7 +116,7 @@ class Trainer:
         self,
         config: RunConfig,
         components: Components,
-        reward: Scorer,
+        reward: CompositeReward,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
         world: World = ALONE,
@@ -354,10 +353,10 @@ class Trainer:
         return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
-        """Sample this rank's videos, decode them, and submit them to the rewards.
+        """Sample this rank's videos, decode them, and score them.
 
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
-        ranks at the same time. Others decode at once, so that rewards in a process of their own work meanwhile.
+        ranks at the same time.
         """
         rollout, seed, update = self.config.rollout, self.config.seed, self.update
         samples = self._samples()
@@ -377,9 +376,9 @@ class Trainer:
             progress=self.progress,
         )
 
-        def submit(number: int) -> None:
+        def score(number: int) -> None:
             first = self.own_videos.start + number * rollout.micro_batch_size
-            self._scoring.submit(trajectories[number], first=first, turn=first)
+            self._scoring.add(trajectories[number], first=first, turn=first)
 
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
@@ -392,10 +391,10 @@ class Trainer:
                 velocity = self.gradient.velocity(batch, keys, table)
                 trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels, begun=begun))
             if self.world.sp == 1:
-                submit(done)
+                score(done)
         if self.world.sp > 1:
             for done in range(len(batches)):
-                submit(done)
+                score(done)
         return trajectories
 
     def _begins_group(self, number: int) -> bool:
@@ -419,13 +418,9 @@ class Trainer:
         return make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), generations, self.own_videos)
 
     def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
-        """Wait for the scores of the last rollout on all ranks, and turn them into advantages."""
+        """Gather the scores of the last rollout from all ranks, and turn them into advantages."""
         config = self.config
-        columns, failed, seconds = gather_scores(
-            self._scoring.pending, self.videos_per_rollout, self.world, partial(self.progress, "reward")
-        )
-        if config.reward.placement == "process":
-            metrics["time/reward_worker"] = seconds
+        columns, failed = self._scoring.gather(self.videos_per_rollout)
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():
@@ -620,7 +615,6 @@ class Trainer:
             "kl_weight": self.kl_weight.to_dict(),
             "optimizer": self.engine.state(),
             "rng": generator_state(),
-            "reward_rng": self.world.gather(self.reward.state()),
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -643,11 +637,6 @@ class Trainer:
             snapshot.load_tensors(tensors, group)
         self.engine.load_state(state["optimizer"])
         load_generator_state(state["rng"])
-        # One per rank; absent in checkpoints of earlier versions.
-        reward_states = state.get("reward_rng", [None])
-        reward_state = reward_states[self.world.rank % len(reward_states)]
-        if reward_state is not None:
-            self.reward.load_state(reward_state)
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))
         self.rollouts = int(state["rollouts"])

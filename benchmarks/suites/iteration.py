@@ -32,7 +32,7 @@ from sage_fast.models.family import Components, load_components
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.records import Prompt, PromptEmbeds
-from sage_fast.rewards.worker import load_scorer
+from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.trainer import RATIO_TOLERANCE, Trainer
 
@@ -116,7 +116,7 @@ class Iteration:
             prompt_encoder=RandomPrompts(model, workload.SMOKE[1].text_tokens if smoke else workload.B.text_tokens),
             video_decoder=decoder,
         )
-        reward = load_scorer(self.config.reward, [prompt.text for prompt in PROMPTS])
+        reward = CompositeReward.from_config(self.config.reward, [prompt.text for prompt in PROMPTS])
         self.trainer = Trainer(self.config, components, reward, PROMPTS, PROMPTS)
         self.reference_ops = kernels.red_ops(session.result)
         harness.forget_peak(device)
@@ -171,7 +171,7 @@ def demo(session: Session) -> Record:
         changes["rollout"] = {"num_generations": 2, "batch_size": 4, "micro_batch_size": 4}
     config = read_settings("toy_cpu.yaml", changes)
     prompts = read_prompts(CONFIGS / "prompts" / "toy_train.csv")
-    reward = load_scorer(config.reward, [prompt.text for prompt in prompts], fps=config.video.fps)
+    reward = CompositeReward.from_config(config.reward, [prompt.text for prompt in prompts], fps=config.video.fps)
     trainer = Trainer(config, load_components(config.model), reward, prompts, prompts[:1])
     began, seen = time.monotonic(), list[dict[str, float]]()
     while not seen or (not session.smoke and time.monotonic() - began < min(DEMO_SECONDS, session.left - 5.0)):

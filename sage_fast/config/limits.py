@@ -34,7 +34,6 @@ _MOST: dict[str, float] = {
     "evaluation.width": 16_384,
     "evaluation.batch_size": 10_000,
     "optimizer.learning_rate": 1e30,  # what a step does to the weights is checked where it is made
-    "reward.timeout_seconds": 30 * 86_400,
     "distributed.startup_timeout_seconds": 30 * 86_400,
     "distributed.timeout_seconds": 30 * 86_400,
     "training.num_updates": 10**9,

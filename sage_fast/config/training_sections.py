@@ -26,17 +26,9 @@ class RewardConfig:
     on_failure: Literal["stop", "drop_group"] = free("stop", REMEDY)
     """When a reward raises or returns a non-finite score: `stop` ends the run; `drop_group` leaves that prompt's group
     out of the update, and the prompt out of the paired evaluation, which then compares the prompts scored in both."""
-    placement: Literal["inline", "process"] = free("inline", MACHINE)
-    """`inline` scores between two rollouts; `process` scores in a process of its own, while the policy samples the next
-    videos. The scores are the same."""
     device: str | None = free(None, MACHINE)
     """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
     a policy on cuda:0; null is the policy's."""
-    queue_size: int = free(2, MACHINE)
-    """Batches of videos that are with the process at once, the one being scored included; a rollout that is further
-    ahead waits. Each is in memory, as bytes."""
-    timeout_seconds: float = free(1800.0, MACHINE)
-    """Longest that the process may take to set its rewards up, and to score one batch."""
 
     def __post_init__(self) -> None:
         require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
@@ -47,13 +39,6 @@ class RewardConfig:
             raise ConfigError(
                 f"reward.options has an entry for {sorted(unknown)}, which reward.rewards = {self.rewards} lacks. "
                 "Add it there or remove its options."
-            )
-        require(1 <= self.queue_size <= 32, "reward.queue_size", self.queue_size, "in 1 .. 32")
-        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "positive")
-        if self.placement == "inline" and (self.queue_size, self.timeout_seconds) != (2, 1800.0):
-            raise ConfigError(
-                f"reward.queue_size {self.queue_size} and reward.timeout_seconds {self.timeout_seconds} belong to a "
-                "process of its own. Set reward.placement to process, or leave the two at 2 and 1800."
             )
 
 

@@ -1,14 +1,12 @@
-"""The interface of a reward, what it says of itself before it is built, and the interface of all rewards of a run."""
+"""The interface of a reward, and what its class says before it is built."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.config.training_sections import RewardConfig
@@ -108,76 +106,6 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
     requirements = getattr(find_reward(name), "requirements", None)
     found: list[Requirement] = [] if requirements is None else requirements(options)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredBatch:
-    """The scores of B videos.
-
-    scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for every video is absent.
-    failed: (B,) bool. seconds: how long the rewards computed.
-
-    Example: `ScoredBatch(scores={"VQ": tensor([0.3, 0.0])}, failed=tensor([False, True]), seconds=1.5)`
-    """
-
-    scores: Mapping[str, Tensor]
-    failed: Tensor
-    seconds: float
-
-
-class PendingScores(Protocol):
-    """Scores that may still be under way."""
-
-    def result(self) -> ScoredBatch:
-        """Wait for the scores. RewardError when a reward failed and was to stop the run."""
-        ...
-
-
-class Scorer(ABC):
-    """All rewards of a run as the trainer sees them: videos in, named scores out, wherever they are computed.
-
-    weights: score name -> weight, without those that are 0. lower_is_better: names of the scores that fall as videos
-    get better: those that a reward declares, and those with a negative weight.
-
-    Raises:
-        ConfigError: a score of which less is better has a positive weight.
-    """
-
-    def __init__(self, weights: Mapping[str, float], lower_is_better: Collection[str] = ()) -> None:
-        self.weights = {name: weight for name, weight in weights.items() if weight}
-        self.lower_is_better = frozenset(lower_is_better) | {name for name, weight in weights.items() if weight < 0}
-        for name in self.lower_is_better & self.weights.keys():
-            if self.weights[name] > 0:
-                raise ConfigError(
-                    f"reward.weights.{name} is {self.weights[name]:g}, but its reward says that lower is better, so "
-                    f"that training would make it worse. Give it a negative weight, such as {-self.weights[name]:g}."
-                )
-
-    @abstractmethod
-    def submit(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure = "stop") -> PendingScores:
-        """Have one batch scored.
-
-        Args:
-            videos: (B, F, 3, H, W) uint8.
-            samples: B records, for the prompts and for naming a culprit.
-            on_failure: whether a reward that fails raises RewardError, here or in `result`, or marks its videos.
-        """
-
-    def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
-        """Weighted sum of the scores, (B,) float64."""
-        return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(0)
-
-    def state(self) -> Mapping[str, Any] | None:
-        """The random generators of rewards that do not share this process's, fit for JSON; asked for by checkpoints."""
-        return None
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned. Rewards that now share this process's generators have no use for it."""
-        return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what the rewards hold besides memory. Calling it again does nothing."""
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:

@@ -2,86 +2,98 @@
 
 import inspect
 import logging
-import os
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.training_sections import RewardConfig
+from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import OnFailure, Reward, ScoredBatch, Scorer, describe, describe_batch, find_reward
+from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward
 
 logger = logging.getLogger(__name__)
 
 
-class _ExitCall(BaseException):
-    """Raised in place of `os._exit`, past the `except Exception` of a reward."""
-
-
 @contextmanager
 def _reward_code(name: str, when: str, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Within the context runs code of reward `name`. Whatever it raises becomes a RewardError that says so and `when`.
+    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass.
 
-    That includes the attempt to end the process: a reward that calls `sys.exit(0)` or `os._exit(0)` would end the run
-    as if it had succeeded. An interrupt stays an interrupt, and `refusals` pass as they are.
+    A reward that calls `sys.exit(0)` would end the run as if it had succeeded. An interrupt stays an interrupt.
     """
-    exit_process = os._exit
-    caller = os.getpid(), threading.get_ident()
-
-    def refuse_exit(status: int) -> NoReturn:
-        # Forked children of a reward end this way, and so do threads that watch over this process.
-        if (os.getpid(), threading.get_ident()) == caller:
-            raise _ExitCall(status)
-        exit_process(status)
-
-    os._exit = refuse_exit
     try:
         yield
-    except refusals:
+    except (KeyboardInterrupt, *refusals):
         raise
-    except KeyboardInterrupt:
-        raise
-    except _ExitCall as call:
-        raise RewardError(f"Reward {name!r} tried to end the process by os._exit({call}) {when}.") from call
     except SystemExit as call:
         raise RewardError(f"Reward {name!r} tried to end the process by sys.exit({call.code!r}) {when}.") from call
     except BaseException as error:
         raise RewardError(f"Reward {name!r} raised {type(error).__name__}: {error} {when}.") from error
-    finally:
-        os._exit = exit_process
 
 
-class CompositeReward(Scorer):
-    """Calls several rewards on the same videos, in this process, and collects their named scores."""
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """The scores of some of a rollout's V videos; `numbers` are theirs.
+
+    scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for every video is absent.
+    failed: (B,) bool.
+
+    Example: `ScoredBatch(numbers=[4, 5], scores={"VQ": tensor([0.3, 0.0])}, failed=tensor([False, True]))`
+    """
+
+    numbers: Sequence[int]
+    scores: Mapping[str, Tensor]
+    failed: Tensor
+
+
+class CompositeReward:
+    """Calls several rewards on the same videos and collects their named scores.
+
+    weights: score name -> weight, without those that are 0. lower_is_better: names of the scores that fall as videos
+    get better: those that a reward declares, and those with a negative weight.
+
+    Raises:
+        ConfigError: a score of which less is better has a positive weight.
+    """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        super().__init__(weights, [score for name, reward in rewards.items() for score in _lower(name, reward)])
         self.rewards = dict(rewards)
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        declared = {score for name, reward in rewards.items() for score in _lower(name, reward)}
+        self.lower_is_better = frozenset(declared | {name for name, weight in weights.items() if weight < 0})
+        for name in self.lower_is_better & self.weights.keys():
+            if self.weights[name] > 0:
+                raise ConfigError(
+                    f"reward.weights.{name} is {self.weights[name]:g}, but its reward says that lower is better, so "
+                    f"that training would make it worse. Give it a negative weight, such as {-self.weights[name]:g}."
+                )
 
     @classmethod
     def from_config(
-        cls, config: RewardConfig, prompts: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+        cls,
+        config: RewardConfig,
+        prompts: Sequence[str] = (),
+        *,
+        device: str | None = None,
+        fps: float | None = None,
     ) -> "CompositeReward":
         """Build every reward of a config, and show it the prompts if it has a method `check_prompts`.
 
         Args:
             config: which rewards.
-            prompts: texts that they will be asked about.
-            defaults: values for options `device` and `fps` that neither `reward.device` nor `reward.options` give, for
-                rewards that have them.
+            prompts: texts of the videos to be scored.
+            device: the policy's, for rewards with an option `device` that neither `reward.device` nor `reward.options`
+                gives. fps: of the videos, for rewards with an option `fps`.
 
         Raises:
             ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
             RewardError: a reward failed in any other way while it was set up.
         """
-        defaults = defaults or {}
+        defaults = {name: value for name, value in (("device", device), ("fps", fps)) if value is not None}
         rewards = {}
         takes_device = False
         for name in config.rewards:
@@ -114,17 +126,9 @@ class CompositeReward(Scorer):
             )
         return cls(rewards, config.weights)
 
-    def submit(self, videos: Tensor, samples: Sequence[Sample], on_failure: OnFailure = "stop") -> "Scored":
-        """Score one batch now; see `Scorer.submit`."""
-        start = time.perf_counter()
-        if on_failure == "stop":
-            scores, failed = self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
-        else:
-            scores, failed = self.score_or_mark(videos, samples)
-        return Scored(ScoredBatch(scores=scores, failed=failed, seconds=time.perf_counter() - start))
-
-    def close(self) -> None:
-        """Nothing to release."""
+    def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
+        """Weighted sum of the scores, (B,) float64."""
+        return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(0)
 
     def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Scores of one batch.
@@ -202,15 +206,42 @@ class CompositeReward(Scorer):
         return scores, failed
 
 
-@dataclass(frozen=True)
-class Scored:
-    """`PendingScores` that are known already."""
+def gather_scores(
+    scored: Sequence[ScoredBatch], error: str | None, count: int, world: World
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Exchange the scores of a rollout or an evaluation. Collective; every video is scored on one rank.
 
-    batch: ScoredBatch
+    Args:
+        scored: batches of this rank. error: why it could not score one.
+        count: V, videos on all ranks.
 
-    def result(self) -> ScoredBatch:
-        """The scores."""
-        return self.batch
+    Returns:
+        scores: name -> (V,) float64, 0 where a video failed. failed: (V,) bool.
+
+    Raises:
+        RewardError: a reward failed on any rank and was to stop the run, or videos have different scores. The same on
+        every rank.
+    """
+    ranks = world.gather((list(scored), error))
+    for rank, (_, failure) in enumerate(ranks):
+        if failure is not None:
+            raise RewardError(f"On rank {rank}: {failure}")
+    batches = [batch for batches, _ in ranks for batch in batches]
+    names = sorted({name for batch in batches for name in batch.scores})
+    columns = {name: torch.zeros(count, dtype=torch.float64) for name in names}
+    failed = torch.zeros(count, dtype=torch.bool)
+    for batch in batches:
+        numbers = list(batch.numbers)
+        failed[numbers] = batch.failed
+        # A batch that failed as a whole has no scores; its groups are dropped, so the zeros are never read.
+        if batch.scores and sorted(batch.scores) != names:
+            raise RewardError(
+                f"The rewards returned the scores {sorted(batch.scores)} for some videos and {names} in all; every "
+                "video needs the same ones."
+            )
+        for name, values in batch.scores.items():
+            columns[name][numbers] = values
+    return columns, failed
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
+from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.generators import seed_generators
-from sage_fast.rewards.worker import load_scorer
 from sage_fast.rollout import Progress
 from sage_fast.run import media
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
@@ -133,12 +133,11 @@ def build_trainer(
     try:
         components = open_components(config.model)
         cast_weights(components.transformer, dtype)
-        reward = load_scorer(
+        reward = CompositeReward.from_config(
             config.reward,
             [p.text for p in (*prompts, *eval_prompts)],
             device=str(rank_device(config.model.device)),
             fps=config.video.fps,
-            seed=config.seed + world.rank,
         )
         return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
     except (ValueError, OSError) as error:
@@ -252,7 +251,6 @@ class Run:
         checkpoint, self.checkpoint = self.checkpoint, None
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         with ExitStack() as stack:
-            stack.callback(self.trainer.reward.close)
             if self.world.is_main:
                 self._prepare_directory(resumed)
             self.status.begin(resumed)

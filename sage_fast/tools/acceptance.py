@@ -234,10 +234,8 @@ def _reward_at(config: RunConfig, name: str, fps: float, device: str) -> Any:
     """A reward of the configuration for a video file of `fps`: what has been an mp4 is not compressed again."""
     takes = inspect.signature(find_reward(name)).parameters
     changes = {key: value for key, value in (("fps", fps), ("mp4", False)) if key in takes}
-    section = replace(
-        config.reward, rewards=[name], options={name: config.reward.options.get(name, {}) | changes}, placement="inline"
-    )
-    return CompositeReward.from_config(section, (), {"device": device}).rewards[name]
+    section = replace(config.reward, rewards=[name], options={name: config.reward.options.get(name, {}) | changes})
+    return CompositeReward.from_config(section, device=device).rewards[name]
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -340,9 +338,7 @@ class _Examination:
             yield _info("update", "left out: training.mode full needs several GPUs; check the LoRA preset of this size")
             return
         rewards = CompositeReward.from_config(
-            replace(config.reward, placement="inline", queue_size=2, timeout_seconds=1800.0),
-            [self.prompt.text],
-            {"device": str(self.device), "fps": config.video.fps},
+            config.reward, [self.prompt.text], device=str(self.device), fps=config.video.fps
         )
         yield from _deviations(rewards)
         recorder = _Recorder(decoder=components.video_decoder)

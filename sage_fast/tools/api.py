@@ -321,11 +321,6 @@ def _with_reward(config: RunConfig, reward: RewardLike, weights: Mapping[str, fl
     if is_function and not callable(reward):
         raise ConfigError(f"reward is {reward!r}. Give a function f(videos, prompts), or an object with `score`.")
     name = register(reward)
-    if config.reward.placement == "process":
-        raise ConfigError(
-            "reward.placement is process, but another process cannot have a reward that is given as an object. Set it "
-            "to inline, or name the reward by package.module:attribute under reward.rewards."
-        )
     if weights is None:
         weights = {name.rpartition(".")[2].rpartition(":")[2]: 1.0} if is_function else config.reward.weights
     section = replace(config.reward, rewards=[name], options={}, weights=dict(weights))

@@ -117,7 +117,7 @@ def hardware() -> Iterator[Check]:
 
 
 def _open_files() -> Check:
-    """The limit of open files: sockets to other ranks, mapped weights, and tensors on their way to a reward process."""
+    """The limit of open files: sockets to other ranks and mapped weights."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = limit == resource.RLIM_INFINITY or limit >= OPEN_FILES
     return Check(

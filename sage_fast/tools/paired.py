@@ -24,8 +24,8 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evalua
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
-from sage_fast.rewards.base import Scorer, reward_scales
-from sage_fast.rewards.worker import load_scorer
+from sage_fast.rewards.base import reward_scales
+from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import prompts_digest
 from sage_fast.tools.generation import Generator, load_generator, prompt_settings
@@ -67,7 +67,7 @@ class PairedEvaluation:
         self.overwrite = overwrite
         self.files = [video_files.video_file_name(i, p.text) for i, p in enumerate(prompts)]
         self._generator: Generator | None = None
-        self._reward: Scorer | None = None
+        self._reward: CompositeReward | None = None
 
     def report(self, *, num_videos: int, resamples: int, seed: int) -> Report:
         """Evaluate what has not been evaluated, and compare.
@@ -78,13 +78,8 @@ class PairedEvaluation:
         Raises:
             ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
         """
-        try:
-            # In this order: the trained weights replace the base model's.
-            base, trained = self.scores("base"), self.scores("trained")
-        finally:
-            if self._reward is not None:
-                self._reward.close()
-                self._reward = None
+        # In this order: the trained weights replace the base model's.
+        base, trained = self.scores("base"), self.scores("trained")
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         return Report(
@@ -141,7 +136,7 @@ class PairedEvaluation:
 
     def _evaluate(self, model: str) -> Evaluation:
         if self._reward is None:
-            self._reward = load_scorer(
+            self._reward = CompositeReward.from_config(
                 self.config.reward,
                 [p.text for p in self.prompts],
                 device=str(rank_device(self.config.model.device)),

@@ -78,7 +78,6 @@ def train(
         weights = {
             n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in trainer.parameters.items()
         }
-    trainer.reward.close()
     return records, seen, weights
 
 

@@ -1,13 +1,11 @@
 """Rewards for tests of how rewards are called."""
 
-import ctypes
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,6 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
-
-logger_name = "tests.rewards"
 
 
 def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -49,7 +45,7 @@ class Bright:
         self.scale, self.device = scale, device
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        return {"bright": self.scale * brightness(videos, prompts), "threads": torch.full((len(videos),), _threads())}
+        return {"bright": self.scale * brightness(videos, prompts)}
 
 
 OBJECT = Bright(3.0)
@@ -60,95 +56,40 @@ def _threads() -> float:
     return float(torch.get_num_threads())
 
 
-def fails(fault: str) -> Any:
-    """What can go wrong inside foreign code."""
-    if fault == "raise":
-        raise ValueError("the scoring server is gone")
-    if fault == "sys.exit":
-        sys.exit(0)
-    if fault == "os._exit":
-        os._exit(0)
-    if fault == "exit":  # in a library's C code, where Python has no say
-        ctypes.CDLL(None)._exit(0)
-    if fault == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "hang":
-        time.sleep(1000)
-    if fault == "crash":
-        raise RuntimeError("out of something")
-
-
 class Faulty:
     """As `brightness`, until a prompt has a bad word in it, or from the start."""
 
-    def __init__(self, fault: str = "raise", when: str = "score", word: str = "bad", folder: str = "") -> None:
-        self.fault, self.word, self.folder = fault, word, folder
+    def __init__(self, fault: str = "raise", when: str = "score", word: str = "bad") -> None:
+        self.fault, self.word = fault, word
         if when == "build":
-            fails(fault)
+            self._fail()
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         if any(self.word in p for p in prompts):
-            if self.folder:
-                (Path(self.folder) / "pid").write_text(str(os.getpid()))
-            fails(self.fault)
+            self._fail()
         return {"score": brightness(videos, prompts)}
+
+    def _fail(self) -> None:
+        if self.fault == "raise":
+            raise ValueError("the scoring server is gone")
+        if self.fault == "crash":
+            raise RuntimeError("out of something")
+        if self.fault == "sys.exit":
+            sys.exit(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
 
 
 class Drawing:
-    """Random scores from every global generator that a reward may use.
-
-    While there is a file `fatal`, the third batch removes it and kills the trainer.
-    """
-
-    def __init__(self, fatal: str = "") -> None:
-        self.fatal, self.batches = Path(fatal), 0
+    """Random scores from every global generator that a reward may use."""
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         count = len(videos)
-        self.batches += 1
-        if self.batches == 3 and self.fatal.is_file():
-            self.fatal.unlink()
-            os.kill(os.getppid(), signal.SIGKILL)
         return {
             "python": torch.tensor([random.random() for _ in range(count)]),
             "numpy": torch.from_numpy(np.random.rand(count)),
             "torch": torch.rand(count),
         }
-
-
-class Waiting:
-    """Scores 1, a batch at a time, as soon as there is a file `go-N` for batch number N; leaves a file `came-N`."""
-
-    def __init__(self, folder: str, patience: float = 30.0) -> None:
-        self.folder, self.patience, self.number = Path(folder), patience, 0
-
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        number, self.number = self.number, self.number + 1
-        (self.folder / f"came-{number}").touch()
-        wait_for(self.folder / f"go-{number}", self.patience)
-        return {"score": torch.ones(len(videos))}
-
-
-def wait_for(path: Path, seconds: float = 30.0) -> None:
-    """TimeoutError unless the file is there in time."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path.name} did not come")
-        time.sleep(0.005)
-
-
-class Chatty:
-    """Logs a warning per batch."""
-
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        import logging
-
-        logging.getLogger(logger_name).warning("%d videos", len(videos))
-        return {"score": brightness(videos, prompts)}
 
 
 class Choosy:

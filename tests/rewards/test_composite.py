@@ -1,26 +1,25 @@
 """Everything that may be named as a reward, and what is said when it is none."""
 
-import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sage_fast.checkpoint.folder import checkpoint_name
 from sage_fast.config.errors import ConfigError, RewardError
+from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rewards.composite import CompositeReward, FunctionReward
-from sage_fast.rewards.worker import load_scorer
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.run import Run
+from tests.made_runs import untimed
 from tests.rewards import support
 
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
 VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SAMPLES = [
@@ -56,7 +55,7 @@ def test_an_option_that_is_missing_is_named_by_its_key() -> None:
     with pytest.raises(
         ConfigError, match=r"reward\.options\.videoalign\.path is not set.*--reward\.options\.videoalign"
     ):
-        CompositeReward.from_config(RewardConfig(rewards=["videoalign"]), defaults={"fps": 24.0})
+        CompositeReward.from_config(RewardConfig(rewards=["videoalign"]), fps=24.0)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +129,14 @@ def test_a_reward_declares_of_which_scores_less_is_better() -> None:
     assert composite("falling", {"falling": -1.0}).lower_is_better == {"falling"}, "a function's attribute"
 
 
-def test_submitting_scores_at_once() -> None:
-    batch = composite("brightness", {"brightness": 1.0}).submit(VIDEOS, SAMPLES).result()
-    assert torch.equal(batch.scores["brightness"], EXPECTED) and not batch.failed.any() and batch.seconds > 0
-
-
 def test_a_failure_stops_or_marks() -> None:
     samples = [*SAMPLES[:1], Sample(prompt=Prompt(text="bad", index=8), embeds=EMBEDS, member=1), *SAMPLES[2:]]
     reward = composite("Faulty", {"score": 1.0})
     with pytest.raises(RewardError, match=r"raised ValueError: the scoring server is gone on prompt 7 .* 2 videos"):
-        reward.submit(VIDEOS, samples)
-    batch = reward.submit(VIDEOS, samples, "drop_group").result()
-    assert batch.failed.tolist() == [False, True, False]
-    torch.testing.assert_close(batch.scores["score"][[0, 2]], EXPECTED[[0, 2]])
+        reward.score(VIDEOS, samples)
+    scores, failed = reward.score_or_mark(VIDEOS, samples)
+    assert failed.tolist() == [False, True, False]
+    torch.testing.assert_close(scores["score"][[0, 2]], EXPECTED[[0, 2]])
 
 
 def test_the_device_goes_to_rewards_that_take_one() -> None:
@@ -165,84 +159,43 @@ def test_a_batch_is_described_by_its_first_prompt() -> None:
     assert re.search("one of the 2 videos scored with it$", describe_batch(SAMPLES))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"placement": "process", "queue_size": 0}, "reward.queue_size is 0"),
-        ({"placement": "process", "timeout_seconds": 0.0}, "reward.timeout_seconds is 0.0"),
-        ({"queue_size": 4}, "Set reward.placement to process"),
-        ({"timeout_seconds": 60.0}, "Set reward.placement to process"),
-    ],
-)
-def test_keys_of_the_placement(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RewardConfig(**changes)
-
-
-@pytest.mark.parametrize("placement", ["inline", "process"])
-def test_prompts_are_checked_before_anything_is_generated(placement: Any) -> None:
-    config = RewardConfig(rewards=[here("Choosy")], weights={"cats": 1.0}, placement=placement)
-    load_scorer(config, ["a cat"]).close()
+def test_prompts_are_checked_before_anything_is_generated() -> None:
+    config = RewardConfig(rewards=[here("Choosy")], weights={"cats": 1.0})
+    CompositeReward.from_config(config, ["a cat"])
     with pytest.raises(ConfigError, match=r"data\.prompts.*no score for 'a dog'"):
-        load_scorer(config, ["a cat", "a dog"])
+        CompositeReward.from_config(config, ["a cat", "a dog"])
 
 
-EXITS = [
-    ("sys.exit", r"tried to end the process by sys\.exit\(0\)"),
-    ("os._exit", r"tried to end the process by os\._exit\(0\)"),
-    ("crash", "raised RuntimeError: out of something"),
-]
+def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
+    tiny_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A reward may draw from any global generator: their states are part of a checkpoint."""
+    drawing = [f"--reward.rewards=['{here('Drawing')}']", "--reward.weights={python: 1, numpy: 1, torch: 1}"]
+    whole = tiny_run(*drawing)
+    Run(whole).train()
+    saved = Path(whole.output_dir) / "checkpoints" / checkpoint_name(1)
+    resumed = tiny_run(*drawing, f"--output_dir={tmp_path / 'resumed'}", f"--resume={saved}")
+    Run(resumed).train()
+    rows, expected = (
+        [untimed(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")] for run in (resumed, whole)
+    )
+    assert rows == [expected[0], expected[2]]
 
 
-@pytest.mark.parametrize(("fault", "message"), EXITS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("sys.exit", r"tried to end the process by sys\.exit\(0\)"), ("crash", "raised RuntimeError: out of something")],
+)
 def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
-    """In a child process, where an exit would be one: it prints the error, and then that it is still there."""
-    script = f"""
-import os
-from sage_fast.config.errors import RewardError
-from tests.rewards.test_composite import SAMPLES, VIDEOS, composite
-exit_process = os._exit
-for attempt in (
-    lambda: composite("Faulty", {{"score": 1.0}}, fault={fault!r}, when="build"),
-    lambda: composite("Faulty", {{"score": 1.0}}, fault={fault!r}, word="bb").score(VIDEOS, SAMPLES),
-):
-    try:
-        attempt()
-    except RewardError as error:
-        print(error)
-marked = composite("Faulty", {{"score": 1.0}}, fault={fault!r}, word="bb").submit(VIDEOS, SAMPLES, "drop_group")
-print(marked.result().failed.tolist(), os._exit is exit_process)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    building, scoring, marked = done.stdout.splitlines()
-    assert re.fullmatch(f"Reward 'tests.rewards.support:Faulty' {message} while it was set up.", building)
-    assert re.fullmatch(rf"Reward 'tests.rewards.support:Faulty' {message} on prompt 7 \('a'\), sample 0 .*", scoring)
-    assert marked == "[False, True, False] True"
+    name = "Reward 'tests.rewards.support:Faulty'"
+    with pytest.raises(RewardError, match=f"^{name} {message} while it was set up.$"):
+        composite("Faulty", {"score": 1.0}, fault=fault, when="build")
+    reward = composite("Faulty", {"score": 1.0}, fault=fault, word="bb")
+    with pytest.raises(RewardError, match=rf"^{name} {message} on prompt 7 \('a'\), sample 0 "):
+        reward.score(VIDEOS, SAMPLES)
+    assert reward.score_or_mark(VIDEOS, SAMPLES)[1].tolist() == [False, True, False]
 
 
 def test_an_interrupt_in_a_reward_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
-        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").submit(VIDEOS, SAMPLES, "drop_group")
-
-
-def test_only_the_reward_itself_is_kept_from_exiting() -> None:
-    """A process that it forks ends as it wants to, and so may a thread end this process: a watchdog has reasons to."""
-    exits: list[int] = []
-
-    def score(videos: torch.Tensor, prompts: object) -> torch.Tensor:
-        context = multiprocessing.get_context("fork")
-        child = context.Process(target=os._exit, args=(3,))
-        child.start()
-        child.join()
-        thread = threading.Thread(target=lambda: os._exit(4))
-        thread.start()
-        thread.join()
-        assert child.exitcode == 3
-        return torch.ones(3)
-
-    with pytest.MonkeyPatch.context() as patch:
-        owner, leave = os.getpid(), os._exit
-        patch.setattr(os, "_exit", lambda status: exits.append(status) if os.getpid() == owner else leave(status))
-        CompositeReward({"r": FunctionReward(score, "s", {})}, {"s": 1.0}).score(VIDEOS, SAMPLES)
-    assert exits == [4]
+        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").score_or_mark(VIDEOS, SAMPLES)

@@ -104,15 +104,6 @@ def test_every_reward_is_listed() -> None:
     assert {row[0].strip("`") for row in table_below("## What ships")} == set(REWARDS)
 
 
-def test_the_keys_of_the_placement_have_these_defaults() -> None:
-    defaults = RewardConfig()
-    for key, default, _ in table_below("## Where rewards run"):
-        value = getattr(defaults, key.strip("`"))
-        assert default.strip("`") == (
-            "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        )
-
-
 def test_the_worked_example_of_advantages() -> None:
     rows = torch.tensor(
         [[float(cell) for cell in row] for row in table_below("One group of four")], dtype=torch.float64

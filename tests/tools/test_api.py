@@ -107,11 +107,10 @@ def failing(videos: Tensor, prompts: Sequence[str]) -> Tensor:
         ({"reward": lambda videos, prompts: torch.zeros(len(prompts))}, "lambda has no name"),
         ({"reward": 3}, "reward is 3"),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
-        ({"reward": brightness, "words": ["--reward.placement=process"]}, "reward.placement is process"),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"allow_changes": ["lora.rank"]}, "lora.rank cannot change"),
     ],
-    ids=["lambda", "number", "weights", "process", "callback", "changes"],
+    ids=["lambda", "number", "weights", "callback", "changes"],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -1,14 +1,12 @@
 """Rewards for tests of how rewards are called."""
 
 import os
-import random
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,18 +76,6 @@ class Faulty:
             sys.exit(0)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
-
-
-class Drawing:
-    """Random scores from every global generator that a reward may use."""
-
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        count = len(videos)
-        return {
-            "python": torch.tensor([random.random() for _ in range(count)]),
-            "numpy": torch.from_numpy(np.random.rand(count)),
-            "torch": torch.rand(count),
-        }
 
 
 class Choosy:

@@ -1,23 +1,16 @@
 """Everything that may be named as a reward, and what is said when it is none."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sage_fast.checkpoint.folder import checkpoint_name
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.run.metrics import read_metrics
-from sage_fast.run.run import Run
-from tests.made_runs import untimed
 from tests.rewards import support
 
 EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
@@ -164,22 +157,6 @@ def test_prompts_are_checked_before_anything_is_generated() -> None:
     CompositeReward.from_config(config, ["a cat"])
     with pytest.raises(ConfigError, match=r"data\.prompts.*no score for 'a dog'"):
         CompositeReward.from_config(config, ["a cat", "a dog"])
-
-
-def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
-    tiny_run: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    """A reward may draw from any global generator: their states are part of a checkpoint."""
-    drawing = [f"--reward.rewards=['{here('Drawing')}']", "--reward.weights={python: 1, numpy: 1, torch: 1}"]
-    whole = tiny_run(*drawing)
-    Run(whole).train()
-    saved = Path(whole.output_dir) / "checkpoints" / checkpoint_name(1)
-    resumed = tiny_run(*drawing, f"--output_dir={tmp_path / 'resumed'}", f"--resume={saved}")
-    Run(resumed).train()
-    rows, expected = (
-        [untimed(row) for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")] for run in (resumed, whole)
-    )
-    assert rows == [expected[0], expected[2]]
 
 
 @pytest.mark.parametrize(

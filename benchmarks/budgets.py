@@ -34,7 +34,7 @@ class Budget:
     """One limit.
 
     Example:
-        >>> Budget(name="compile.graph_breaks", unit="", rule="exactly", limit=0, guards="", source="").holds(1)
+        >>> Budget(name="kernels.spills", unit="", rule="exactly", limit=0, guards="", source="").holds(1)
         False
     """
 
@@ -217,7 +217,6 @@ def measure_memory() -> dict[str, float]:
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "block": measure_block,
     "forward": measure_forward,
-    "compile": lambda: {"compile.graph_breaks": traced.graph_breaks()},
     "iteration": measure_iteration,
     "loop": measure_loop,
     "kernels": measure_kernels,

@@ -167,7 +167,7 @@ class TwoPhaseGradient:
                 self.progress("anchor", done, len(due), describe_batch(trajectory.samples))
                 latents = gather_latents(trajectory, [order[position] for order in scored.orders[rows]])
                 embeds = [s.embeds for s in trajectory.samples]
-                self._anchor_velocities[number, position] = self.policy.velocity(*latents, embeds, trained=False)
+                self._anchor_velocities[number, position] = self.policy.velocity(*latents, embeds)
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """As in `PolicyGradient`."""

@@ -89,13 +89,12 @@ def policy_velocity(
     """The policy's velocity of some samples, as a sampler asks for it.
 
     Args:
-        table: its steps without noise may use features of the step before again (`policy.reuse`) and products in FP8
-            (`policy.fp8`), because they are never trained. A step with noise is computed in full and ends the reuse:
-            what follows depends on its state alone, and a trained step's log-probability is that of the transition
-            from where it was. None is never.
+        table: its steps without noise may use features of the step before again (`policy.reuse`), because they are
+            never trained. A step with noise is computed in full and ends the reuse: what follows depends on its state
+            alone, and a trained step's log-probability is that of the transition from where it was. None is never.
     """
     embeds = [sample.embeds for sample in samples]
-    if table is None or (policy.reuse is None and not policy.fp8):
+    if table is None or policy.reuse is None:
         return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
     is_ode = (table.std == 0).tolist()
     caches: BranchCaches | None = None
@@ -108,7 +107,7 @@ def policy_velocity(
         if step != last_ode_step + 1:
             caches = policy.new_caches()
         last_ode_step = step
-        return policy.velocity(latents, sigma, embeds, caches, trained=False)
+        return policy.velocity(latents, sigma, embeds, caches)
 
     return velocity
 

@@ -184,7 +184,7 @@ class SinglePassGradient:
         if self._anchor is not None and video.kl_factors[step]:
             # Before there is a graph, because the anchor's values take the place of the weights.
             with self._anchor.applied(), torch.no_grad():
-                anchor_velocity = self.policy.velocity(latents, sigma, embeds, trained=False)
+                anchor_velocity = self.policy.velocity(latents, sigma, embeds)
         losses = partial(self._losses, video, step, latents, anchor_velocity)
         one = torch.ones(1)
 

@@ -41,7 +41,6 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
-from sage_fast.models.fp8 import check_fp8
 from sage_fast.models.reuse import ReuseRule
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
@@ -132,8 +131,6 @@ class Trainer:
         self.device = rank_device(config.model.device)
         self.kernels = select_kernels(config.model.kernels, self.device)
         check_trainable_steps(config.rollout, config.training)
-        if config.model.fp8:
-            check_fp8(self.device, getattr(torch, config.model.dtype))
 
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
@@ -192,7 +189,6 @@ class Trainer:
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
             reuse=self._reuse_rule(transformer),
-            fp8=config.model.fp8,
         )
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None

@@ -182,9 +182,8 @@ TRAININGS = {
         "--objective.kl_mode=dual",
         "--rollout.sde_window.size=2",
     ],
-    "offloaded-dual": [
+    "checkpointed-dual": [
         "--model.checkpointing=selective",
-        "--model.offload_activations=true",
         "--objective.kl_mode=dual",
         "--rollout.guidance_scale=1",
     ],

@@ -231,7 +231,7 @@ def test_by_default_trained_adaln_weights_are_no_mistake(tiny_run: MakeRun, trai
 
 @pytest.mark.parametrize("adaln", ["weights", "table", "offload"])
 def test_the_fused_forwards_switches_change_rounding_alone(tiny_run: MakeRun, adaln: str) -> None:
-    given = (f"--model.adaln={adaln}", "--model.checkpointing=selective", "--model.offload_activations=true")
+    given = (f"--model.adaln={adaln}", "--model.checkpointing=selective")
     records = []
     for switches in (("--model.forward=stock",), given):
         trainer = build_trainer(tiny_run(*switches))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.counts import waits
-from benchmarks.workload import HUNYUAN_VIDEO_15, A, Shape, forward_work
+from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.model_sections import LoraConfig
 from sage_fast.models.hunyuan15.block import Rotary
@@ -247,18 +247,6 @@ def _inputs(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict
     )
     latents = torch.empty(1, *shape.latent, device="meta")
     return {"hidden_states": latents, "timestep": torch.full((1,), 640.0), "prompts": [prompt]}
-
-
-def graph_breaks() -> int:
-    """Graph breaks of the text refiner, the part that `model.compile` compiles."""
-    refiner = meta_transformer(1, "nothing").context_embedder
-    text = torch.empty(1, A.text_tokens, HUNYUAN_VIDEO_15["text_embed_dim"], dtype=torch.bfloat16, device="meta")
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    torch._dynamo.reset()
-    breaks.clear()
-    with torch.no_grad():
-        torch._dynamo.explain(refiner)(text, torch.empty(1, device="meta"), None)
-    return int(sum(breaks.values()))
 
 
 def needed_flops(shape: Shape, num_layers: int) -> float:

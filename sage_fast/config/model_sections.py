@@ -6,7 +6,6 @@ Each field has its meaning below it. Checks of one section live in its `__post_i
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.limits import require
 from sage_fast.config.resumable import MACHINE, PAIRS, PLACE, SHAPES, fixed, free
 
@@ -55,30 +54,17 @@ class ModelConfig:
     )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
-    fp8: bool = False
-    """Large products of the blocks are in FP8 where no gradient depends on them: in the steps of a rollout that draw no
-    noise, and in the anchor's velocities. It needs frozen weights that every rank holds whole, and a GPU of compute
-    capability 8.9 or more; on a CPU its rounding is emulated, as a reference."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
     """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
     also the first product of the feed-forward, `selective` keeps attention's result and recomputes the rest, `full`
-    recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` chooses between
-    the other three, and `lighter_blocks` with it, so that the plan fills the GPU's memory; it is `selective` on a
-    CPU."""
-    lighter_blocks: int = free(0, MACHINE)
-    """The last so many blocks keep more: what `selective` keeps with checkpointing full, what `feed_forward` keeps with
-    checkpointing selective."""
-    offload_activations: bool = free(False, MACHINE)
-    """Keep in CPU memory, instead of the GPU's, what `checkpointing` keeps."""
+    recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` takes the first
+    of the other three that fits the GPU by the plan; it is `selective` on a CPU."""
     adaln: Literal["auto", "weights", "table", "offload"] = free("auto", MACHINE)
     """Where the timestep modulation comes from: `weights` computes it in every forward; `table` computes it once per
     noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
     `table` where the AdaLN weights are frozen and `weights` elsewhere."""
-    compile: bool = free(False, MACHINE)
-    """torch.compile the text refiner, which depends on the timestep and is what the kernels leave. One graph serves
-    prompts of every length."""
 
     def __post_init__(self) -> None:
         limit = self.decode_limit_gib
@@ -91,22 +77,8 @@ class ModelConfig:
                 self.checkpointing,
                 "none or full with model.forward stock",
             )
-            for key in ("deterministic", "offload_activations", "compile", "fp8"):
-                require(not getattr(self, key), f"model.{key}", True, "false with model.forward stock")
+            require(not self.deterministic, "model.deterministic", True, "false with model.forward stock")
             require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
-        require(self.lighter_blocks >= 0, "model.lighter_blocks", self.lighter_blocks, "at least 0")
-        if self.lighter_blocks and (self.checkpointing not in ("selective", "full") or self.forward == "stock"):
-            raise ConfigError(
-                f"model.lighter_blocks is {self.lighter_blocks}, but it belongs to model.forward fused with "
-                f"model.checkpointing selective or full, and these are {self.forward} and {self.checkpointing}. Set "
-                "lighter_blocks to 0, or change the other two."
-            )
-        if self.offload_activations and (self.lighter_blocks or self.checkpointing == "auto"):
-            raise ConfigError(
-                "model.offload_activations keeps activations in CPU memory, so they do not fill the GPU's, but "
-                f"model.checkpointing is {self.checkpointing} with lighter_blocks {self.lighter_blocks}. Set "
-                "offload_activations to false, or checkpointing to selective with lighter_blocks 0."
-            )
 
     @property
     def settled_checkpointing(self) -> Literal["none", "feed_forward", "selective", "full"]:

@@ -22,7 +22,7 @@ from sage_fast.config.training_sections import (
     RewardConfig,
     TrainingConfig,
 )
-from sage_fast.objective import KLWeightConfig, ObjectiveConfig, anchor_kind
+from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
 
 @dataclass(kw_only=True)
@@ -116,8 +116,6 @@ class RunConfig:
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
-        if self.model.fp8:
-            self._check_fp8()
 
     @property
     def evaluation_video(self) -> VideoConfig:
@@ -183,26 +181,6 @@ class RunConfig:
             raise ConfigError(
                 f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
                 "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
-            )
-
-    def _check_fp8(self) -> None:
-        """FP8 copies are of whole, frozen weights, and serve where no gradient is taken."""
-        mode, section = self.training.mode, self.distributed
-        require(mode == "lora", "training.mode", mode, "lora with model.fp8, which copies frozen weights")
-        require(section.engine == "fsdp", "distributed.engine", section.engine, "fsdp with model.fp8")
-        # One of dp_replicate and dp_shard that is null may stand for any number.
-        unsharded = section.sp == 1 and (section.dp_shard == 1 or section.dp_replicate is section.dp_shard is None)
-        require(
-            unsharded or section.keep_gathered == "always",
-            "distributed.keep_gathered",
-            section.keep_gathered,
-            "always with model.fp8, which copies whole weights, where dp_shard or sp could shard them",
-        )
-        if not self.rollout.ode_steps and anchor_kind(self.objective.kl_mode) == "none":
-            raise ConfigError(
-                f"model.fp8 is true, but all {self.rollout.num_steps} steps draw noise and may be trained, and "
-                f"objective.kl_mode {self.objective.kl_mode} has no anchor, so it would do nothing. Set "
-                "rollout.sde_window.size or steps to leave some out, or model.fp8 to false."
             )
 
     def _check_frozen_adaln(self) -> None:

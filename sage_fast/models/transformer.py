@@ -24,10 +24,6 @@ from sage_fast.records import PromptEmbeds
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """What a block keeps for its backward pass."""
 
-LIGHTER: Mapping[Checkpointing, Checkpointing] = {"full": "selective", "selective": "feed_forward"}
-"""Checkpointing -> the one that `model.lighter_blocks` blocks have beside it. `none` is not among them: it writes the
-GELU's input in every forward, which at the size of a large model costs as much as the product that it saves."""
-
 Layout = Literal["diffusers", "official", "comfyui"]
 """Programs that an export is for, each with names of its own for the same weights."""
 
@@ -68,11 +64,6 @@ class FusedForward(Protocol):
         """Where the modulation comes from, see `ModelConfig.adaln`."""
         ...
 
-    @property
-    def compiled(self) -> bool:
-        """Whether a part of it goes through torch.compile."""
-        ...
-
     def forget(self) -> None:
         """Forget what was computed from the weights, after they have changed behind its back."""
         ...
@@ -96,7 +87,6 @@ class Backbone(Protocol):
         sigma: Tensor,
         prompts: Sequence[PromptEmbeds],
         cache: FeatureCache | None = None,
-        fp8: bool = False,
     ) -> Tensor:
         """See `velocity`."""
         ...
@@ -165,7 +155,6 @@ def velocity(
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
     cache: FeatureCache | None = None,
-    fp8: bool = False,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -174,12 +163,11 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample.
         prompts: B records.
         cache: features of earlier steps, which the fused forward may use again; no gradient then.
-        fp8: whether the fused forward's large products are in FP8; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`.
     """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache, fp8)
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:

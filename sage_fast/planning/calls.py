@@ -23,13 +23,12 @@ STOCK_KEPT, STOCK_WORKING = {"none": 28.3, "full": 1.0}, 40.0
 class Calls:
     """Cost of the calls that a configuration makes of the model, each for one micro-batch.
 
-    velocity: a step of the rollout. untrained: one that draws no noise, or of the anchor. gradient, late_gradient: a
+    velocity: a step of the rollout, or of the anchor. gradient, late_gradient: a
     step of an update, at its first and its later optimizer updates. single_pass: a step of the rollout that leaves its
     gradient. evaluation: a step of an evaluation.
     """
 
     velocity: Cost
-    untrained: Cost
     gradient: Cost
     late_gradient: Cost
     single_pass: Cost
@@ -45,10 +44,9 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
             "float32 (distributed.param_dtype is what is computed with), or training.mode to lora."
         )
     batch = rollout.micro_batch_size
-    exact = replace(config, model=replace(config.model, fp8=False))
 
     def cost(
-        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = exact
+        *, batch: int, gradient: bool, on_policy: bool = True, collected: bool = False, of: RunConfig = config
     ) -> Cost:
         call = _call(of, description, on_gpu, batch=batch, gradient=gradient, on_policy=on_policy, single=collected)
         return _share(call, sp) if config.model.forward == "fused" else _stock(call)
@@ -57,10 +55,9 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
     two_phase = training.update == "two_phase"
     differs = training.guidance == "split" and training.updates_per_rollout > 1
     gradient = cost(batch=batch, gradient=True) if two_phase else nothing
-    evaluated = replace(exact, video=config.evaluation_video)
+    evaluated = replace(config, video=config.evaluation_video)
     return Calls(
         velocity=cost(batch=batch, gradient=False),
-        untrained=cost(batch=batch, gradient=False, of=config),
         gradient=gradient,
         late_gradient=cost(batch=batch, gradient=True, on_policy=False) if two_phase and differs else gradient,
         single_pass=nothing if two_phase else cost(batch=batch, gradient=True, collected=True),
@@ -111,8 +108,6 @@ def _call(
         rank=config.lora.rank,
         target_modules=tuple(config.lora.target_modules),
         checkpointing=model.settled_checkpointing,
-        lighter_blocks=model.lighter_blocks,
-        fp8=model.fp8,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
         guidance_scale=config.rollout.guidance_scale,

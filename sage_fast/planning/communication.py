@@ -288,11 +288,11 @@ class Counter:
         if sp == 1 or not passes.forwards:
             return
         model = self.config.model
-        # Only blocks that compute attention again exchange again.
-        repeating = self.layers - model.lighter_blocks if model.checkpointing == "full" else 0
+        # Blocks that compute attention again exchange again.
+        checkpointing: Checkpointing = "full" if model.checkpointing == "full" else "selective"
         tokens = self.evaluation_tokens if passes.phase == "evaluation" else self.video_tokens
 
-        def layer(last: bool, checkpointing: Checkpointing) -> tuple[int, int]:
+        def layer(last: bool) -> tuple[int, int]:
             return all_to_all_bytes(
                 batch=passes.batch,
                 num_video=tokens,
@@ -304,14 +304,11 @@ class Counter:
                 last=last,
             )
 
-        end: Checkpointing = "full" if repeating == self.layers else "selective"
-        before = min(repeating, self.layers - 1)
         forward, backward = (
-            before * again + (self.layers - 1 - before) * once + last
-            for again, once, last in zip(layer(False, "full"), layer(False, "selective"), layer(True, end), strict=True)
+            (self.layers - 1) * each + last for each, last in zip(layer(False), layer(True), strict=True)
         )
         calls = 2 * self.layers
-        repeated = 1 + repeating / self.layers
+        repeated = 2 if checkpointing == "full" else 1
         phase, name = passes.phase, "tokens and heads"
         yield Exchange(phase, name, "all_to_all", group, count=passes.forwards * calls, sent=forward / calls)
         count, sent = passes.backwards * calls * repeated, backward / (calls * repeated)

@@ -1,8 +1,7 @@
 """Ceilings of a device, and seconds from a cost.
 
 The H100's are measured or published; of the other GPUs the vendor's figures are known, and they are taken to reach the
-share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). So are products in FP8, which the vendor has
-twice as fast (dense 1979 TFLOP/s of an H100 or H200 SXM, 4500 of a B200).
+share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
 """
 
 import math
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.planning.trace import Cost
 
 SMALL_MODEL = 1024
@@ -43,7 +41,7 @@ class Device:
     attention: backend -> TFLOP/s forward and backward (five products) in bfloat16, head dimension 128; the first one is
     what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to others of its
     node, network: to other nodes, both in one direction and as collectives reach them. source: where the figures are
-    from. fp8: how many times faster products are in FP8; 0 where there are none.
+    from.
 
     Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
     """
@@ -57,7 +55,6 @@ class Device:
     link: float
     network: float
     source: str
-    fp8: float = 2.0
 
     @property
     def is_gpu(self) -> bool:
@@ -77,11 +74,7 @@ class Device:
     def seconds(self, cost: Cost, dtype: str, backend: str) -> tuple[float, float]:
         """(predicted, at the ceilings) seconds of a cost."""
         product, forward, backward, _ = self.rates(dtype, backend)
-        if cost.fp8 and not self.fp8:
-            raise ConfigError(
-                f"{self.name} has no products in FP8. Set model.fp8 to false, or plan for another device."
-            )
-        linear = (cost.linear - cost.fp8 + cost.fp8 / max(1.0, self.fp8)) / product
+        linear = cost.linear / product
         attention = cost.attention / forward + cost.attention_backward / backward
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
         predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
@@ -125,7 +118,6 @@ DEVICES = {
         link=LINK_SHARE * 300,
         network=ADAPTER / 2,
         source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
-        fp8=0.0,
     ),
     "b200": Device(
         name="B200",
@@ -167,7 +159,6 @@ def measure_cpu(memory_gb: float) -> Device:
         link=0.0,
         network=0.0,
         source="a product and a copy measured now; attention at half the product's rate",
-        fp8=1.0,
     )
 
 
@@ -189,6 +180,14 @@ def choose_device(name: str | None, device: str, width: int, num_threads: int | 
         torch.set_num_threads(num_threads)
     memory = host_memory()
     return measure_cpu(memory / 1e9 if memory else math.inf)
+
+
+def gpu_memory_gb(device: torch.device | str) -> float:
+    """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind counts, which the vendor names."""
+    properties = torch.cuda.get_device_properties(device)
+    name = properties.name.lower()
+    planned = [known.memory_gb for key, known in DEVICES.items() if key in name]
+    return min([properties.total_memory / 1e9, *planned])
 
 
 def host_memory() -> int | None:

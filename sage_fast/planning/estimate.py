@@ -11,24 +11,19 @@ import math
 import os
 import resource
 import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.launch import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
-from sage_fast.models.transformer import LIGHTER, Checkpointing
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
-from sage_fast.planning.devices import Device
+from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import Layout, plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
 from sage_fast.planning.trace import Cost
@@ -41,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 SAFE_SHARE = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
-
-HOST_LINK = 50e9
-"""Bytes per second between CPU and GPU memory, pinned, one direction; assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,28 +163,11 @@ def _with_model(plan: MemoryPlan, **settings: Any) -> MemoryPlan:
 
 def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the checkpointing that computes least again among those whose passes fit `room` bytes, for `auto`."""
-
-    def chosen(checkpointing: Checkpointing, lighter_blocks: int = 0) -> MemoryPlan:
-        return _with_model(plan, checkpointing=checkpointing, lighter_blocks=lighter_blocks)
-
-    def fits(candidate: MemoryPlan) -> bool:
-        return max(candidate.memory.total("rollout"), candidate.memory.total("update")) <= room
-
-    if fits(light := chosen("feed_forward")):
-        return light
-    heavy: Checkpointing = "selective" if fits(chosen("selective")) else "full"
-    assert heavy in LIGHTER
-    # All of them do not fit, as has just been tried.
-    blocks = range(1, plan.description.num_layers)
-    return chosen(heavy, bisect_left(blocks, True, key=lambda count: not fits(chosen(heavy, count))))
-
-
-def checkpointing_text(model: ModelConfig) -> str:
-    """What blocks keep, for people."""
-    text = f"{model.settled_checkpointing} checkpointing"
-    if model.lighter_blocks:
-        text += f", {LIGHTER[model.settled_checkpointing]} in the last {model.lighter_blocks} blocks"
-    return text
+    for checkpointing in ("feed_forward", "selective"):
+        chosen = _with_model(plan, checkpointing=checkpointing)
+        if max(chosen.memory.total("rollout"), chosen.memory.total("update")) <= room:
+            return chosen
+    return _with_model(plan, checkpointing="full")
 
 
 def settle_memory(config: RunConfig) -> RunConfig:
@@ -204,13 +179,12 @@ def settle_memory(config: RunConfig) -> RunConfig:
     model, device = config.model, rank_device(config.model.device)
     if "auto" not in (model.decode_memory_gib, model.checkpointing) or device.type != "cuda":
         return config
-    memory_gb = torch.cuda.get_device_properties(device).total_memory / GB
     try:
-        settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=memory_gb).config
+        settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=gpu_memory_gb(device)).config
     except ConfigError:
         return config  # what cannot be planned is computed as without a plan
     if model.checkpointing == "auto":
-        logger.info("model.checkpointing auto: %s", checkpointing_text(settled.model))
+        logger.info("model.checkpointing auto: %s", settled.model.checkpointing)
     if model.decode_memory_gib == "auto":
         limit = settled.model.decode_memory_gib
         logger.info("model.decode_memory_gib auto: %s", "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB")
@@ -316,20 +290,15 @@ def _phases(
     def waiting(name: str) -> float:
         return sum(e.exposed(device) for e in exchanges if e.phase == name) / videos
 
-    def phase(name: str, cost: Cost, extra: float = 0.0) -> Phase:
+    def phase(name: str, cost: Cost) -> Phase:
         predicted, bound = device.seconds(cost, compute_dtype(config), model.attention)
         wait = waiting(name)
-        return Phase(name=name, cost=cost, predicted=predicted + extra + wait, bound=bound + extra + wait, waiting=wait)
+        return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
 
-    # What was kept in CPU memory is waited for in the backward pass; on its way out it hides behind the computation.
-    steps = visited.pass_steps + visited.update + visited.late_updates
-    kept = max(calls.gradient.kept, calls.single_pass.kept)
-    fetching = steps / batch * kept / HOST_LINK if model.offload_activations else 0.0
     # The products of a second backward pass are those of a gradient's cost less a velocity's.
     backward = _less(calls.single_pass, calls.velocity)
     rollout = calls.velocity.times(visited.rollout / batch) + calls.single_pass.times(visited.pass_steps / batch)
-    rollout = rollout + _less(calls.untrained, calls.velocity).times(visited.ode / batch)
-    anchor = calls.untrained.times(visited.anchor / batch)
+    anchor = calls.velocity.times(visited.anchor / batch)
     if config.training.update == "single_pass":
         rollout = rollout + backward.times(visited.second_products / batch)
     update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
@@ -343,7 +312,7 @@ def _phases(
     scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
     scoring += waiting("reward")
     return (
-        phase("rollout", rollout, fetching if config.training.update == "single_pass" else 0.0),
+        phase("rollout", rollout),
         Phase(
             name="decode",
             cost=decode.cost.times(in_turn),
@@ -352,7 +321,7 @@ def _phases(
         ),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring, waiting=waiting("reward")),
         phase("anchor", anchor),
-        phase("update", update, 0.0 if config.training.update == "single_pass" else fetching),
+        phase("update", update),
         phase("optimizer", optimizer.times(updates / videos)),
     )
 
@@ -360,7 +329,6 @@ def _phases(
 def _less(whole: Cost, part: Cost) -> Cost:
     return Cost(
         linear=whole.linear - part.linear,
-        fp8=whole.fp8 - part.fp8,
         attention=whole.attention - part.attention,
         attention_backward=whole.attention_backward,
         elementwise=whole.elementwise - part.elementwise,

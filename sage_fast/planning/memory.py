@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
@@ -57,7 +56,6 @@ class PhaseMemory:
     reward_models: float = 0.0
     prompt_encoder: float = 0.0
     transformer: float = 0.0
-    fp8_copies: float = 0.0
     adapters: float = 0.0
     optimizer_state: float = 0.0
     anchor: float = 0.0
@@ -181,7 +179,7 @@ class MemoryPlan:
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
         velocities = self._kept_velocities if self._has_anchor and two_phase else 0.0
         if self._has_anchor and two_phase:
-            phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.untrained)
+            phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.velocity)
         update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=self._state)
         # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
         foreach = self.on_gpu and config.optimizer.name == "adamw"
@@ -271,7 +269,6 @@ class MemoryPlan:
             video_decoder=self.description.decoder_gb * GB,
             transformer=max(0.0, gathered.resident - offloaded),
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
-            fp8_copies=fp8_copies(self.description.transformer) if model.fp8 else 0.0,
             adapters=self._state if lora else 0.0,
             optimizer_state=4.0 * self.weights.moments * self._share,
             anchor=self._state if self._has_anchor else 0.0,
@@ -321,11 +318,7 @@ class MemoryPlan:
 
     def _working(self, phase: PhaseMemory, cost: Cost) -> PhaseMemory:
         """With what a call of the model keeps and works with."""
-        kept, work = cost.kept, cost.working
-        if self.config.model.offload_activations and self.on_gpu and kept:
-            # The block at work has its own activations on the GPU, and the next one's are on their way.
-            kept, work = 0.0, work + 2 * kept / self.description.num_layers
-        return replace(phase, kept_activations=kept, working_set=work)
+        return replace(phase, kept_activations=cost.kept, working_set=cost.working)
 
     def _decoding(self, phase: PhaseMemory, latent: tuple[int, int, int, int], videos: int) -> PhaseMemory:
         decoding = self.description.decoding(latent, videos, self.config.model, self.on_gpu)
@@ -333,9 +326,8 @@ class MemoryPlan:
 
     def _rollout(self, sampling: PhaseMemory) -> PhaseMemory:
         rollout, calls = self.config.rollout, self.calls
-        without_graph = max(calls.velocity, calls.untrained, key=lambda cost: cost.working)
         single_pass = self.config.training.update == "single_pass"
-        sample = self._working(sampling, calls.single_pass if single_pass else without_graph)
+        sample = self._working(sampling, calls.single_pass if single_pass else calls.velocity)
         if not rollout.cache_threshold:
             return sample
         # Two tensors of the video tokens for each branch of guidance, and three at work.
@@ -355,16 +347,6 @@ class MemoryPlan:
             replace(evaluating, scoring=self._rewards.at_work),
             key=lambda phase: phase.total,
         )
-
-
-def fp8_copies(transformer: Mapping[str, Any]) -> float:
-    """Bytes of FP8 copies of the blocks' large layers: one per weight, and a float32 scale per output channel."""
-    width, ratio = transformer["num_attention_heads"] * transformer["attention_head_dim"], transformer["mlp_ratio"]
-    # q, k, v, the output, and both layers of the feed-forward; the last block's text has keys and values alone.
-    streams = 2 * transformer["num_layers"]
-    weights = ((4 + 2 * ratio) * streams - (2 + 2 * ratio)) * width**2
-    channels = ((5 + ratio) * streams - (3 + ratio)) * width
-    return float(weights + 4 * channels)
 
 
 @dataclass(frozen=True, kw_only=True)

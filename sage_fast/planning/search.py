@@ -68,8 +68,6 @@ def _changes(plan: Plan) -> Iterator[Change]:
     order = ["selective", "full"] if model.forward == "fused" else ["full"]
     for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
         yield "model.checkpointing", value
-    if model.lighter_blocks:
-        yield "model.lighter_blocks", 0
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
     sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
@@ -81,11 +79,8 @@ def _changes(plan: Plan) -> Iterator[Change]:
         yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
     if not plan.tiled and (model.decode_limit_gib is None or model.decode_limit_gib > 8):
         yield "model.decode_memory_gib", 8.0
-    if model.forward == "fused" and plan.on_gpu:
-        if config.training.mode == "lora" and model.adaln != "offload":
-            yield "model.adaln", "offload"
-        if not model.offload_activations:
-            yield "model.offload_activations", True
+    if model.forward == "fused" and plan.on_gpu and config.training.mode == "lora" and model.adaln != "offload":
+        yield "model.adaln", "offload"
 
 
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import HOST_LINK, Phase, Plan, checkpointing_text
+from sage_fast.planning.estimate import Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
@@ -61,8 +61,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
-    if plan.config.model.lighter_blocks:
-        yield f"  {checkpointing_text(plan.config.model)}"
+    if plan.asked.model.checkpointing == "auto":
+        yield f"  model.checkpointing auto: {plan.config.model.settled_checkpointing}"
     if plan.loading is not None:
         yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
     yield ""
@@ -254,13 +254,8 @@ def assumptions(plan: Plan) -> list[str]:
             f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
             "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
         )
-    if fp8 := sum(phase.cost.fp8 for phase in plan.phases):
-        linear = sum(phase.cost.linear for phase in plan.phases)
-        lines.append(f"{fp8 / linear:.0%} of the linear work is in FP8, {plan.device.fp8:g} times as fast")
     if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
-        if config.model.offload_activations:
-            lines.append(f"activations come back from the CPU at {HOST_LINK / 1e9:.0f} GB/s, not hidden")
     else:
         lines.append(
             f"runtime is this process with the libraries of a run; the allocator keeps {CPU_FRAGMENTATION:.0%} of what "
@@ -331,7 +326,6 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
         "checkpointing": plan.config.model.checkpointing,
-        "lighter_blocks": plan.config.model.lighter_blocks,
         "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {

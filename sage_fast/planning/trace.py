@@ -9,7 +9,7 @@ Shapes: B batch, L text tokens.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
 
 
-WORK = ("linear", "fp8", "attention", "attention_backward", "elementwise")
+WORK = ("linear", "attention", "attention_backward", "elementwise")
 """Fields of a cost that add up over calls; the others are memory."""
 
 
@@ -60,7 +60,7 @@ WORK = ("linear", "fp8", "attention", "attention_backward", "elementwise")
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs. fp8: those of `linear` that are in FP8.
+    linear, attention, attention_backward: FLOPs.
     elementwise: bytes read and written outside products and by thin ones.
     kept: bytes that graphs hold when the backward pass begins. working: bytes alive beside them at the peak.
 
@@ -68,7 +68,6 @@ class Cost:
     """
 
     linear: float = 0.0
-    fp8: float = 0.0
     attention: float = 0.0
     attention_backward: float = 0.0
     elementwise: float = 0.0
@@ -97,7 +96,7 @@ class Call:
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
     on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
-    takes them, and not added to `.grad`. fp8: whether products without a gradient are in FP8.
+    takes them, and not added to `.grad`.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """
@@ -118,8 +117,6 @@ class Call:
     guidance: Literal["paired", "split", "conditional"] = "paired"
     on_policy: bool = True
     collected: bool = False
-    lighter_blocks: int = 0
-    fp8: bool = False
 
 
 class Tracer(TorchDispatchMode):
@@ -166,21 +163,15 @@ class Tracer(TorchDispatchMode):
 def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
     num_layers = dict(call.transformer)["num_layers"]
-    if call.lighter_blocks > num_layers:
-        raise ValueError(f"model.lighter_blocks is {call.lighter_blocks}, but the model has {num_layers} blocks.")
     if num_layers <= 3:
         return _trace(call, num_layers)
-    # Lighter blocks are the last ones: the first of them, then more in place of others.
-    one = replace(call, lighter_blocks=min(1, call.lighter_blocks))
-    two, three = _trace(one, 2), _trace(one, 3)
-    more = _trace(replace(call, lighter_blocks=2), 3) if call.lighter_blocks > 1 else three
+    two, three = _trace(call, 2), _trace(call, 3)
     values = {}
     for field in fields(Cost):
-        first, second, third = (getattr(cost, field.name) for cost in (two, three, more))
+        first, second = getattr(two, field.name), getattr(three, field.name)
         values[field.name] = first + (num_layers - 2) * (second - first)
-        values[field.name] += (call.lighter_blocks - 1) * (third - second)
     # What works beside the graph does so in one block at a time; with another number of blocks it is the same.
-    return Cost(**values | {"working": max(two.working, three.working) if more is three else more.working})
+    return Cost(**values | {"working": max(two.working, three.working)})
 
 
 def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None) -> Any:
@@ -210,7 +201,6 @@ def _trace(call: Call, num_layers: int) -> Cost:
         deterministic=False,
         kernels=call.kernels,
         checkpointing=call.checkpointing,
-        lighter_blocks=call.lighter_blocks,
         adaln=call.adaln,
     )
     choose_forward(transformer, model)
@@ -219,15 +209,15 @@ def _trace(call: Call, num_layers: int) -> Cost:
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
     )
     conditional = call.guidance == "conditional"
-    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=conditional, fp8=call.fp8)
+    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=conditional)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
     with torch.no_grad():
-        # Fills the caches: rotary tables, modulation, FP8 copies.
-        policy.velocity(latents, sigma, prompts, trained=False)
+        # Fills the caches: rotary tables, modulation.
+        policy.velocity(latents, sigma, prompts)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
         # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
@@ -249,7 +239,6 @@ def _trace(call: Call, num_layers: int) -> Cost:
     held = max(kept, default=0)
     return Cost(
         linear=sum(flops.values()),
-        fp8=flops.get("aten._scaled_mm", 0),
         attention=attention,
         attention_backward=attention_backward,
         elementwise=tracer.elementwise,
@@ -267,7 +256,7 @@ def _function(
 
     def velocity(tracer: Tracer) -> None:
         with torch.no_grad():
-            policy.velocity(latents, sigma, prompts, trained=False)
+            policy.velocity(latents, sigma, prompts)
 
     def gradient(tracer: Tracer) -> None:
         def vjp(output: Tensor, cotangents: Any) -> None:

@@ -50,7 +50,6 @@ class GuidedPolicy:
         conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
             d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
         reuse: when a sampler may use features again; None is never.
-        fp8: compute velocities that no gradient depends on with products in FP8.
     """
 
     def __init__(
@@ -61,14 +60,12 @@ class GuidedPolicy:
         *,
         conditional_gradient: bool = False,
         reuse: ReuseRule | None = None,
-        fp8: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
         self.reuse = reuse
-        self.fp8 = fp8
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,8 +82,6 @@ class GuidedPolicy:
         sigma: Tensor,
         prompts: Sequence[PromptEmbeds],
         caches: BranchCaches | None = None,
-        *,
-        trained: bool = True,
     ) -> Tensor:
         """Guided velocity; gradients flow through both branches, or with `conditional_gradient` through one.
 
@@ -95,17 +90,15 @@ class GuidedPolicy:
             sigma: (B,) float32 in [0, 1], one noise level per sample.
             prompts: B records.
             caches: of the steps before, see `new_caches`; for calls without a gradient.
-            trained: False where no gradient will ever depend on it: of a step without noise, or of the anchor.
 
         Returns:
             (B, C, F, H, W) float32 (float64 of a float64 transformer).
         """
-        fp8 = self.fp8 and not trained
         cache, uncond_cache = caches or (None, None)
-        conditional = model_velocity(self.transformer, latents, sigma, prompts, cache, fp8)
+        conditional = model_velocity(self.transformer, latents, sigma, prompts, cache)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache, fp8))
+        return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache))
 
     def velocity_and_gradient(
         self,
@@ -152,12 +145,10 @@ class GuidedPolicy:
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _uncond_velocity(
-        self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None, fp8: bool = False
-    ) -> Tensor:
+    def _uncond_velocity(self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache, fp8)
+            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache)
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

@@ -35,6 +35,7 @@ from sage_fast.models.hub import Requirement, downloaded_files, local_folder, pu
 from sage_fast.models.transformer import choose_forward, velocity
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
+from sage_fast.planning.devices import gpu_memory_gb
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.planning.memory import CUDA_RUNTIME
 from sage_fast.policy.lora import cast_weights
@@ -362,8 +363,7 @@ class _Examination:
         """Peak memory of the update against the plan of the same configuration."""
         if self.device.type != "cuda":
             return _info("memory", "not compared: on a CPU the process holds the earlier parts too")
-        memory_gb = torch.cuda.get_device_properties(self.device).total_memory / 1e9
-        planned = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=memory_gb).memory.peak / 1e9
+        planned = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=gpu_memory_gb(self.device)).memory.peak / 1e9
         peak = (torch.cuda.max_memory_reserved(self.device) + CUDA_RUNTIME) / 1e9
         return _judged("memory", peak <= MEMORY_LIMIT * planned, f"{peak:.1f} GB at most, {planned:.1f} GB planned")
 
@@ -371,11 +371,10 @@ class _Examination:
 def one_update(config: RunConfig) -> RunConfig:
     """The configuration of a single update of two videos at four steps, all of them trained, by one process.
 
-    What needs steps or videos that are not trained is off: window, feature cache, FP8, best and worst.
+    What needs steps or videos that are not trained is off: window, feature cache, best and worst.
     """
     return replace(
         config,
-        model=replace(config.model, compile=False, fp8=False),
         rollout=replace(
             config.rollout,
             num_steps=NUM_STEPS,

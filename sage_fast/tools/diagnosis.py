@@ -31,8 +31,8 @@ from sage_fast.models.family import (
     shift_difference,
 )
 from sage_fast.models.hub import Requirement, download_folder
-from sage_fast.planning.devices import host_memory
-from sage_fast.planning.estimate import SAFE_SHARE, checkpoint_bytes, checkpointing_text, make_memory_plan
+from sage_fast.planning.devices import gpu_memory_gb, host_memory
+from sage_fast.planning.estimate import SAFE_SHARE, checkpoint_bytes, make_memory_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import MemoryPlan
 from sage_fast.planning.text import loading_text, summary
@@ -303,7 +303,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         return
     on_gpu = device.startswith("cuda")
     if on_gpu:
-        available, where = torch.cuda.get_device_properties(device).total_memory / 1e9, device
+        available, where = gpu_memory_gb(device), device
     else:
         memory = host_memory()
         if memory is None:
@@ -345,8 +345,8 @@ def _assumptions(plan: MemoryPlan) -> str:
     model, guidance = plan.config.model, plan.config.training.guidance
     return (
         f"{plan.gpus} process(es), each with as much; {plan.video_tokens:,} video tokens; {model.forward} forward, "
-        f"{checkpointing_text(model)}, {guidance} guidance; the peak is in {plan.memory.peak_phase}, each part "
-        "at its own peak; predicted, not measured: "
+        f"{model.settled_checkpointing} checkpointing, {guidance} guidance; the peak is in "
+        f"{plan.memory.peak_phase}, each part at its own peak; predicted, not measured: "
         "`sage-fast plan` has every phase"
     )
 

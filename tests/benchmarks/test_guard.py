@@ -99,12 +99,13 @@ def recomputed_attention(patch: Patch, folder: Path) -> None:
 
 
 def something_kept(patch: Patch, folder: Path) -> None:
-    save = block_module.save_activations
-    patch.setattr(
-        block_module,
-        "save_activations",
-        lambda ctx, tensors, weights, offload: save(ctx, tensors, (*weights, tensors[0].clone()), offload),
-    )
+    forward = block_module._BlockFunction.forward
+
+    def keeping(ctx: Any, settings: Any, streams: Any, rotary: Any, x: Tensor, *tensors: Tensor) -> Any:
+        ctx.kept = x.clone()
+        return forward(ctx, settings, streams, rotary, x, *tensors)
+
+    patch.setattr(block_module._BlockFunction, "forward", staticmethod(keeping))
 
 
 def a_mask(patch: Patch, folder: Path) -> None:
@@ -129,17 +130,6 @@ def a_sync_in_a_block(patch: Patch, folder: Path) -> None:
 
 def another_model(patch: Patch, folder: Path) -> None:
     patch.setitem(budgets.HUNYUAN_VIDEO_15, "num_refiner_layers", 1)
-
-
-def a_graph_break(patch: Patch, folder: Path) -> None:
-    refiner: Any = type(budgets.traced.meta_transformer(1, "nothing").context_embedder)
-    forward = refiner.forward
-
-    def broken(self: Any, *args: Any) -> Any:
-        torch._dynamo.graph_break()
-        return forward(self, *args)
-
-    patch.setattr(refiner, "forward", broken)
 
 
 def in_every_method_of_the_gradient(patch: Patch, act: Callable[[Any], None]) -> None:
@@ -251,7 +241,6 @@ MUTATIONS: dict[str, Mutation] = {
     "a sync in a block": (a_sync_in_a_block, ["block.host_syncs/*", "forward.host_syncs/*"]),
     "a padded prompt": (a_padded_prompt, ["forward.flops/*", "forward.flops_beyond_closed_form/*"]),
     "another model": (another_model, ["forward.parameters"]),
-    "a graph break": (a_graph_break, ["compile.graph_breaks"]),
     "additional forwards": (additional_forwards, ["iteration.forwards/*", "iteration.forwards_elsewhere/*"]),
     "a second update": (a_second_update, ["iteration.optimizer_updates/*"]),
     "a sync in every phase": (a_sync_in_every_phase, ["loop.host_syncs/*"]),

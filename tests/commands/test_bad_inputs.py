@@ -336,7 +336,7 @@ def test_out_of_memory_says_what_to_lower(
 def test_what_the_out_of_memory_message_advises_can_be_done(tiny_run: MakeRun) -> None:
     Run(tiny_run()).train()
     advice = ["--rollout.micro_batch_size=2", "--evaluation.batch_size=2", "--model.checkpointing=selective"]
-    advice += ["--training.guidance=split", "--model.offload_activations=true", "--model.forward=fused"]
+    advice += ["--training.guidance=split", "--model.forward=fused"]
     assert Run(tiny_run("--resume=auto", "--training.num_updates=3", *advice)).train().update == 3
 
 

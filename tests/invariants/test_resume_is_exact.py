@@ -37,7 +37,6 @@ MakeRun = Callable[..., RunConfig]
         ),
         ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
         ("--rollout.sde_window.size=2", "--rollout.num_steps=6", "--rollout.cache_threshold=0.4"),
-        ("--rollout.sde_window.size=2", "--model.fp8=true", "--training.anchor_interval=4"),
         (
             "--objective.kl_position_fraction=0.5",
             "--training.pairs=weighted",
@@ -59,7 +58,6 @@ MakeRun = Callable[..., RunConfig]
         "full-muon-ema",
         "window-two-updates",
         "feature-cache",
-        "fp8",
         "drawn-pairs-and-kl",
         "best-and-worst-shared-start",
     ],

@@ -196,22 +196,21 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
             assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4), (name, kind)  # FSDP fills up
 
 
-@pytest.mark.parametrize("lighter", [None, 0, 1])
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("sp", [2, 4])
-def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, lighter: int | None) -> None:
+def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, checkpointing: str) -> None:
     """72 tokens; 2 + 2 all-to-alls per layer, of which the last one's text is no part."""
     if sp == 4:  # of two heads
         with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
             small(f"--distributed.sp={sp}", gpus=sp)
         return
-    mode = ["selective"] if lighter is None else ["full", f"--model.lighter_blocks={lighter}"]
-    plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={mode[0]}", *mode[1:], gpus=sp)
+    plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={checkpointing}", gpus=sp)
     share, away = ceil(TOKENS / sp), (sp - 1) / sp
     forward = 2 * away * WIDTH * (LAYERS * 4 * share + (LAYERS - 1) * TEXT)
     backward = 2 * away * WIDTH * (LAYERS * 8 * share + (LAYERS - 1) * TEXT)
     assert sent(plan, "rollout", "tokens and heads") == (16 * 2 * LAYERS, pytest.approx(16 * forward))
-    # Blocks that keep all but their input forget attention and exchange again; the last of them is the last block.
-    repeated = 0 if lighter is None else LAYERS - lighter
+    # Blocks that keep nothing but their input exchange again.
+    repeated = LAYERS if checkpointing == "full" else 0
     again = 2 * away * WIDTH * (repeated * 4 * share + min(repeated, LAYERS - 1) * TEXT)
     expected = (16 * 2 * (LAYERS + repeated), pytest.approx(16 * (backward + again)))
     assert sent(plan, "update", "tokens and heads, backward") == expected

@@ -205,8 +205,7 @@ def test_a_fault_is_found_in_its_part(
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("hv15")])
 def test_every_preset_has_its_one_update(preset: str) -> None:
-    fp8 = {"model.fp8": True, "rollout.sde_window.size": 5, "objective.kl_mode": "none"} if "1gpu" in preset else {}
-    config = one_update(load_config(preset, fp8))
+    config = one_update(load_config(preset))
     assert config.rollout.ode_steps == 0 and config.training.train_on.count == 0
     assert config.rollout.batch_size == config.rollout.num_generations == 2
 

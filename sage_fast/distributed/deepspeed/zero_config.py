@@ -74,7 +74,7 @@ _REFUSED = {
     "hybrid_engine": "videos are sampled by the model that is trained",
     "pipeline": "the transformer is not a pipeline of stages",
     "tensor_parallel": "use distributed.sp to share a video between ranks",
-    "compile": "use model.compile",
+    "compile": "the fused forward has kernels of its own",
     "data_efficiency": "prompts come from data.prompts",
 }
 

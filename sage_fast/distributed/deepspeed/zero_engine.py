@@ -378,11 +378,6 @@ def _check_forward(acceleration: FusedForward | None, config: ZeroConfig) -> Non
             + ("shards the AdaLN weights" if config.stage == 3 else "keeps all weights on the GPU")
             + ". Set model.adaln to auto."
         )
-    if config.stage == 3 and acceleration.compiled:
-        raise ConfigError(
-            "model.compile is true, but DeepSpeed ZeRO-3 gathers weights in ways that torch.compile does not follow. "
-            "Set model.compile to false, or zero_optimization.stage to 2."
-        )
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -38,8 +38,6 @@ from torch.autograd.function import once_differentiable
 from sage_fast.kernels import Kernels, without_graph
 from sage_fast.models.attention.attention import attention, attention_backward, call_backward, call_forward
 from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.fp8 import Copies
-from sage_fast.models.hunyuan15.offload import SavedActivations, save_activations
 from sage_fast.models.hunyuan15.projection import (
     Adapter,
     Gradients,
@@ -86,14 +84,11 @@ class LocalAttention:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """How a block is computed; the same for all of them but for what they keep."""
+    """How a block is computed; the same for all of them."""
 
     kernels: Kernels
     attention: JointAttention
     checkpointing: Checkpointing
-    offload: bool = False
-    fp8: Copies | None = None
-    """FP8 copies of the weights, which products take in their place; for passes without a gradient."""
 
 
 class Stream(NamedTuple):
@@ -272,7 +267,6 @@ class _Pass:
     x: Tensor
     tokens: slice
     """Where its tokens lie in the joint sequence."""
-    fp8: Copies | None = None
     low: dict[str, Tensor | None] = field(default_factory=dict)
     """Inputs times the first factors of the low-rank updates, as the forward left them."""
     attended: Tensor | None = None
@@ -290,7 +284,7 @@ class _Pass:
 
     def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`projection.project` of a group of layers."""
-        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out, self.fp8)
+        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out)
         return result
 
     def project_backward(
@@ -331,7 +325,7 @@ class _Block:
         def begin(layers: dict[str, list[Projection]], given: StreamInput, tokens: slice) -> _Pass:
             mine = dict(zip(layers, adapters, strict=False))
             modulation = Modulation(*given.modulation.chunk(6, dim=1))
-            return _Pass(layers, mine, modulation, given.x, tokens, settings.fp8)
+            return _Pass(layers, mine, modulation, given.x, tokens)
 
         self.video = begin(groups[0], video, slice(0, self.num_video))
         self.text = begin(groups[1], text, slice(self.num_video, self.num_tokens))
@@ -353,7 +347,7 @@ class _Block:
         (ff_in,) = stream.layers["ff_in"]
         residual, normed = self.add_attention(stream)
         saves_hidden = self.settings.checkpointing == "none"
-        if saves_hidden or ff_in.low_rank or ff_in.bias is None or stream.fp8 is not None:
+        if saves_hidden or ff_in.low_rank or ff_in.bias is None:
             hidden = stream.project("ff_in", normed)
             activated = self.kernels.gelu_tanh(hidden)
             stream.hidden = hidden if saves_hidden else None
@@ -368,7 +362,7 @@ class _Block:
         found = []
         for stream in self.streams:
             m, adapter = stream.modulation, stream.adapters["qkv"]
-            tail = room_for_low(adapter, stream.x.shape[1]) if stream.fp8 is None else 0
+            tail = room_for_low(adapter, stream.x.shape[1])
             y = self.kernels.adaln(stream.x, m.scale_msa, m.shift_msa, EPS, tail)
             if adapter is not None and tail:
                 rows, low = y.flatten(0, 1).tensor_split([stream.x.shape[2]], dim=1)
@@ -643,14 +637,16 @@ class _BlockFunction(torch.autograd.Function):
         block = _Block(settings, streams, StreamInput(x, modulation), StreamInput(text, text_modulation), rotary)
         out, text_out = block.forward()
         ctx.settings, ctx.streams, ctx.rotary = settings, streams, rotary
-        ctx.saved = save_activations(ctx, block.saved(), (modulation, text_modulation, *flat), settings.offload)
+        saved = block.saved()
+        ctx.num_saved = len(saved)
+        ctx.save_for_backward(*saved, modulation, text_modulation, *flat)
         return out, text_out if block.text.live else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        activations: SavedActivations = ctx.saved
-        saved, (modulation, text_modulation, *flat) = activations.load(ctx)
+        tensors = ctx.saved_tensors
+        saved, (modulation, text_modulation, *flat) = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
         streams = Streams(*(stream.rebuilt(flat) for stream in ctx.streams))
         video, text = StreamInput(saved[0], modulation), StreamInput(saved[1], text_modulation)
         block = _Block(ctx.settings, streams, video, text, ctx.rotary)

@@ -43,7 +43,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.reuse import FeatureCache
-from sage_fast.models.transformer import LIGHTER, Checkpointing
+from sage_fast.models.transformer import Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
-_WEAK_CACHES = ("_glyphs", "_masks", "_images", "_quantized")
+_WEAK_CACHES = ("_glyphs", "_masks", "_images")
 
 
 class Acceleration:
@@ -67,40 +67,26 @@ class Acceleration:
         attention: str,
         kernels: Choice,
         checkpointing: Checkpointing,
-        lighter_blocks: int,
         deterministic: bool,
-        offload_activations: bool,
         adaln: AdaLN,
-        compile: bool,
     ) -> None:
         self.transformer = transformer
         self.blocks: list[Any] = list(transformer.transformer_blocks)
         self.attention_choice, self.deterministic = attention, deterministic
-        self.kernels_choice, self.checkpointing, self.offload = kernels, checkpointing, offload_activations
-        if not 0 <= lighter_blocks <= len(self.blocks) or (lighter_blocks and checkpointing not in LIGHTER):
-            raise ValueError(
-                f"lighter_blocks is {lighter_blocks} with checkpointing {checkpointing!r}; it must be 0, or with "
-                f"{' or '.join(LIGHTER)} at most the model's {len(self.blocks)} blocks."
-            )
-        self.lighter_blocks = lighter_blocks
+        self.kernels_choice, self.checkpointing = kernels, checkpointing
         self.sequence: SequenceLayout | None = None
         """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
-        self.adaln, self.compiled = adaln, compile
+        self.adaln = adaln
         self.table: ModulationTable | None = None
         self.rotary: Rotary
         """Tables of the forward that runs, for the video tokens that are computed here."""
         self.num_video = 0
         """Video tokens of the forward that runs, on all ranks that share them."""
-        self.fp8 = False
-        """Whether large products of the forward that runs are in FP8."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._glyphs = WeakTensorKeyDictionary()
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
-        self._quantized = WeakTensorKeyDictionary()
-        # One graph for prompts of every length: with another one for each, rollout and update could differ in rounding.
-        self._refine = torch.compile(transformer.context_embedder, dynamic=True) if compile else None
         if adaln in ("table", "offload") and not can_tabulate(transformer):
             raise ValueError(
                 f"adaln is {adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
@@ -123,14 +109,11 @@ class Acceleration:
                     f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
                     "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
                 )
-        heavy = len(self.blocks) - self.lighter_blocks
-        for index, block in enumerate(self.blocks):
+        for block in self.blocks:
             for layers in _stackable(block):
                 stack_weights(layers)
             block.forward = partial(_fused_block, block)
             block._acceleration = self
-            # The last ones: a backward pass frees what they keep before it comes to blocks that need more to work.
-            block._checkpointing = self.checkpointing if index < heavy else LIGHTER[self.checkpointing]
         transformer: Any = self.transformer
         transformer.forward = partial(_fused_forward, transformer)
         transformer._acceleration = self
@@ -152,7 +135,7 @@ class Acceleration:
             self.table.restore(self.transformer.device)
         transformer: Any = self.transformer
         for module in (transformer, *self.blocks):
-            for name in ("forward", "_acceleration", "_checkpointing"):
+            for name in ("forward", "_acceleration"):
                 module.__dict__.pop(name, None)
         for block in self.blocks:
             for layers in _stackable(block):
@@ -164,16 +147,14 @@ class Acceleration:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def settings(
-        self, device: torch.device, dtype: torch.dtype, checkpointing: Checkpointing | None = None
-    ) -> BlockSettings:
-        """How blocks are computed for tensors of a device and dtype; `checkpointing` is a block's own."""
-        checkpointing = checkpointing or self.checkpointing
+    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
+        """How blocks are computed for tensors of a device and dtype."""
+        checkpointing = self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
             checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
         # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
-        key = (device, dtype, checkpointing, sequence, self.fp8)
+        key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
             kernels = select_kernels(self.kernels_choice, device, dtype)
             backend = resolve_backend(
@@ -186,8 +167,7 @@ class Acceleration:
             attention: JointAttention = LocalAttention(backend, self.deterministic)
             if self.sequence is not None:
                 attention = self.sequence.attention(attention, self.num_video)
-            quantized = self._quantized if self.fp8 else None
-            self._settings[key] = BlockSettings(kernels, attention, checkpointing, self.offload, quantized)
+            self._settings[key] = BlockSettings(kernels, attention, checkpointing)
         return self._settings[key]
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -198,7 +178,6 @@ class Acceleration:
         timestep: Tensor,
         prompts: Sequence[PromptEmbeds],
         cache: FeatureCache | None = None,
-        fp8: bool = False,
     ) -> Tensor:
         """Velocity of B samples; prompts of one length run together.
 
@@ -207,13 +186,10 @@ class Acceleration:
             timestep: (B,) float32 sigma * 1000. On the CPU it can be read without waiting for the GPU.
             prompts: B records.
             cache: decides whether the blocks after the first run, or what they added before is used again.
-            fp8: whether the blocks' products with frozen weights are in FP8; for calls without a gradient.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
-        assert not (fp8 and torch.is_grad_enabled()), "what is rounded to FP8 has no gradient"
-        self.fp8 = fp8
         # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = self.transformer.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
@@ -291,9 +267,8 @@ class Acceleration:
         transformer: Any = self.transformer
         device = timestep.device
         texts = torch.stack([p.text.to(device, dtype) for p in prompts])
-        refine = transformer.context_embedder if self._refine is None else self._refine
         kind = transformer.cond_type_embed.weight
-        text = refine(texts, timestep, None) + kind[0]
+        text = transformer.context_embedder(texts, timestep, None) + kind[0]
         if prompts[0].glyph.shape[0] == 0:
             return text
         glyphs = torch.stack([self._embed_glyph(p.glyph, device, dtype) for p in prompts])
@@ -345,7 +320,6 @@ class Acceleration:
         if self.table is not None:
             self.table.forget()
         self._glyphs.clear()
-        self._quantized.clear()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
         """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
@@ -418,11 +392,8 @@ def accelerate(
     attention: str = "auto",
     kernels: Choice = "auto",
     checkpointing: Checkpointing = "none",
-    lighter_blocks: int = 0,
     deterministic: bool = False,
-    offload_activations: bool = False,
     adaln: AdaLN = "auto",
-    compile: bool = False,
 ) -> Acceleration:
     """Give one transformer the fused forward, for training and for generating.
 
@@ -435,11 +406,8 @@ def accelerate(
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
         checkpointing: what blocks save for the backward pass, see `block.py`.
-        lighter_blocks: the last so many save what is next in `LIGHTER`.
         deterministic: only attention backends whose backward gives the same bits every time.
-        offload_activations: save it in CPU memory.
         adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
-        compile: torch.compile the text refiner.
 
     Returns:
         The handle whose `undo()` restores diffusers' forward, as does the end of a `with` over it.
@@ -460,11 +428,8 @@ def accelerate(
         attention=attention,
         kernels=kernels,
         checkpointing=checkpointing,
-        lighter_blocks=lighter_blocks,
         deterministic=deterministic,
-        offload_activations=offload_activations,
         adaln=adaln,
-        compile=compile,
     )
     weight = next(transformer.parameters())
     if weight.device.type != "meta":
@@ -506,11 +471,8 @@ def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelCo
         attention=model.attention,
         kernels=model.kernels,
         checkpointing=model.settled_checkpointing,
-        lighter_blocks=model.lighter_blocks,
         deterministic=model.deterministic,
-        offload_activations=model.offload_activations,
         adaln=model.adaln,
-        compile=model.compile,
     )
 
 
@@ -540,7 +502,7 @@ def _fused_block(
         video_layer, text_layer = adaln_layers(self)
         modulation, text_modulation = video_layer(activated), text_layer(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
-    settings = acceleration.settings(x.device, x.dtype, self._checkpointing)
+    settings = acceleration.settings(x.device, x.dtype)
     video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
     return block_forward(settings, streams, flat, video, words, acceleration.rotary)
 
@@ -560,7 +522,6 @@ def _fused_forward(
     *,
     prompts: Sequence[PromptEmbeds] | None = None,
     cache: FeatureCache | None = None,
-    fp8: bool = False,
 ) -> Any:
     """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
     acceleration: Acceleration = self._acceleration
@@ -587,7 +548,7 @@ def _fused_forward(
 
         scale_lora_layers(self, scale)
     try:
-        sample = acceleration.forward(hidden_states, timestep, prompts, cache, fp8)
+        sample = acceleration.forward(hidden_states, timestep, prompts, cache)
     finally:
         if scale != 1.0:
             unscale_lora_layers(self, scale)

@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.fp8 import Copies, quantize_rows, quantized_weights, scaled_product
-
 
 class LowRank(NamedTuple):
     """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank."""
@@ -210,7 +208,6 @@ def project(
     layers: Sequence[Projection],
     adapter: Adapter | None = None,
     out: Tensor | None = None,
-    fp8: Copies | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply layers of one input. No graph is built.
 
@@ -219,15 +216,11 @@ def project(
     Args:
         x: (..., K) in the weights' dtype, or (..., K + T) with x A^T behind x.
         out: (R, n M) rows to write into; they may be a slice of wider rows.
-        fp8: copies of the weights to multiply by; the low-rank updates keep their precision. Without x A^T behind x.
 
     Returns:
         (..., n M), or `out`; and x A^T, (R, T), which the backward pass may use again.
     """
     rows = x.flatten(0, -2)
-    if fp8 is not None:
-        result, low = _project_fp8(rows, layers, adapter, out, fp8)
-        return result.view(*x.shape[:-1], -1) if out is None else result, low
     sizes = [layer.weight.shape[0] for layer in layers]
     result = rows.new_empty(rows.shape[0], sum(sizes)) if out is None else out
     weight, bias = stacked([layer.weight for layer in layers]), _stacked_biases(layers)
@@ -247,17 +240,6 @@ def project(
         for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
             _linear_into(rows, layer.weight, layer.bias, column)
     return result.view(*x.shape[:-1], -1) if out is None else result, low
-
-
-def _project_fp8(
-    rows: Tensor, layers: Sequence[Projection], adapter: Adapter | None, out: Tensor | None, fp8: Copies
-) -> tuple[Tensor, Tensor | None]:
-    weight = quantized_weights([layer.weight for layer in layers], fp8)
-    product = scaled_product(quantize_rows(rows), weight, _stacked_biases(layers), rows.dtype)
-    if adapter is None:
-        return product if out is None else out.copy_(product), None
-    low = adapter.low(rows)
-    return torch.addmm(product, low, adapter.b.t(), out=product if out is None else out), low
 
 
 def _stacked_biases(layers: Sequence[Projection]) -> Tensor | None:

@@ -36,7 +36,6 @@ def velocity(
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
     cache: FeatureCache | None = None,
-    fp8: bool = False,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -45,7 +44,7 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
             the GPU, which lets the fused forward look its modulation up in a table.
         prompts: B records.
-        cache, fp8: as in `models.transformer.velocity`.
+        cache: as in `models.transformer.velocity`.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
@@ -53,11 +52,11 @@ def velocity(
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
         call: Any = transformer
-        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts, "cache": cache, "fp8": fp8}
+        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts, "cache": cache}
         packed: Tensor = call(**given, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
-    if cache is not None or fp8:
-        raise ValueError("A feature cache and FP8 need the fused forward; set model.forward to fused.")
+    if cache is not None:
+        raise ValueError("A feature cache needs the fused forward; set model.forward to fused.")
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
     batch, channels, *size = latents.shape

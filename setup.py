@@ -30,9 +30,8 @@ INSTALL_REQUIRES = [
     # LoRA. It requires accelerate itself, so accelerate is not listed.
     "peft>=0.17",
     "safetensors>=0.4.3",
-    # YAML plus dotted command-line overrides onto dataclasses, unknown keys refused. The extra reads the
-    # docstring under each field for --help.
-    "jsonargparse[signatures]>=4.40",
+    # Types and ranges of the configuration, and the docstring below each field for --keys.
+    "pydantic>=2.10,<3",
     "PyYAML>=6.0",
     "numpy>=1.26",
     "tqdm>=4.66",

@@ -3,13 +3,12 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from docstring_parser import parse_from_object
 
 from sage_fast.commands.cli import COMMANDS
+from sage_fast.config.load import meanings, type_name
 from sage_fast.config.resumable import FIXED, FREE
 from sage_fast.config.schema import RunConfig
 
@@ -67,11 +66,9 @@ def configuration() -> str:
 
 def _section(config: type, prefix: str, inherited: str) -> Iterator[str]:
     """The keys of a class as a table, then its sections, each under a heading."""
-    described = parse_from_object(config)
-    meanings = {param.arg_name: param.description or "" for param in described.params}
     if prefix:
         yield f"\n## {prefix.rstrip('.')}\n"
-        yield f"{described.short_description or ''}\n"
+        yield f"{(config.__doc__ or '').partition(chr(10) * 2)[0].strip()}\n"
     yield "| key | type | default | meaning | on resume |\n|---|---|---|---|---|"
     sections = []
     for f in fields(config):
@@ -80,8 +77,9 @@ def _section(config: type, prefix: str, inherited: str) -> Iterator[str]:
             sections.append((f, resume))
             continue
         key = f"`{prefix}{f.name}`"
-        kind = _cell(f"`{_type_name(f.type)}`")
-        yield f"| {key} | {kind} | {_default(f)} | {_cell(meanings[f.name])} | {resume or 'if allowed'} |"
+        kind = _cell(f"`{type_name(f.type)}`")
+        meaning = _cell(meanings()[f"{prefix}{f.name}"])
+        yield f"| {key} | {kind} | {_default(f)} | {meaning} | {resume or 'if allowed'} |"
     for f, resume in sections:
         yield from _section(f.type, f"{prefix}{f.name}.", resume)
 
@@ -92,17 +90,6 @@ def _default(f: "Field[Any]") -> str:
     value = f.default if f.default_factory is MISSING else f.default_factory()
     text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10**6)
     return _cell(f"`{text.removesuffix('...' + chr(10)).strip()}`")
-
-
-def _type_name(kind: Any) -> str:
-    """A type as a reader of YAML would write it: the words that are allowed, null for None."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_type_name, get_args(kind)))
-    if get_origin(kind) is not None:
-        return f"{get_origin(kind).__name__}[{', '.join(map(_type_name, get_args(kind)))}]"
-    return {type(None): "null", Ellipsis: "..."}.get(kind) or getattr(kind, "__name__", str(kind))
 
 
 def _cell(text: str) -> str:

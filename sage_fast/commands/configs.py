@@ -6,7 +6,7 @@ from collections.abc import Sequence
 EPILOG = """\
 examples:
   sage-fast configs                          every preset with one line
-  sage-fast configs show toy_cpu             the YAML of one; `> mine.yaml` starts one of your own
+  sage-fast configs show toy_cpu             the whole of one; `> mine.yaml` starts one of your own
 
 A preset is named wherever a YAML file is: `sage-fast train toy_cpu`. Those under ablations/ and deepspeed/ are laid
 over another: `sage-fast train toy_cpu ablations/kl_none`. Other files that ship are shown too, such as
@@ -24,7 +24,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.set_defaults(config=[], name=None)
     actions = parser.add_subparsers(dest="action", metavar="{show}")
-    show = actions.add_parser("show", help="print the YAML of a preset, comments and all")
+    show = actions.add_parser(
+        "show", help="print all keys that a preset sets, those of the one that it extends included"
+    )
     show.set_defaults(config=[])
     show.add_argument("name", metavar="NAME", help="a preset, or another file that ships")
 
@@ -37,7 +39,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides or options.config:
         raise ConfigError(f"configs does not take {' '.join([*options.config, *overrides])}; see --help.")
     if options.name is not None:
-        print(find_shipped(options.name).read_text("utf-8"), end="")
+        file = find_shipped(options.name)
+        text = file.read_text("utf-8")
+        if file.suffix == ".yaml" and "\nextends: " in text:
+            from sage_fast.config.load import dump_tree, read_config_file
+
+            text = text.partition("\nextends: ")[0] + "\n" + dump_tree(read_config_file(file))
+        print(text, end="")
         return 0
     names = preset_names()
     width = max(map(len, names))

@@ -43,11 +43,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; 0 when finished or stopped on request."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.config.load import build_parser, dump_config
+    from sage_fast.config.load import describe_keys, dump_config
 
     if options.keys:
         if rank() == 0:
-            print(build_parser(prog="sage-fast train CONFIG", usage="%(prog)s [--section.key=value ...]").format_help())
+            print(describe_keys())
         return 0
     if not options.config and not overrides:
         raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")

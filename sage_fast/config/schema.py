@@ -6,7 +6,7 @@ of the algorithm itself in `sage_fast/objective.py`. `load.py` reads and writes 
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
@@ -28,6 +28,14 @@ from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 @dataclass(kw_only=True)
 class RunConfig:
     """GRPO post-training of a text-to-video model."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+        "use_attribute_docstrings": True,
+    }
+    """How `load_config` has pydantic read this class and its sections."""
 
     output_dir: str = field(metadata={FREE: PLACE})
     """Run directory: metrics.jsonl, config.yaml, checkpoints/, samples/, reward.png."""

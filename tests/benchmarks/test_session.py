@@ -495,7 +495,7 @@ def test_it_loads_on_a_bare_machine() -> None:
     """What the script imports besides torch, triton, numpy, diffusers, transformers and peft."""
     code = """
 import builtins, sys
-absent = ("pytest", "pytest_benchmark", "jsonargparse", "av", "matplotlib", "tensorboard", "pynvml")
+absent = ("pytest", "pytest_benchmark", "pydantic", "av", "matplotlib", "tensorboard", "pynvml")
 given = builtins.__import__
 def restricted(name, *arguments, **options):
     if name.partition(".")[0] in absent:

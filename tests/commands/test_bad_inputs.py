@@ -15,7 +15,7 @@ from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoi
 from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.commands import cli
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, TrainingError
-from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
@@ -27,127 +27,6 @@ MakeRun = Callable[..., RunConfig]
 
 def message(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value)
-
-
-# ------------------------------------------------------------------------------------------ configuration
-
-CONFIG_MISTAKES = {
-    "unknown-key": (["--rollout.ettaa=0.5"], ["rollout.ettaa", "rollout.eta"]),
-    "right-key-wrong-section": (["--training.learning_rate=1e-4"], ["training.learning_rate", "optimizer.learning_rate"]),  # noqa: E501
-    "wrong-type": (["--rollout.eta=high"], ["rollout.eta", "'high'", "float"]),
-    "wrong-integer": (["--rollout.num_steps=2.5"], ["rollout.num_steps", "2.5", "int"]),
-    "unknown-sampler": (["--rollout.sde_type=ddim"], ["rollout.sde_type", "'ddim'", "sage_grpo"]),
-    "nothing-to-train-ode": (["--rollout.sde_type=ode"], ["rollout.sde_type", "'ode'", "draws no noise"]),
-    "nothing-to-train-eta": (["--rollout.eta=0"], ["eta", "draws no noise", "0.5"]),
-    "negative-eta": (["--rollout.eta=-1"], ["rollout.eta", "-1.0", "at least 0"]),
-    "incomplete-group": (
-        ["--rollout.num_generations=3"],
-        ["rollout.batch_size 4", "multiple of rollout.num_generations = 3", "Set rollout.batch_size to 6"],
-    ),
-    "group-of-one": (["--rollout.num_generations=1"], ["rollout.num_generations", "at least 2"]),
-    "micro-batch": (["--rollout.micro_batch_size=3"], ["rollout.micro_batch_size", "3", "divisor", "4"]),
-    "window-outside": (["--rollout.sde_window.steps=[9]"], ["rollout.sde_window.steps", "[9]", "0..3"]),
-    "window-twice": (
-        ["--rollout.sde_window.steps=[1]", "--rollout.sde_window.size=2"],
-        ["rollout.sde_window", "both steps and size"],
-    ),
-    "window-too-small-for-updates": (
-        ["--rollout.sde_window.size=1", "--training.updates_per_rollout=2"],
-        ["too few for training.updates_per_rollout = 2"],
-    ),
-    "clip-range": (["--objective.clip_range=2"], ["objective.clip_range", "2.0"]),
-    "kl-mode": (["--objective.kl_mode=both"], ["objective.kl_mode", "'both'", "dual"]),
-    "kl-bounds": (["--kl_weight.minimum=1", "--kl_weight.maximum=0.1"], ["minimum", "maximum"]),
-    "uneven-updates": (
-        ["--training.num_updates=3", "--training.updates_per_rollout=2"],
-        ["training.num_updates", "multiple of training.updates_per_rollout"],
-    ),
-    "no-reward-weight": (["--reward.weights={VQ: 0}"], ["reward.weights", "non-zero"]),
-    "unknown-reward": (["--reward.rewards=[videoalign9]"], ["reward.rewards", "videoalign9", "toy"]),
-    "reward-module-missing": (["--reward.rewards=['no.such.module:Reward']"], ["reward.rewards", "no.such.module"]),
-    "reward-options-for-nobody": (["--reward.options={clip: {}}"], ["reward.options", "clip"]),
-    "reward-option-unknown": (["--reward.options={toy: {size: 3}}"], ["reward.options.toy", "size"]),
-    "weight-for-no-score": (["--reward.weights={beauty: 1}"], ["reward.weights", "beauty", "VQ"]),
-    "unknown-family": (["--model.family=hunyuan99"], ["model.family", "hunyuan99", "toy"]),
-    "model-folder-missing": (["--model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
-    "device": (["--model.device=tpu7"], ["model.device", "tpu7", "auto or cpu"]),
-    "full-bfloat16": (
-        ["--training.mode=full", "--model.dtype=bfloat16"],
-        ["training.mode full", "float32", "Set model.dtype"],
-    ),
-    "lora-target": (["--lora.target_modules=[attn.to_z]"], ["lora.target_modules", "attn.to_z", "attn.to_q"]),
-    "video-size": (["--video.height=18"], ["height", "multiple of 4", "18"]),
-    "too-many-evaluation-prompts": (["--evaluation.num_prompts=999"], ["evaluation.num_prompts", "999", "60"]),
-    "seed": (["--seed=-1"], ["seed", "-1"]),
-    "seed-too-large": (["--seed=18446744073709551616"], ["seed", "18446744073709551616"]),
-    "threads": (["--num_threads=0"], ["num_threads", "at least 1"]),
-    "infinite-fps": (["--video.fps=.inf"], ["video.fps", "inf"]),
-    "infinite-rate": (["--optimizer.learning_rate=.inf"], ["optimizer.learning_rate", "inf", "finite"]),
-    "window-that-never-moves": (["--rollout.sde_window.stride=2"], ["rollout.sde_window.size is null"]),
-    "reward-that-cannot-start": (
-        ["--reward.rewards=['os.path:getsize']", "--reward.options={'os.path:getsize': {filename: /nowhere/weights}}",
-         "--reward.weights={x: 1}"],
-        ["reward.rewards", "/nowhere/weights"],
-    ),
-    "wandb-missing": (["--logging.wandb_project=p"], ["logging", "pip install wandb"]),
-}  # fmt: skip
-
-FOUND_IN_USE = ("weight-for-no-score", "wandb-missing")
-"""Mistakes that only show when the reward or the logger is first used, after the directory was made."""
-
-
-@pytest.mark.parametrize("name", CONFIG_MISTAKES)
-def test_a_wrong_configuration_names_key_value_and_fix(
-    tiny_run: MakeRun, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides, expected = CONFIG_MISTAKES[name]
-    file = tmp_path / "good.yaml"
-    file.write_text(dump_config(tiny_run()))
-    assert cli.main(["train", str(file), *overrides]) == 2
-    errors = capsys.readouterr().err
-    assert "Traceback" not in errors
-    text = errors[errors.index("error:") :]
-    assert all(part in text for part in expected), text
-    left = {p.name for p in (tmp_path / "run").rglob("*")}
-    if name in FOUND_IN_USE:
-        assert not {"checkpoints", "evaluation"} & left
-        assert cli.main(["train", str(file)]) == 0, "the corrected command is blocked by what is left"
-    else:
-        assert not left
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIG_MISTAKES if name != "wandb-missing"])
-def test_a_wrong_resume_leaves_a_finished_run_as_it_was(finished_run: Path, tmp_path: Path, name: str) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished_run, run)
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    command = ["train", str(run / "config.yaml"), f"--output_dir={run}", "--resume=auto", *CONFIG_MISTAKES[name][0]]
-    assert cli.main(command) == 2
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("rollout: [", "not valid YAML"),
-        ("- a\n- b\n", "must hold sections"),
-        ("output_dir: x\n", "data"),
-        ("output_dir: x\ndata: {prompts: p.csv}\nrolout: {eta: 1}\n", "Did you mean rollout"),
-        ("output_dir: x\ndata: {prompts: p.csv, promts: y}\n", "unknown key 'data.promts'"),
-    ],
-    ids=["yaml", "list", "required-missing", "section-misspelt", "key-misspelt"],
-)
-def test_a_broken_yaml_file_says_what_is_wrong(tmp_path: Path, content: str, expected: str) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        load_config(file)
-    assert expected in message(error)
-
-
-def test_a_missing_yaml_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "configs/nope.yaml"]) == 2
-    assert "configs/nope.yaml" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ prompts

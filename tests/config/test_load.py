@@ -1,0 +1,172 @@
+"""Configurations from files, presets and words, and back: what is read, what goes over what, what is trusted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
+from sage_fast.config.registry import REWARDS, resolve
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.text_files import dump_yaml, read_json, read_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets work from any working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_files_are_merged_left_to_right_and_the_command_line_goes_last() -> None:
+    Path("late.yaml").write_text("rollout: {eta: 0.9}\nreward: {weights: {TA: 1.0}}\n")
+    preset, first = "hv15_352x624_lora_1gpu", "ablations/setting_b"
+    assert load_config([preset, first, "late.yaml"]).reward.weights == {"TA": 1.0}, "a mapping is replaced whole"
+    assert load_config([preset, "late.yaml", first]).reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    config = load_config([preset, "late.yaml"], ["--rollout.eta=0.3", "--config=late.yaml"])
+    assert config.rollout.eta == 0.3 and config.rollout.shift == 5.0
+    assert config == load_config([preset, "late.yaml"], {"rollout.eta": 0.3})
+
+
+def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "base.yaml").write_text("extends: toy_cpu\noutput_dir: base\nrollout: {eta: 0.3}\n")
+    (folder / "top.yaml").write_text("extends: base.yaml\noutput_dir: top\nlogging: {tensorboard: false}\n")
+    words = {"rollout.eta": 0.3, "output_dir": "top", "logging.tensorboard": False}
+    assert load_config(folder / "top.yaml") == load_config("toy_cpu", words)
+
+
+def test_parts_of_lists_mappings_and_sections_are_set_one_by_one() -> None:
+    words = ["--reward.rewards+=clip_score", "--reward.options.clip_score.path=/clip", "--reward.weights.VQ=3",
+             "--reward.options.videoalign.path", "/v", "--rollout={eta: 0.3}",
+             "--optimizer.betas=[0.8, 0.9]"]  # fmt: skip
+    config = load_config("hv15_352x624_lora_1gpu", words)
+    assert config.reward.rewards == ["videoalign", "clip_score"]
+    assert config.reward.options == {"videoalign": {"path": "/v", "fps": 24}, "clip_score": {"path": "/clip"}}
+    assert config.reward.weights == {"VQ": 3.0, "MQ": 1.0, "TA": 1.0}
+    assert (config.rollout.eta, config.rollout.shift, config.optimizer.betas) == (0.3, 5.0, (0.8, 0.9))
+
+
+def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    """Then to the working directory, then to what ships; on the command line only to these two."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    file = folder / "run.yaml"
+
+    def prompts(given: str, *words: str) -> str:
+        file.write_text(f"output_dir: x\ndata: {{prompts: {given}}}\n")
+        return load_config(file, words).data.prompts
+
+    shipped = ROOT / "configs/prompts/toy_train.csv"
+    assert prompts("prompts/toy_train.csv") == prompts("configs/prompts/toy_train.csv") == str(shipped)
+    assert prompts("nowhere.csv") == "nowhere.csv"
+    (tmp_path / "both.csv").touch()
+    assert prompts("both.csv") == str(tmp_path / "both.csv")
+    (folder / "both.csv").touch()
+    assert prompts("both.csv") == str(folder / "both.csv")
+    assert prompts("x.csv", "--data.prompts=both.csv") == str(tmp_path / "both.csv")
+    # A file of the same name in the working directory does not take the place of a preset's.
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/toy_train.csv").touch()
+    assert load_config("toy_cpu").data.prompts == str(shipped)
+
+
+def test_a_saved_configuration_means_the_same_files_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.csv").write_text("prompt\na red circle moving left\n")
+    config = load_config("toy_cpu", {"data.prompts": "mine.csv", "output_dir": "runs/é😀"})
+    saved = tmp_path / "deep/run/config.yaml"
+    save_config(config, saved)
+    monkeypatch.chdir("/")
+    assert load_config(saved) == config and config.data.prompts == str(tmp_path / "mine.csv")
+    assert "prompts: prompts/toy_eval.csv" in saved.read_text(), "no path of this machine for what ships"
+    # Checkpoints keep theirs as JSON, which is YAML.
+    saved.write_text(json.dumps(to_dict(config), ensure_ascii=False), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_values_are_what_they_look_like() -> None:
+    Path("run.yaml").write_text(
+        "output_dir: 2024-01-01\ndata: {prompts: '010'}\nvideo: {fps: 1e1, height: 0x10}\n"
+        "logging: {wandb_project: 'no'}\nmodel: {path: '1e3', device: cpu}\nlora: {alpha: .5}\n"
+    )
+    config = load_config("run.yaml", ["--model.variant=null", "--logging.wandb_project=007"])
+    assert (config.output_dir, config.data.prompts, config.video.fps) == ("2024-01-01", "010", 10.0)
+    assert (config.video.height, config.logging.wandb_project) == (16, "007")
+    assert (config.model.path, config.lora.alpha, config.model.variant) == ("1e3", 0.5, None)
+
+
+TEXTS = ("010", "1e3", "-.5", "no", "On", "1:30", "null", "", "true", ".inf", "é😀", "a: b", "{a}", "0x10",
+         "2024-01-01", "=", "<<", "*a", "a\u2028b", "~", "1_0")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_written_is_read_back(text: str) -> None:
+    assert read_yaml(dump_yaml({"a": [text], text or "x": 1}), "here") == {"a": [text], text or "x": 1}
+    config = load_config("toy_cpu", {"output_dir": text or "x", "logging.wandb_project": f"{text}."})
+    Path("run.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config("run.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("[" * 100_000, "nested too deep"), ('{"a": 1, "a": 2}', "'a' is given twice"), ("9" * 5000, "5000 digits"),
+     ('{"a": 1}\n{', "line 2"), ("", "not valid JSON")],
+)  # fmt: skip
+def test_json_is_read_as_strictly(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as error:
+        read_json(text, "zero.json")
+    assert str(error.value).startswith("zero.json: ")
+
+
+def test_every_number_has_an_upper_bound_and_every_key_a_meaning() -> None:
+    config = load_config("toy_cpu", {"lora.alpha": 1.0, "evaluation.num_prompts": 2, "rollout.sde_window.size": 1})
+    values = by_dotted_key(to_dict(config), ("reward.weights", "reward.options"))
+    numbers = [key for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    assert len(numbers) > 40
+    for key in numbers:
+        with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+            load_config("toy_cpu", {key: 10**31})
+    listed = describe_keys()
+    assert not [key for key in values if f"  --{key}  (" not in listed] and ")\n\n" not in listed
+
+
+@pytest.mark.parametrize("name", ["..:x", ":x", "os:", "os.path", "a b:c", "os:a:b", "-:x"])
+def test_a_name_of_code_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="reward.rewards is"):
+        resolve(name, REWARDS, "reward.rewards")
+
+
+def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code, reason in (
+        ("exits", "import sys\nsys.exit(0)", "SystemExit: 0 (exits_module.py:2)"),
+        ("raises", "\n1 / 0", "ZeroDivisionError: division by zero (raises_module.py:2)"),
+        ("looks_up", "import os\nos.nothing", "has no attribute 'nothing' (looks_up_module.py:2)"),
+    ):
+        (tmp_path / f"{name}_module.py").write_text(code)
+        with pytest.raises(ConfigError) as error:
+            resolve(f"{name}_module:x", REWARDS, "reward.rewards")
+        assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout.sage_sigma_margin=0.01", "--rollout.sde_type=sage_exact"], "belongs to sage_grpo"),
+        (["--objective.ratio=ratio_norm"], "set equalizer to false"),
+        (["--training.kl_share_every=5", "--objective.kl_mode=none"], "choose a KL mode"),
+        (["--rollout.sde_window.stride=2"], "rollout.sde_window.size is null"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("toy_cpu", words)
+
+
+def test_a_configuration_is_made_in_python_too() -> None:
+    assert isinstance(load_config(overrides={"output_dir": "x", "data.prompts": "p"}), RunConfig)
+    with pytest.raises(ConfigError, match=r"data\.prompts is missing"):
+        load_config(overrides={"output_dir": "x", "data.shuffle": False})

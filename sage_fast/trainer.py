@@ -68,9 +68,8 @@ from sage_fast.records import (
     update_metrics,
     weighted_kl,
 )
-from sage_fast.rewards.base import describe_batch
+from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.generators import generator_state, load_generator_state
 from sage_fast.rollout import (
     Progress,
     SharedPrefixes,

@@ -1,9 +1,11 @@
-"""The interface of a reward, and what its class says before it is built."""
+"""The interface of a reward: its scores, its declared costs and files, and the random generators that it may use."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,10 +54,10 @@ class Reward(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCosts:
-    """What a reward costs on its device.
+    """Memory and time of a reward on its device.
 
     weights: bytes of its published weights. folder: folder or hub id that holds them; the files that are there count
-    instead. tables: bytes that it keeps between calls besides. working: bytes alive while it scores. seconds: to score
+    instead. tables: bytes kept between calls. working: bytes alive while it scores. seconds: to score
     one video on a GPU.
 
     Example: `RewardCosts(weights=4.5e9, folder="models/VideoReward", working=1e9, seconds=0.5)`
@@ -70,9 +72,9 @@ class RewardCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What a score is, and how Table 2 of the SAGE-GRPO paper has it.
+    """Definition of a score, here and in Table 2 of the SAGE-GRPO paper.
 
-    here: its definition. published: what the paper reports. factor: what multiplies ours into that.
+    here: its definition. published: that of the paper's. factor: ours times it is the paper's.
 
     Example: `Scale(here="exp(logit_scale) cos", published="divided by 26", factor=1 / 26)`
     """
@@ -83,29 +85,28 @@ class Scale:
 
 
 def reward_scales(names: Sequence[str]) -> dict[str, Scale]:
-    """The scales of the scores of some rewards, as far as they say. ConfigError for a name that is none."""
+    """The scales of the scores of some rewards, as far as they say. ConfigError for an unknown name."""
     return {score: scale for name in names for score, scale in getattr(find_reward(name), "SCALES", {}).items()}
 
 
 def find_reward(name: str) -> Any:
-    """What an entry of `reward.rewards` names. ConfigError where it names nothing."""
+    """The class, function or object behind an entry of `reward.rewards`. ConfigError where it names nothing."""
     return resolve(name, REWARDS, "reward.rewards")
 
 
 def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
-    """What the rewards of a config say that they cost; nothing for one that does not say. ConfigError as above."""
-    says = {name: getattr(find_reward(name), "costs", None) for name in config.rewards}
-    return {
-        name: RewardCosts() if costs is None else costs(config.options.get(name, {}), video)
-        for name, costs in says.items()
-    }
+    """Declared costs of the rewards of a config; zeros for one that declares none. ConfigError as above."""
+    found = {}
+    for name in config.rewards:
+        costs = getattr(find_reward(name), "costs", None)
+        found[name] = costs(config.options.get(name, {}), video) if costs else RewardCosts()
+    return found
 
 
 def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requirement]:
-    """The files that a reward says it needs with its options; none where it does not say. ConfigError as above."""
-    requirements = getattr(find_reward(name), "requirements", None)
-    found: list[Requirement] = [] if requirements is None else requirements(options)
-    return found
+    """Declared files of a reward with its options; none for one that declares none. ConfigError as above."""
+    requirements = getattr(find_reward(name), "requirements", lambda options: [])
+    return list(requirements(options))
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:
@@ -137,3 +138,34 @@ def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:
         raise ValueError(f"Expected uint8 videos (B, F, 3, H, W), got {videos.dtype} {tuple(videos.shape)}.")
     if len(videos) != len(prompts):
         raise ValueError(f"Got {len(videos)} videos and {len(prompts)} prompts; there must be one prompt per video.")
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, CUDA's included. Only custom rewards draw from them."""
+    random.seed(seed)
+    np.random.seed([seed % 2**32, seed >> 32])
+    torch.manual_seed(seed)
+
+
+def generator_state() -> dict[str, Any]:
+    """The state of the global generators, fit for JSON. CUDA's, one per device, where this process uses CUDA."""
+    version, words, gauss = random.getstate()
+    name, keys, *position = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), *position],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in cuda],
+    }
+
+
+def load_generator_state(state: Mapping[str, Any]) -> None:
+    """Take over what `generator_state` returned. States of devices that this machine lacks are left out."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    for device, text in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8), device)

@@ -1,13 +1,10 @@
 """Rewards by CLIP: CLIPScore, does the video show what the prompt says, and PickScore, which one would people pick?
 
-Both are cosine similarities of frames and prompts. transformers has the model and the tokenizer. Frames are tensors
-already, so they are prepared here, as the checkpoint's preprocessor_config.json says, without going through images.
+Both are cosine similarities of frames and prompts. transformers has the model, the tokenizer and the preprocessing.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,80 +21,14 @@ logger = logging.getLogger(__name__)
 CLIP_L14 = "openai/clip-vit-large-patch14"
 PICK_SCORE = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-"""Where the model card of PickScore_v1 takes tokenizer and preprocessing from."""
+"""Source of tokenizer and preprocessing according to the model card of PickScore_v1."""
 PROCESSOR_FILES = ("*.json", "*.txt")
-
 PREPROCESSING, TOKENIZER, WEIGHTS = "preprocessor_config.json", "tokenizer_config.json", "*.safetensors|*.bin"
-# PIL's numbers of the two filters that torch computes as PIL does.
-RESAMPLING = {2: "bilinear", 3: "bicubic"}
+
+Precision = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FramePreprocessing:
-    """How frames become the input of a CLIP vision tower.
-
-    resize: the shortest edge after resizing, or (height, width). crop: (height, width) cut out of the middle.
-    filter: `bicubic` or `bilinear`, both antialiased. mean, std: of each channel, for pixels in [0, 1].
-
-    Example: `FramePreprocessing(resize=224, crop=(224, 224), filter="bicubic", mean=(0.48, ...), std=(0.27, ...))`
-    """
-
-    resize: int | tuple[int, int] | None
-    crop: tuple[int, int] | None
-    filter: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "FramePreprocessing":
-        """Read the settings of a preprocessor_config.json; older files have one number where newer ones have a dict.
-
-        ValueError for settings that CLIP checkpoints do not have.
-        """
-        resample = config.get("resample", 3)
-        if resample not in RESAMPLING:
-            raise ValueError(f"{PREPROCESSING}: resample is {resample}, but only {RESAMPLING} are supported.")
-        if not config.get("do_rescale", True) or not config.get("do_normalize", True):
-            raise ValueError(f"{PREPROCESSING}: do_rescale and do_normalize must be on, as in every CLIP checkpoint.")
-        size, crop = config.get("size", 224), config.get("crop_size", 224)
-        if isinstance(size, Mapping):
-            size = size["shortest_edge"] if "shortest_edge" in size else (size["height"], size["width"])
-        if not isinstance(crop, Mapping):
-            crop = {"height": crop, "width": crop}
-        return cls(
-            resize=size if config.get("do_resize", True) else None,
-            crop=(crop["height"], crop["width"]) if config.get("do_center_crop", True) else None,
-            filter=RESAMPLING[resample],
-            mean=tuple(config["image_mean"]),
-            std=tuple(config["image_std"]),
-        )
-
-    def __call__(self, frames: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W) to float32 (N, 3, height, width), as PIL resizes and transformers crops and normalises."""
-        pixels = frames.float()
-        height, width = frames.shape[-2:]
-        if self.resize is not None:
-            if isinstance(self.resize, int):
-                short, long = sorted((height, width))
-                edges = (self.resize, int(self.resize * long / short))
-                size = edges if height <= width else edges[::-1]
-            else:
-                size = self.resize
-            # As PIL: the width first, then the height, and bytes after each, which cuts off what the filter overshoots.
-            for step in ((height, size[1]), size):
-                pixels = functional.interpolate(pixels, step, mode=self.filter, antialias=True).round().clamp(0, 255)
-        if self.crop is not None:
-            height, width = pixels.shape[-2:]
-            top, left = (height - self.crop[0]) // 2, (width - self.crop[1]) // 2
-            if top < 0 or left < 0:
-                raise ValueError(f"{PREPROCESSING} crops {self.crop} out of frames of {(height, width)} pixels.")
-            pixels = pixels[..., top : top + self.crop[0], left : left + self.crop[1]]
-        mean = torch.tensor(self.mean, device=pixels.device).view(3, 1, 1)
-        std = torch.tensor(self.std, device=pixels.device).view(3, 1, 1)
-        return (pixels / 255 - mean) / std
-
-
-class ClipSimilarity:
+class _ClipSimilarity:
     """A frozen CLIP model and the way its checkpoint wants frames and texts prepared.
 
     Args:
@@ -116,15 +47,20 @@ class ClipSimilarity:
     def __init__(
         self,
         reward: str,
-        *,
         path: str,
         processor: str,
-        device: str,
-        dtype: Literal["float32", "bfloat16", "float16"],
+        *,
         num_frames: int | None,
+        device: str,
+        dtype: Precision,
         batch_size: int,
     ) -> None:
         from transformers import AutoTokenizer, CLIPModel
+
+        try:  # in transformers 5 CLIPImageProcessor resizes by torchvision where that is installed
+            from transformers import CLIPImageProcessorPil as CLIPImageProcessor
+        except ImportError:
+            from transformers import CLIPImageProcessor
 
         if num_frames is not None and num_frames < 1:
             raise ValueError(f"num_frames is {num_frames}, but it must be at least 1, or null for every frame.")
@@ -133,16 +69,14 @@ class ClipSimilarity:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
         self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
-        self.device = resolve_device(device)
-        self.dtype = getattr(torch, dtype)
+        self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
 
         weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path")
-        if processor != path:
-            # Its weights are not needed.
+        if processor != path:  # its weights are not needed
             folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
         if not (folder / PREPROCESSING).is_file():
             raise OSError(f"{processor!r} has no {PREPROCESSING}. Copy that file of the checkpoint there too.")
-        self.preprocess = FramePreprocessing.from_config(json.loads((folder / PREPROCESSING).read_text("utf-8")))
+        self.preprocess = CLIPImageProcessor.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         model, loading = CLIPModel.from_pretrained(weights, output_loading_info=True, dtype=self.dtype)
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
@@ -156,13 +90,8 @@ class ClipSimilarity:
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
         self._said_truncated = False
 
-    @property
-    def logit_scale(self) -> float:
-        """The checkpoint's learned temperature, exp(logit_scale)."""
-        return float(self.model.logit_scale.float().exp())
-
     @torch.no_grad()
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    def cosines(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
         """Mean over the chosen frames of cos(frame, prompt), (B,) float32 on the CPU.
 
         Args:
@@ -170,7 +99,7 @@ class ClipSimilarity:
         """
         check_videos(videos, prompts)
         frames = videos[:, middle_frames(videos.shape[1], self.num_frames)]
-        images = self._embed_frames(frames.flatten(0, 1)).view(*frames.shape[:2], -1)
+        images = self._embed_frames(frames.flatten(0, 1).cpu()).view(*frames.shape[:2], -1)
         # The videos of a group share their prompt.
         distinct = list(dict.fromkeys(prompts))
         texts = self._embed_texts(distinct)[[distinct.index(prompt) for prompt in prompts]]
@@ -178,10 +107,12 @@ class ClipSimilarity:
 
     def _embed_frames(self, frames: Tensor) -> Tensor:
         """uint8 (N, 3, H, W) to unit vectors (N, D) float32."""
-        embeds = [
-            _pooled(self.model.get_image_features(pixel_values=self.preprocess(part.to(self.device)).to(self.dtype)))
-            for part in frames.split(self.batch_size)
-        ]
+        embeds = []
+        for part in frames.split(self.batch_size):
+            # Resized by PIL, frame after frame, as in the training of the checkpoints.
+            prepared = self.preprocess(list(part), return_tensors="pt", input_data_format="channels_first")
+            pixels = prepared["pixel_values"].to(self.device, self.dtype)
+            embeds.append(_pooled(self.model.get_image_features(pixel_values=pixels)))
         return functional.normalize(torch.cat(embeds).float(), dim=-1)
 
     def _embed_texts(self, texts: Sequence[str]) -> Tensor:
@@ -190,24 +121,16 @@ class ClipSimilarity:
         tokens = self.tokenizer(
             list(texts), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        if not self._said_truncated:
-            self._say_truncated(texts, tokens["attention_mask"].all(1).nonzero().flatten().tolist())
-        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
-        return functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
-
-    def _say_truncated(self, texts: Sequence[str], full: Sequence[int]) -> None:
-        for row in full:
+        for row in tokens["attention_mask"].all(1).nonzero().flatten().tolist():
             length = len(self.tokenizer(texts[row], verbose=False)["input_ids"])
-            if length > self.max_tokens:
+            if length > self.max_tokens and not self._said_truncated:
                 self._said_truncated = True
                 logger.warning(
                     "%s reads the first %d tokens of a prompt and this one has %d: %.60r... This is said once.",
-                    self.reward,
-                    self.max_tokens,
-                    length,
-                    texts[row],
+                    *(self.reward, self.max_tokens, length, texts[row]),
                 )
-                return
+        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
+        return functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
 
 
 def _pooled(features: Any) -> Tensor:
@@ -224,7 +147,7 @@ def middle_frames(total: int, num_frames: int | None) -> list[int]:
     return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
 
-class CLIPScore:
+class CLIPScore(_ClipSimilarity):
     """100 cos(frame, prompt) under CLIP, mean over the chosen frames.
 
     Hessel et al. 2021 (arXiv 2104.08718, section 3) define CLIPScore as 2.5 max(cos, 0) for one image. Tables report,
@@ -265,25 +188,19 @@ class CLIPScore:
         path: str = CLIP_L14,
         num_frames: int | None = 8,
         device: str = "auto",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        dtype: Precision = "float32",
         batch_size: int = 32,
     ) -> None:
-        self.similarity = ClipSimilarity(
-            "clip_score",
-            path=path,
-            processor=path,
-            device=device,
-            dtype=dtype,
-            num_frames=num_frames,
-            batch_size=batch_size,
+        super().__init__(
+            "clip_score", path, path, num_frames=num_frames, device=device, dtype=dtype, batch_size=batch_size
         )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """{"CLIPScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
-        return {"CLIPScore": 100 * self.similarity(videos, prompts)}
+        return {"CLIPScore": 100 * self.cosines(videos, prompts)}
 
 
-class PickScore:
+class PickScore(_ClipSimilarity):
     """exp(logit_scale) cos(frame, prompt) under PickScore's fine-tuned CLIP-H, mean over the chosen frames.
 
     Kirstain et al. 2023 (arXiv 2305.01569, equation 2): the score of one image is the product of its embedding and the
@@ -309,7 +226,7 @@ class PickScore:
         path = str(options.get("path", PICK_SCORE))
         model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, gigabytes=8.0)
         processor = str(options.get("processor") or _processor_of(path))
-        if options.get("processor") is None and processor == path:
+        if processor == path:
             return [model]
         files = [PREPROCESSING, TOKENIZER]
         return [model, require("PickScore's processor", processor, files, PROCESSOR, *PROCESSOR_FILES)]
@@ -325,24 +242,18 @@ class PickScore:
         processor: str | None = None,
         num_frames: int | None = 8,
         device: str = "auto",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        dtype: Precision = "float32",
         batch_size: int = 32,
     ) -> None:
-        self.similarity = ClipSimilarity(
-            "pick_score",
-            path=path,
-            processor=processor or _processor_of(path),
-            device=device,
-            dtype=dtype,
-            num_frames=num_frames,
-            batch_size=batch_size,
-        )
+        options: dict[str, Any] = {"num_frames": num_frames, "device": device, "dtype": dtype, "batch_size": batch_size}
+        super().__init__("pick_score", path, processor or _processor_of(path), **options)
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """{"PickScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
-        return {"PickScore": self.similarity.logit_scale * self.similarity(videos, prompts)}
+        temperature = float(self.model.logit_scale.float().exp())
+        return {"PickScore": temperature * self.cosines(videos, prompts)}
 
 
 def _processor_of(path: str) -> str:
-    """Where tokenizer and preprocessing of a PickScore checkpoint come from, unless the options say."""
+    """Source of tokenizer and preprocessing of a PickScore checkpoint, unless the options say."""
     return path if (Path(path).expanduser() / PREPROCESSING).is_file() else PROCESSOR

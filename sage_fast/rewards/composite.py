@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def _reward_code(name: str, when: str, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass.
-
-    A reward that calls `sys.exit(0)` would end the run as if it had succeeded. An interrupt stays an interrupt.
-    """
+    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass."""
     try:
         yield
     except (KeyboardInterrupt, *refusals):
         raise
     except SystemExit as call:
+        # It would end the run as if it had succeeded.
         raise RewardError(f"Reward {name!r} tried to end the process by sys.exit({call.code!r}) {when}.") from call
     except BaseException as error:
         raise RewardError(f"Reward {name!r} raised {type(error).__name__}: {error} {when}.") from error
@@ -37,7 +35,7 @@ def _reward_code(name: str, when: str, refusals: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """The scores of some of a rollout's V videos; `numbers` are theirs.
+    """The scores of B of a rollout's V videos; `numbers` are theirs.
 
     scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for every video is absent.
     failed: (B,) bool.
@@ -63,14 +61,23 @@ class CompositeReward:
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
         self.rewards = dict(rewards)
         self.weights = {name: weight for name, weight in weights.items() if weight}
-        declared = {score for name, reward in rewards.items() for score in _lower(name, reward)}
-        self.lower_is_better = frozenset(declared | {name for name, weight in weights.items() if weight < 0})
-        for name in self.lower_is_better & self.weights.keys():
+        lower = {name for name, weight in weights.items() if weight < 0}
+        for name, reward in rewards.items():
+            source = reward.function if isinstance(reward, FunctionReward) else reward
+            declared = getattr(source, "LOWER_IS_BETTER", ())
+            if isinstance(declared, str) or not all(isinstance(score, str) for score in declared):
+                raise ConfigError(
+                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, "
+                    'such as ("distance",).'
+                )
+            lower.update(declared)
+        for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(
                     f"reward.weights.{name} is {self.weights[name]:g}, but its reward says that lower is better, so "
                     f"that training would make it worse. Give it a negative weight, such as {-self.weights[name]:g}."
                 )
+        self.lower_is_better = frozenset(lower)
 
     @classmethod
     def from_config(
@@ -84,7 +91,6 @@ class CompositeReward:
         """Build every reward of a config, and show it the prompts if it has a method `check_prompts`.
 
         Args:
-            config: which rewards.
             prompts: texts of the videos to be scored.
             device: the policy's, for rewards with an option `device` that neither `reward.device` nor `reward.options`
                 gives. fps: of the videos, for rewards with an option `fps`.
@@ -93,32 +99,26 @@ class CompositeReward:
             ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
             RewardError: a reward failed in any other way while it was set up.
         """
-        defaults = {name: value for name, value in (("device", device), ("fps", fps)) if value is not None}
         rewards = {}
         takes_device = False
         for name in config.rewards:
-            with _reward_code(name, "while it was imported", (ConfigError,)):
+            with _reward_code(name, "while it was set up", (ConfigError,)):
                 found = find_reward(name)
-            options = dict(config.options.get(name, {}))
-            if config.device is not None and "device" not in options and "device" in _parameters(found):
-                options["device"] = config.device
-                takes_device = True
-            for option in defaults.keys() & _parameters(found).keys():
-                if options.setdefault(option, defaults[option]) != defaults[option] and option == "fps":
+                options, takes = dict(config.options.get(name, {})), _parameters(found)
+                if "device" in takes and "device" not in options:
+                    takes_device = True
+                    options |= {"device": config.device or device} if config.device or device else {}
+                if "fps" in takes and fps is not None and options.setdefault("fps", fps) != fps:
                     logger.warning(
                         "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at "
                         "its own rate.",
-                        *(name, options["fps"], defaults["fps"]),
+                        *(name, options["fps"], fps),
                     )
-            with _reward_code(name, "while it was set up", (ConfigError,)):
                 rewards[name] = build_reward(name, found, options)
-            check_prompts = getattr(rewards[name], "check_prompts", None)
-            if check_prompts is not None:
-                with _reward_code(name, "while it checked the prompts", (ConfigError,)):
-                    try:
-                        check_prompts(prompts)
-                    except RewardError as error:
-                        raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
+                try:
+                    getattr(rewards[name], "check_prompts", lambda prompts: None)(prompts)
+                except RewardError as error:
+                    raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
         if config.device is not None and not takes_device:
             raise ConfigError(
                 f"reward.device is {config.device!r}, but each of {config.rewards} has no option device or has its own "
@@ -157,23 +157,7 @@ class CompositeReward:
             for key, returned in result.items():
                 if key in scores:
                     raise RewardError(f"Two rewards return a score named {key!r}; the second is {name!r}.")
-                try:
-                    value = torch.as_tensor(returned).detach().cpu().double()
-                except (TypeError, ValueError, RuntimeError) as error:
-                    raise RewardError(
-                        f"Reward {name!r} returned {key!r} as something that is no tensor of numbers: {error}."
-                    ) from error
-                if value.shape != (len(samples),):
-                    raise RewardError(
-                        f"Reward {name!r} returned {key!r} of shape {tuple(value.shape)} for {len(samples)} videos; "
-                        f"it must be ({len(samples)},)."
-                    )
-                bad = (~value.isfinite()).nonzero().flatten().tolist()
-                if bad:
-                    raise RewardError(
-                        f"Reward {name!r} returned {key} = {value[bad[0]].item()} for {describe(samples[bad[0]])}."
-                    )
-                scores[key] = value
+                scores[key] = _checked(f"Reward {name!r} returned {key}", returned, samples)
         missing = sorted(set(self.weights) - set(scores))
         if missing:
             raise ConfigError(
@@ -192,7 +176,6 @@ class CompositeReward:
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
             logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
-        # Again one by one, to find the videos at fault.
         scores: dict[str, Tensor] = {}
         failed = torch.ones(len(samples), dtype=torch.bool)
         for row, sample in enumerate(samples):
@@ -204,6 +187,22 @@ class CompositeReward:
             for name, value in single.items():
                 scores.setdefault(name, torch.zeros(len(samples), dtype=torch.float64))[row] = value[0]
         return scores, failed
+
+
+def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
+    """A returned score as (B,) float64. RewardError unless it is B finite numbers."""
+    try:
+        value = torch.as_tensor(returned).detach().cpu().double()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{what}, which is not a tensor of numbers: {error}.") from error
+    if value.shape != (len(samples),):
+        raise RewardError(
+            f"{what} of shape {tuple(value.shape)} for {len(samples)} videos; it must be ({len(samples)},)."
+        )
+    bad = (~value.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise RewardError(f"{what} = {value[bad[0]].item()} for {describe(samples[bad[0]])}.")
+    return value
 
 
 def gather_scores(
@@ -258,18 +257,6 @@ class FunctionReward:
         return result if isinstance(result, Mapping) else {self.name: result}
 
 
-def _lower(name: str, reward: Reward) -> Collection[str]:
-    """Names of the scores that a reward declares to be better when lower. ConfigError for a declaration of no names."""
-    source = reward.function if isinstance(reward, FunctionReward) else reward
-    declared = getattr(source, "LOWER_IS_BETTER", ())
-    if isinstance(declared, str) or not all(isinstance(score, str) for score in declared):
-        raise ConfigError(
-            f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, such as "
-            '("distance",).'
-        )
-    return tuple(declared)
-
-
 def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
     """The reward behind an entry of `reward.rewards`.
 
@@ -286,25 +273,31 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
         "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
         "with such a method."
     )
-    if not callable(found) and not hasattr(found, "score"):
-        raise ConfigError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
     if hasattr(found, "score") and not inspect.isclass(found):
         if options:
             raise ConfigError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
         return found
+    if not callable(found):
+        raise ConfigError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
+    parameters = _parameters(found)
+    first = list(parameters.values())[:2]
+    scores_videos = not inspect.isclass(found) and [
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty and p.name not in options
+        for p in first
+    ] == [True, True]
     try:
-        if _is_score_function(found, options):
-            inspect.signature(found).bind(None, None, **options)
-            return FunctionReward(found, name.rpartition(":")[2].rpartition(".")[2], options)
-        reward = found(**options)
+        if parameters:
+            inspect.signature(found).bind(*([None, None] if scores_videos else []), **options)
     except TypeError as error:
-        if missing := _missing(found, options):
-            raise ConfigError(
-                f"reward.options.{name}.{missing[0]} is not set, and {name} cannot do without it. Write "
-                f"--reward.options.{name}.{missing[0]}=VALUE, or the same in the YAML."
-            ) from error
-        raise ConfigError(f"reward.options.{name} = {options} does not fit {name}: {error}.") from error
-    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(
+            f"reward.options.{name} = {options} does not fit {name}: {error}. Options are written as "
+            f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
+        ) from error
+    if scores_videos:
+        return FunctionReward(found, name.rpartition(":")[2].rpartition(".")[2], options)
+    try:
+        reward = found(**options)
+    except (TypeError, ValueError, OSError, ImportError) as error:
         raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
     if not callable(getattr(reward, "score", None)):
         raise ConfigError(
@@ -319,22 +312,3 @@ def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(found).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def _missing(found: Any, options: Mapping[str, Any]) -> list[str]:
-    """Parameters without a default that the options do not give; none where an option is unknown besides."""
-    parameters = _parameters(found)
-    if options.keys() - parameters.keys():
-        return []
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [n for n, p in parameters.items() if p.kind in plain and p.default is p.empty and n not in options]
-
-
-def _is_score_function(found: Any, options: Mapping[str, Any]) -> bool:
-    if inspect.isclass(found):
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    first = list(_parameters(found).values())[:2]
-    return len(first) == 2 and all(
-        p.kind in positional and p.default is p.empty and p.name not in options for p in first
-    )

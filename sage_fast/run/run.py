@@ -40,8 +40,8 @@ from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
+from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.generators import seed_generators
 from sage_fast.rollout import Progress
 from sage_fast.run import media
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord

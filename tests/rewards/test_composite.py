@@ -46,7 +46,7 @@ def test_a_function_may_name_its_scores_and_take_options() -> None:
 
 def test_an_option_that_is_missing_is_named_by_its_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"reward\.options\.videoalign\.path is not set.*--reward\.options\.videoalign"
+        ConfigError, match=r"reward\.options\.videoalign = .*argument: 'path'.*--reward\.options\.videoalign\."
     ):
         CompositeReward.from_config(RewardConfig(rewards=["videoalign"]), fps=24.0)
 
@@ -77,7 +77,7 @@ def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], messag
 
 
 class Returns:
-    """A reward that returns what it is told to."""
+    """A reward that returns a given result."""
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -90,9 +90,9 @@ class Returns:
     ("result", "message"),
     [
         (torch.ones(3), r"Reward 'r' returned a Tensor, but it must be {name: scores} with 3 numbers a name"),
-        ({"s": torch.ones(2)}, r"returned 's' of shape \(2,\) for 3 videos"),
-        ({"s": torch.ones(3, 1)}, r"returned 's' of shape \(3, 1\)"),
-        ({"s": ["a", "b", "c"]}, "returned 's' as something that is no tensor of numbers"),
+        ({"s": torch.ones(2)}, r"returned s of shape \(2,\) for 3 videos"),
+        ({"s": torch.ones(3, 1)}, r"returned s of shape \(3, 1\)"),
+        ({"s": ["a", "b", "c"]}, "returned s, which is not a tensor of numbers"),
         ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
     ],
 )

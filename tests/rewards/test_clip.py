@@ -1,4 +1,4 @@
-"""CLIPScore and the machinery it shares with PickScore, against an independent computation with PIL and CLIPModel."""
+"""CLIPScore and PickScore against an independent computation with PIL and CLIPModel."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.training_sections import RewardConfig
-from sage_fast.rewards.clip import CLIPScore, FramePreprocessing, middle_frames
+from sage_fast.rewards.clip import PROCESSOR, CLIPScore, PickScore, middle_frames
 from sage_fast.rewards.composite import CompositeReward
 from tests.tiny.clip import MEAN, STD, build_tiny_clip
 
@@ -64,37 +64,7 @@ def test_against_pil_and_clip(checkpoint: Path, size: tuple[int, int]) -> None:
     assert list(scores) == ["CLIPScore"] and scores["CLIPScore"].dtype == torch.float32
     expected = [100 * by_hand(checkpoint, v, p, [1, 3]) for v, p in zip(videos, prompts, strict=True)]
     assert max(expected) - min(expected) > 1  # a wrong filter or a missing crop costs 0.1 and more
-    assert scores["CLIPScore"].tolist() == pytest.approx(expected, abs=0.02)
-
-
-def test_resizing_is_pils() -> None:
-    frames = soft_videos(1, 4, 45, 64)[0]
-    frames[2:] = torch.randint(0, 256, frames[2:].shape, generator=torch.Generator().manual_seed(1))
-    prepare = FramePreprocessing(
-        resize=20, crop=None, filter="bicubic", mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255)
-    )
-    for frame, result in zip(frames, prepare(frames), strict=True):
-        image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize((28, 20), Image.Resampling.BICUBIC)
-        expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
-        assert result.shape == (3, 20, 28)
-        assert (result - expected).abs().max() <= 1.001  # PIL's weights are fixed-point
-        assert ((result - expected).abs() > 0.5).float().mean() < 0.02
-
-
-def test_both_forms_of_the_preprocessing_file() -> None:
-    common = {"image_mean": MEAN, "image_std": STD, "resample": 3}
-    old = FramePreprocessing.from_config(common | {"size": 224, "crop_size": 224})
-    new = FramePreprocessing.from_config(
-        common | {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_rescale": True}
-    )
-    assert old == new == FramePreprocessing(resize=224, crop=(224, 224), filter="bicubic", mean=MEAN, std=STD)
-    square = FramePreprocessing.from_config(common | {"size": {"height": 8, "width": 12}, "do_center_crop": False})
-    assert square(torch.zeros(1, 3, 20, 20, dtype=torch.uint8)).shape == (1, 3, 8, 12)
-    for wrong in ({"resample": 0}, {"do_normalize": False}):
-        with pytest.raises(ValueError, match="preprocessor_config.json"):
-            FramePreprocessing.from_config(common | wrong)
-    with pytest.raises(ValueError, match=r"crops \(224, 224\)"):
-        FramePreprocessing.from_config(common | {"do_resize": False})(torch.zeros(1, 3, 200, 300, dtype=torch.uint8))
+    assert scores["CLIPScore"].tolist() == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +158,28 @@ def test_refusals(checkpoint: Path) -> None:
         reward.score(videos, ["dog"])
 
 
-def test_as_a_reward_of_a_run(checkpoint: Path) -> None:
-    config = RewardConfig(
-        rewards=["clip_score"],
-        options={"clip_score": {"path": str(checkpoint), "device": "cpu"}},
-        weights={"CLIPScore": 0.5},
-    )
-    reward = CompositeReward.from_config(config).rewards["clip_score"]
-    scores = reward.score(soft_videos(2, 2, 24, 24), ["dog", "a red cat"])
-    assert all(math.isfinite(value) for value in scores["CLIPScore"].tolist())
+# ------------------------------------------------------------------------------------------------------------ PickScore
+
+
+def test_pick_score_is_the_formula_of_the_model_card(checkpoint: Path, tmp_path: Path) -> None:
+    """exp(logit_scale) times the cosine, with the checkpoint's own temperature; the processor may lie elsewhere."""
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.logit_scale.fill_(3.0)
+    model.save_pretrained(tmp_path)
+    videos, prompts = soft_videos(2, 3, 30, 40), ["a red cat", "dog"]
+    score = PickScore(str(tmp_path), str(checkpoint), device="cpu", num_frames=None).score(videos, prompts)
+    expected = [math.exp(3.0) * by_hand(checkpoint, v, p, [0, 1, 2]) for v, p in zip(videos, prompts, strict=True)]
+    assert score["PickScore"].tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_processor_of_a_bare_checkpoint_is_the_model_cards(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(OSError, match=rf"hf download {PROCESSOR} --include .*json.*options.pick_score.processor"):
+        PickScore(str(tmp_path))
+    with pytest.raises(OSError, match=r"hf download yuvalkirstain/PickScore_v1`.*reward.options.pick_score.path"):
+        PickScore(processor=str(checkpoint))

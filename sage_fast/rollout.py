@@ -17,7 +17,7 @@ from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.rollout_sections import RolloutConfig, SDEWindowConfig
 from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.data import num_trained
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
@@ -246,7 +246,7 @@ class VideoScoring:
     decoder: VideoDecoder
     reward: CompositeReward
     on_failure: OnFailure
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     progress: Progress = lambda phase, done, total, subject: None
     scored: list[ScoredBatch] = field(default_factory=list)

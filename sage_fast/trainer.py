@@ -32,11 +32,11 @@ from sage_fast.data import (
     split_evenly,
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
-from sage_fast.distributed.launch import rank_device
 from sage_fast.distributed.parallelize import check_lockstep, gather_second_block_when_due, parallelize
 from sage_fast.distributed.snapshot import check_same_shapes
+from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.torch_engine import TorchEngine
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
@@ -117,7 +117,7 @@ class Trainer:
         reward: CompositeReward,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         progress: Progress = lambda phase, done, total, subject: None,
     ) -> None:
         self.config = config
@@ -229,7 +229,7 @@ class Trainer:
             check_lockstep(config.rollout, config.evaluation, train, scored)
 
     def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
-        """The engine of `distributed.engine` over the transformer, which now gets its weights if it lacks them."""
+        """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
         sections = config.distributed, config.model, config.training
         gathering = parallelize(
@@ -240,8 +240,8 @@ class Trainer:
             weights,
             kl_position_fraction=config.objective.kl_position_fraction,
         )
-        if config.distributed.engine == "deepspeed":
-            from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
+        if config.distributed.zero_stage is not None:
+            from sage_fast.distributed.zero import DeepSpeedEngine
 
             mode = config.training.mode
             return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)

@@ -19,7 +19,7 @@ from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import TrainingConfig, TrainOnConfig
 from sage_fast.data import PAIR_FLOOR, best_and_worst, draw_pairs, inclusion_chances, kl_factors, pair_weights
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms
 from sage_fast.objective import kl_uses, step_pulls
 from sage_fast.policy.guidance import GuidedPolicy
@@ -165,7 +165,7 @@ EVERY_KL = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
 class Estimates:
     """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64, with the anchor behind."""
 
-    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch, world: World = ALONE) -> None:
+    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch, world: World = SINGLE_PROCESS) -> None:
         self.trainer = build_trainer(config, world)
         use_smooth_velocity(self.trainer, monkeypatch)
         move_weights(self.trainer)

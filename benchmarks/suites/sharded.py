@@ -50,7 +50,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
 from sage_fast.distributed.torch_engine import TorchEngine
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
 from sage_fast.planning.devices import host_memory
@@ -180,7 +180,7 @@ def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, dev
 def unwrapped_engine(transformer: HunyuanVideo15Transformer3DModel, mode: Mode) -> TorchEngine:
     """The engine of a transformer whose weights are whole."""
     gathering = Gathering(transformer, "never")
-    return TorchEngine(trainable_parameters(transformer), run_config(mode).optimizer, ALONE, gathering)
+    return TorchEngine(trainable_parameters(transformer), run_config(mode).optimizer, SINGLE_PROCESS, gathering)
 
 
 def update_difference(engine: TorchEngine, device: torch.device) -> float:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from sage_fast import __version__
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.config.files import sync
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -60,7 +60,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((root / name for name in names), key=update_of)
 
 
-def verify_checkpoint(folder: Path, world: World = ALONE) -> None:
+def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
     """Check that every file has the size and the SHA-256 that the manifest states.
 
     Collective: each rank reads a share of the files, and all come to the same verdict.

@@ -30,7 +30,7 @@ from sage_fast.checkpoint.folder import (
     verify_checkpoint,
 )
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self.meta)
 
 
-def open_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
+def open_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> Checkpoint:
     """Verify a checkpoint and open it. Collective. Raises as `verify_checkpoint`, the same on all ranks."""
     verify_checkpoint(folder, world)
     failure = None
@@ -129,7 +129,7 @@ def open_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
     return checkpoint
 
 
-def newest_checkpoint(root: Path, world: World = ALONE) -> Checkpoint | None:
+def newest_checkpoint(root: Path, world: World = SINGLE_PROCESS) -> Checkpoint | None:
     """The newest checkpoint whose every file matches its manifest; damaged ones are skipped with a warning.
 
     Collective: rank 0 says what there is.
@@ -156,7 +156,7 @@ def newest_checkpoint(root: Path, world: World = ALONE) -> Checkpoint | None:
     return None
 
 
-def find_checkpoint(resume: str, root: Path, world: World = ALONE) -> Checkpoint | None:
+def find_checkpoint(resume: str, root: Path, world: World = SINGLE_PROCESS) -> Checkpoint | None:
     """The checkpoint that `resume` (`none`, `auto` or a path) means; None for a fresh start.
 
     Collective: all ranks open the same one. Raises CheckpointError.

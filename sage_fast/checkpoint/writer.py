@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import stat
 from collections import deque
@@ -41,11 +42,10 @@ from sage_fast.checkpoint.folder import (
     update_of,
     write_manifest,
 )
-from sage_fast.checkpoint.partial import new_attempt, partial_name, remove_abandoned
 from sage_fast.checkpoint.retention import Best, read_best, superfluous, write_best
 from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
 from sage_fast.config.files import sync
-from sage_fast.distributed.world import ALONE, OWN_TIMEOUT, World
+from sage_fast.distributed.world import OWN_TIMEOUT, SINGLE_PROCESS, World
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class CheckpointWriter:
         keep_last: int,
         keep_every: int | None = None,
         asynchronous: bool = False,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.root = root
@@ -117,8 +117,8 @@ class CheckpointWriter:
             if world.mesh is None
             else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
         )
-        # Processes of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
-        self._attempt = self._gather(new_attempt())[0]
+        # Ranks of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
+        self._attempt = self._gather(secrets.token_hex(4))[0]
         # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._has_root = False
@@ -214,7 +214,7 @@ class CheckpointWriter:
         return self.root / checkpoint_name(update)
 
     def _partial(self, update: int) -> Path:
-        return self.root / partial_name(update, self._attempt)
+        return self.root / f".{checkpoint_name(update)}.{self._attempt}.partial"
 
     def _make_folder(self, update: int) -> None:
         """An empty folder to write in; what runs that were killed have left behind makes room."""
@@ -223,7 +223,9 @@ class CheckpointWriter:
         if not self._has_root:
             self.root.mkdir(parents=True, exist_ok=True)
             self._has_root = True
-        remove_abandoned(self.root)
+        for abandoned in self.root.glob(".update-*.partial"):
+            # One writer per run: nobody else's is needed. A rank that is just being ended may still write into one.
+            shutil.rmtree(abandoned, ignore_errors=True)
         self._partial(update).mkdir()
         (self._partial(update) / SHARDS).mkdir()
 

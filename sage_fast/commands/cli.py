@@ -9,7 +9,7 @@ import argparse
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sage_fast import __version__
@@ -28,14 +28,7 @@ from sage_fast.commands import (
 )
 from sage_fast.commands.common import split_words
 from sage_fast.config.errors import ConfigError, RewardError, SageError
-from sage_fast.distributed.launch import (
-    adopt_slurm,
-    configure_logging,
-    end_process,
-    report_error,
-    stay_away,
-    world_size,
-)
+from sage_fast.distributed.start import configure_logging, end_process, report_error, world_size
 
 COMMANDS = {
     "train": train,
@@ -53,7 +46,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error once, however many processes meet it, and that takes no abbreviations.
+    """A parser that names the rank of an error, and that takes no abbreviations.
 
     An abbreviation would change its meaning with the next option that is added.
     """
@@ -89,46 +82,48 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    if world_size() == 1:
+        return _tell(_run, arguments)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    status = 1
     try:
-        status = _run(arguments)
+        status = _tell(record(_run), arguments)  # torchrun shows the error of the rank that has failed first
+    except Exception:  # noqa: BLE001  whatever it is: the other ranks wait for this one
+        traceback.print_exc()
+    # A normal exit could wait for collectives that no other rank will join.
+    end_process(status)
+
+
+def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
+    """Run a command; returns the exit status. An error that its message explains loses its traceback."""
+    try:
+        return run(arguments) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = 130
-    except Exception:  # whatever it is: the other ranks wait for this one, and a process that hangs tells nobody
-        if world_size() == 1:
-            raise
-        traceback.print_exc()
-        status = 1
-    if world_size() > 1:
-        if status:
-            stay_away()
-        # A normal exit could wait for collectives that no other rank will join.
-        end_process(status)
-    return status
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    command = ""
-    try:
-        adopt_slurm()  # before anything is printed: it says which rank this is
-        options, overrides = parse(arguments)
-        command = options.command
-        configure_logging()
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-        if command != "train" and world_size() > 1:
-            raise ConfigError(
-                f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
-                f"same. Start it without torchrun and srun: sage-fast {command} ..."
-            )
-        return COMMANDS[command].run(options, overrides)
+        return 130
     except ConfigError as error:
         report_error(f"error: {error}")
         return 2
     except (RuntimeError, OSError, MemoryError) as error:
         if not _is_expected(error):
             raise
+        command = (sys.argv[1:] if arguments is None else [*arguments])[0]
         report_error(f"error: {_describe(error, command)}")
         return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options, overrides = parse(arguments)
+    configure_logging()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    command = options.command
+    if command != "train" and world_size() > 1:
+        raise ConfigError(
+            f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
+            f"same. Start it without torchrun: sage-fast {command} ..."
+        )
+    return COMMANDS[command].run(options, overrides)
 
 
 def _is_expected(error: Exception) -> bool:

@@ -8,7 +8,7 @@ examples:
   sage-fast configs                          every preset with one line
   sage-fast configs show toy_cpu             the whole of one; `> mine.yaml` starts one of your own
 
-A preset is named wherever a YAML file is: `sage-fast train toy_cpu`. Those under ablations/ and deepspeed/ are laid
+A preset is named wherever a YAML file is: `sage-fast train toy_cpu`. Those under ablations/ are laid
 over another: `sage-fast train toy_cpu ablations/kl_none`. Other files that ship are shown too, such as
 prompts/general_train.csv and launch/slurm.sbatch.
 """

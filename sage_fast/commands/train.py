@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
-from sage_fast.distributed.launch import rank, world_size
+from sage_fast.distributed.start import rank, world_size
 
 EPILOG = """\
 examples:

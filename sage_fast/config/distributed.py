@@ -19,8 +19,9 @@ class DistributedConfig:
     `DistributedConfig(dp_replicate=4, dp_shard=8, sp=2)`.
     """
 
-    engine: Literal["fsdp", "deepspeed"] = "fsdp"
-    """`fsdp` is torch's FSDP2; `deepspeed` is DeepSpeed ZeRO, as `deepspeed_config` says."""
+    zero_stage: Literal[2, 3] | None = None
+    """null: torch's FSDP2. 2 or 3: DeepSpeed ZeRO, which shards gradients and optimizer state over all ranks, with 3
+    the weights too."""
     dp_replicate: int | None = None
     """Data-parallel replicas of the weights. null: with training.mode lora what the other degrees leave, else 1."""
     dp_shard: int | None = None
@@ -37,9 +38,6 @@ class DistributedConfig:
     optimizer state are float32."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
-    deepspeed_config: str | None = None
-    """JSON file of DeepSpeed, found like `data.prompts`; what this project decides itself in it must agree with the
-    run's other settings."""
     startup_timeout_seconds: float = 1800.0
     """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
     progress and a collective may wait. Encoding prompts is progress."""
@@ -54,29 +52,19 @@ class DistributedConfig:
         for key in ("startup_timeout_seconds", "timeout_seconds"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} is {getattr(self, key)}, but it must be positive.")
-        if self.engine == "deepspeed":
-            if self.deepspeed_config is None:
-                raise ValueError(
-                    "deepspeed_config is null, but distributed.engine deepspeed needs a JSON file; "
-                    "deepspeed/zero2.json and deepspeed/zero3.json ship."
-                )
-            for key, default in (("keep_gathered", "auto"), ("param_dtype", "float32"), ("cpu_offload", False)):
+        if self.zero_stage is not None:
+            for key, default in (
+                ("keep_gathered", "auto"),
+                ("cpu_offload", False),
+                ("dp_replicate", None),
+                ("dp_shard", None),
+            ):
                 if getattr(self, key) != default:
                     raise ValueError(
-                        f"{key} is {getattr(self, key)!r}, but it belongs to distributed.engine fsdp. Set it to "
-                        f"{default!r}; the preset deepspeed/zero3, laid over a configuration, sets all such keys."
+                        f"{key} is {getattr(self, key)!r}, but it belongs to FSDP2, and with distributed.zero_stage "
+                        f"{self.zero_stage} DeepSpeed shards over all ranks. Set it to "
+                        f"{'null' if default is None else str(default).lower()}, or zero_stage to null."
                     )
-            for key in ("dp_replicate", "dp_shard"):
-                if getattr(self, key) is not None:
-                    raise ValueError(
-                        f"{key} is {getattr(self, key)}, but with distributed.engine deepspeed ZeRO shards over all "
-                        "ranks. Set it to null."
-                    )
-        elif self.deepspeed_config is not None:
-            raise ValueError(
-                f"deepspeed_config is {self.deepspeed_config!r}, but distributed.engine is fsdp. Set the engine to "
-                "deepspeed, or leave the file out."
-            )
 
     def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
         """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""

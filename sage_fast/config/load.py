@@ -23,7 +23,7 @@ from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.config.text_files import dump_yaml, read_text, read_yaml
 
-PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"), ("distributed", "deepspeed_config"))
+PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
 """Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
 
 MAX_SHOWN = 200

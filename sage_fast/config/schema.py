@@ -179,11 +179,23 @@ class RunConfig:
             )
 
     def _check_engine(self) -> None:
-        """What the engines cannot do."""
-        if self.distributed.engine == "deepspeed" and self.training.update == "single_pass":
+        """Refuse settings that DeepSpeed or FSDP2 cannot have."""
+        stage = self.distributed.zero_stage
+        if stage is not None and self.training.update == "single_pass":
             raise ConfigError(
-                "training.update single_pass takes gradients of single videos, but distributed.engine deepspeed sums "
-                "them as they are made. Set training.update to two_phase, or the engine to fsdp."
+                f"training.update single_pass takes gradients of single videos, but distributed.zero_stage {stage} "
+                "sums them as they are made. Set training.update to two_phase, or zero_stage to null."
+            )
+        if stage is not None and self.optimizer.name != "adamw":
+            raise ConfigError(
+                f"optimizer.name is {self.optimizer.name!r}, but distributed.zero_stage {stage} cuts all weights into "
+                "flat pieces, and Muon orthogonalises whole matrices. Set optimizer.name to adamw, or zero_stage to "
+                "null."
+            )
+        if stage is not None and self.model.adaln not in ("auto", "weights"):
+            raise ConfigError(
+                f"model.adaln is {self.model.adaln!r}, but distributed.zero_stage {stage} keeps the AdaLN weights with "
+                "the others. Set model.adaln to auto, or zero_stage to null."
             )
         if self.distributed.param_dtype != "float32" and self.training.mode != "full":
             raise ConfigError(

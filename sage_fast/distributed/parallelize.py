@@ -70,7 +70,7 @@ def parallelize(
     Raises:
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
-    full, zero = training.mode == "full", distributed.engine == "deepspeed"
+    full, zero = training.mode == "full", distributed.zero_stage is not None
     _check_settings(distributed, model, training, world)
     keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.

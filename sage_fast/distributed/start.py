@@ -1,27 +1,131 @@
-"""Joining the processes of a run."""
+"""The processes of a run, as torchrun has started them and describes them in the environment of each.
 
+torch and this file read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_*. torch is imported where it
+is needed, because every command imports this file.
+"""
+
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
-
-import torch
-from torch import distributed as dist
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.distributed.failure.selfcheck import check_identities
-from sage_fast.distributed.launch import meeting_place
-from sage_fast.distributed.world import ALONE, World, set_group_timeouts
+
+if TYPE_CHECKING:
+    import torch
+
+    from sage_fast.distributed.world import World
+
+logger = logging.getLogger(__name__)
+
+
+def rank() -> int:
+    """This process among all of the run; 0 where no launcher has started it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes of the run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank_device(name: str) -> "torch.device":
+    """The device of this rank for `model.device`; a GPU becomes the current one.
+
+    `auto` and `cuda` are the GPU of this rank's number on its node, or the only one that it sees; `auto` is the CPU
+    where there is no GPU. On a CPU nothing is changed, threads included.
+
+    Raises:
+        ConfigError: more processes than GPUs, one GPU named for several processes, or a device torch cannot use.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+            return device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device is {name!r}, which torch cannot use here: {error}. Use auto or cpu."
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"model.device is {name!r}, but torch sees no GPU on {os.uname().nodename}. Use cpu, or see that the "
+            "driver and a CUDA build of torch are installed on every node."
+        )
+    count, local = torch.cuda.device_count(), local_rank()
+    names_one = ":" in name
+    if names_one and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"model.device is {name!r}, but every process needs a GPU of its own. Use auto or cuda; "
+            "CUDA_VISIBLE_DEVICES limits which GPUs are taken."
+        )
+    if not names_one:
+        # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two tasks that
+        # were bound to the same one.
+        bound = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+        device = torch.device("cuda", 0 if bound else local)
+    if device.index >= count:
+        raise ConfigError(
+            f"{os.uname().nodename} has {count} GPU(s) to give, but {device} was asked for: every process needs one "
+            f"of its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
+            "to cpu."
+        )
+    torch.cuda.set_device(device)
+    return device
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has restarted the processes of this node."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def effective_resume(resume: str, environment: Mapping[str, str] = os.environ) -> str:
+    """`resume` of the configuration; in a restarted job `none` and `restart` become `auto`, for the run has begun."""
+    restarts = restart_count(environment)
+    if resume not in ("none", "restart") or not restarts:
+        return resume
+    logger.info("Restart %d of this job: going on with the run, as with --resume auto.", restarts)
+    return "auto"
+
+
+def check_restartable(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse restarts by torchrun in which the new processes would wait for ones that have died.
+
+    By default torchrun's agent keeps one store through all restarts, and a process that meets there may be sent to the
+    address of one that has died (pytorch issue 135712).
+
+    Raises:
+        ConfigError: torchrun may restart the processes and has not been told to give them a store of their own.
+    """
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"torchrun was started with --max-restarts={restarts}, but restarted "
+            "processes would wait for ever in the store of those before. Set the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as configs/launch/torchrun.sh does, or leave "
+            "--max-restarts out."
+        )
 
 
 def start_world(
     distributed: DistributedConfig,
     mode: Literal["lora", "full"],
-    device: torch.device,
+    device: "torch.device",
     configuration: Mapping[str, Any],
-) -> World:
-    """Join the processes that the launcher has started; `ALONE` where it started none.
+) -> "World":
+    """Join the processes that the launcher has started; `SINGLE_PROCESS` where it started none.
 
     Args:
         distributed: degrees and timeouts.
@@ -32,29 +136,63 @@ def start_world(
     Raises:
         ConfigError: the degrees do not fit the number of processes, or the ranks differ.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    from torch import distributed as dist
+
+    from sage_fast.config.schema import by_dotted_key
+    from sage_fast.distributed.failure import check_same_everywhere, software
+    from sage_fast.distributed.world import SINGLE_PROCESS, World, set_group_timeouts
+
+    size = world_size()
     try:
         replicate, shard, sp = distributed.degrees(size, mode)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if "RANK" not in os.environ:
-        return ALONE
-    from torch.distributed.device_mesh import init_device_mesh
-
+        return SINGLE_PROCESS
+    check_restartable()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     seconds = distributed.startup_timeout_seconds
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **meeting_place(seconds))
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    settings = {f"config {key}": repr(value) for key, value in by_dotted_key(configuration).items()}
     # Before there are groups: ranks that were given different degrees would make different ones.
-    check_identities(configuration, device)
+    check_same_everywhere(settings | software(), device)
     world = World(
         rank=dist.get_rank(),
         size=size,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         dp_replicate=replicate,
         dp_shard=shard,
         sp=sp,
-        mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
-        fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
+        mesh=dist.init_device_mesh(
+            device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")
+        ),
+        fsdp_mesh=dist.init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
     set_group_timeouts(seconds)  # torch gives the groups of a mesh its default
     return world
+
+
+def configure_logging() -> None:
+    """Log to stderr: everything from rank 0; warnings and errors from the others, with their rank before them."""
+    level, who = (logging.INFO, "") if rank() == 0 else (logging.WARNING, f"[rank {rank()}] ")
+    logging.basicConfig(level=level, format=f"{who}%(levelname)s %(message)s", stream=sys.stderr)
+
+
+def report_error(message: str) -> None:
+    """Print an error that ends this process, with its rank before it where there are several."""
+    text = message if world_size() == 1 else f"[rank {rank()}] {message}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def end_process(status: int) -> NoReturn:
+    """Leave now, without waiting for threads, other ranks or the GPU; child processes are ended too.
+
+    After a failure the ordinary way out may wait for collectives that nobody will answer.
+    """
+    from multiprocessing import active_children  # here, because every command imports this file
+
+    for child in active_children():
+        child.kill()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -38,7 +38,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     dp_replicate: int = 1
     dp_shard: int = 1
     sp: int = 1
@@ -116,7 +115,7 @@ class World:
             tensor.copy_(part.view(tensor.shape))
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 """The one process of a run that was not launched."""
 
 

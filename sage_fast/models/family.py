@@ -13,7 +13,7 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights
 from sage_fast.records import PromptEmbeds
@@ -34,7 +34,7 @@ class PromptEncoder(Protocol):
     def prepare(
         self,
         texts: Sequence[str],
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[tuple[int, int]]:
         """Have what `encode` will be asked for at hand, such as on disk, and return (L, Lg) of every text. Collective.

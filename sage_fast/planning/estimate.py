@@ -19,7 +19,7 @@ from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.launch import rank_device, world_size
+from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange

@@ -128,10 +128,10 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
         ConfigError: the degrees or the batch do not fit the number of GPUs, the heads or the tokens.
     """
     section, rollout = config.distributed, config.rollout
-    if section.engine != "fsdp":
+    if section.zero_stage is not None:
         raise ConfigError(
-            f"distributed.engine is {section.engine}, and the plan knows how fsdp shards. ZeRO-3 needs about what fsdp "
-            "needs: --distributed.engine=fsdp --distributed.deepspeed_config=null."
+            f"distributed.zero_stage is {section.zero_stage}, and the plan knows how FSDP2 shards. ZeRO-3 needs about "
+            "what FSDP2 needs: --distributed.zero_stage=null."
         )
     try:
         replicate, shard, sp = section.degrees(gpus, config.training.mode)

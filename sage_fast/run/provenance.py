@@ -9,7 +9,7 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
-from sage_fast.distributed.failure.selfcheck import package_versions
+from sage_fast.distributed.failure import package_versions
 
 FILE_NAME = "environment.json"
 

@@ -25,7 +25,7 @@ from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, l
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.resumable import FIXED, FREE, marked_keys
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.distributed.launch import restart_count
+from sage_fast.distributed.start import restart_count
 from sage_fast.distributed.world import World
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics

@@ -26,15 +26,12 @@ import torch
 from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
 from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.distributed import check_heads
-from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
+from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.distributed.deepspeed.zero_config import read_config
-from sage_fast.distributed.failure.selfcheck import check_world, noise_digests
-from sage_fast.distributed.failure.watchdog import Watchdog, start_watchdog, use_steady_timeout
-from sage_fast.distributed.launch import effective_resume, rank_device
-from sage_fast.distributed.start import start_world
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
+from sage_fast.distributed.start import effective_resume, rank_device, start_world
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
@@ -109,7 +106,7 @@ def _read_prompts(key: str, path: str) -> list[Prompt]:
 
 
 def build_trainer(
-    config: RunConfig, world: World = ALONE, progress: Progress = lambda phase, done, total, subject: None
+    config: RunConfig, world: World = SINGLE_PROCESS, progress: Progress = lambda phase, done, total, subject: None
 ) -> Trainer:
     """Load the model, the rewards and the prompts of a run. Collective.
 
@@ -127,12 +124,9 @@ def build_trainer(
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
     if world.sp > 1:
         _check_described_heads(config, world.sp)
-    section, mode, dtype = config.distributed, config.training.mode, getattr(torch, config.model.dtype)
-    if section.deepspeed_config is not None:
-        read_config(section.deepspeed_config, config.optimizer, mode=mode, dtype=dtype, warn=False)
     try:
         components = open_components(config.model)
-        cast_weights(components.transformer, dtype)
+        cast_weights(components.transformer, getattr(torch, config.model.dtype))
         reward = CompositeReward.from_config(
             config.reward,
             [p.text for p in (*prompts, *eval_prompts)],
@@ -173,9 +167,18 @@ def train(
     # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
     if world.any(effective_resume(config.resume) != config.resume):
         config = replace(config, resume="auto")
-    stacks = Path(config.output_dir) / "failure"
-    with start_watchdog(world, section.startup_timeout_seconds, stacks) as watchdog:
-        return Run(config, world, watchdog, allow_changes=allow_changes, callbacks=callbacks).train()
+    try:
+        with HangGuard(world, section.startup_timeout_seconds) as guard:
+            return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
+    except RuntimeError as error:
+        if not is_communication_error(error):
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RankFailure(
+            f"A collective failed: {first} Another rank has died, failed or hung; its own message or the stacks of its "
+            "threads say where. What was saved is intact: start the same command again with --resume auto, or let "
+            "torchrun do so (--max-restarts)."
+        ) from error
 
 
 class Run:
@@ -184,15 +187,15 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        world: World = ALONE,
-        watchdog: Watchdog | None = None,
+        world: World = SINGLE_PROCESS,
+        guard: HangGuard | None = None,
         allow_changes: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config = config
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
-        self.watchdog = watchdog or start_watchdog(ALONE, config.distributed.timeout_seconds)
+        self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir)
         self.checkpoints = self.directory / "checkpoints"
         self.lease = Lease(self.directory, world)
@@ -201,17 +204,10 @@ class Run:
         self._contents = self._look()
         start = find_start(config, world, allow_changes)
         self.checkpoint, self._sets_aside, self._changes = start.checkpoint, start.sets_aside, start.changes
-        self.trainer = build_trainer(
-            config, self.world, lambda phase, done, total, subject: self.watchdog.progress(phase, done, total)
-        )
+        self.trainer = build_trainer(config, self.world, lambda phase, done, total, subject: self.guard.progress())
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
-        check_world(
-            world,
-            self.directory,
-            self.trainer.device,
-            noise=noise_digests(self.trainer.next_noise()),
-            inputs={"model.path": self.trainer.model_digest, "prompts": self.prompts_digest},
-        )
+        # A path may name other files on another node.
+        check_same_everywhere({"model.path": self.trainer.model_digest, "prompts": self.prompts_digest})
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
         first = Status(num_updates=config.training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout)
@@ -295,7 +291,7 @@ class Run:
         while trainer.update < total and not world.any(self._stop_requested):
             self.lease.check()
             record = trainer.iterate() | {"time/checkpoint": seconds_saving}
-            use_steady_timeout(self.watchdog, config.distributed.timeout_seconds)
+            self.guard.use_steady_timeout(config.distributed.timeout_seconds)
             everywhere = world.gather((self._stop_requested, peak_memory_gib(trainer.device)))
             stops, peaks = zip(*everywhere, strict=True)
             record["memory/peak_gib"] = max(peaks)
@@ -356,8 +352,7 @@ class Run:
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
-        self.watchdog.progress(phase, done, total)
-        self.watchdog.working_on(subject)
+        self.guard.progress()
         self.progress.phase(phase, done, total, self.trainer.update)
 
     def _show_evaluation(self) -> None:

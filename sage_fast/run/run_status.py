@@ -194,13 +194,11 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
         now: seconds since the epoch, by the clock of this machine where it is None.
     """
     now = time.time() if now is None else now
-    lease = look_at(directory)
+    holder, alive = look_at(directory)
     status, written = read_status(directory)
     if status is None:
         status = _from_metrics(directory)
     quiet = None if written is None else max(0.0, now - written)
-    holder = None if lease is None else lease.holder
-    alive = lease is not None and not lease.is_gone(now)
     condition: Condition = "unknown"
     if written is None:
         condition = "running" if alive else "unknown"

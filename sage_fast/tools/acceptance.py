@@ -29,7 +29,7 @@ from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.rollout_sections import SDEWindowConfig
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import TrainOnConfig
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, VideoDecoder, load_components, shift_difference
 from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes
 from sage_fast.models.transformer import choose_forward, velocity

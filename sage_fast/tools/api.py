@@ -25,7 +25,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import check_trust, load_config
 from sage_fast.config.registry import register, registered
 from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.distributed.launch import rank_device, world_size
+from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
 from sage_fast.planning.estimate import settle_memory

@@ -19,8 +19,8 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.failure.selfcheck import version_of
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.failure import version_of
+from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import (
     ModelDescription,

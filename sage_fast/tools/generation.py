@@ -16,7 +16,7 @@ from tqdm import tqdm
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, open_components
 from sage_fast.models.transformer import FusedForward, choose_forward

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from sage_fast import __version__
-from sage_fast.distributed.failure.selfcheck import version_of
+from sage_fast.distributed.failure import version_of
 from sage_fast.planning.devices import host_memory
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from sage_fast.config.files import write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.launch import rank_device
+from sage_fast.distributed.start import rank_device
 from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest

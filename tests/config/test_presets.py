@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config, save_config
 from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
-from sage_fast.distributed.deepspeed.zero_config import read_config
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
 from sage_fast.objective import KLWeightConfig
 from sage_fast.planning.devices import DEVICES
@@ -28,7 +26,6 @@ from sage_fast.run.run import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
-ZERO = sorted((ROOT / "configs/deepspeed").glob("*.yaml"))
 ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
 
 
@@ -119,7 +116,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("path", [*PRESETS, *ABLATIONS, *ZERO, ROOT / "configs/toy_cpu.yaml"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*PRESETS, *ABLATIONS, ROOT / "configs/toy_cpu.yaml"], ids=lambda p: p.stem)
 def test_a_preset_goes_by_its_name_and_says_in_a_line_what_it_is(path: Path) -> None:
     name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
     assert name in preset_names() and config_file(name) == path
@@ -175,17 +172,6 @@ def test_what_is_neither_a_file_nor_a_preset(name: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(name)
     assert repr(name) in str(error.value) and expected in str(error.value)
-
-
-@pytest.mark.parametrize("overlay", ZERO, ids=lambda p: p.stem)
-def test_deepspeed_can_be_laid_over_every_preset(overlay: Path) -> None:
-    for preset in PRESETS:
-        config = load_config([preset, overlay])
-        settings = config.distributed
-        assert settings.engine == "deepspeed" and settings.deepspeed_config is not None
-        dtype = getattr(torch, config.model.dtype)
-        zero = read_config(settings.deepspeed_config, config.optimizer, mode=config.training.mode, dtype=dtype)
-        assert zero.bf16 and f"zero{zero.stage}" == overlay.stem
 
 
 def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:

@@ -1,12 +1,12 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 on two gloo processes against plain torch on one that has both ranks' videos."""
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 RANKS = 2
-STAGES = (2, 3)
+STAGES: tuple[Literal[2, 3], ...] = (2, 3)
 UPDATES = 3
 MODES: tuple[Literal["lora", "full"], ...] = ("lora", "full")
 CONFIG = OptimizerConfig(
@@ -136,7 +136,7 @@ def start(number: int, folder: str) -> World:
         "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS, timeout=timedelta(seconds=100)
     )
     mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
-    return World(rank=number, size=RANKS, local_rank=number, dp_shard=RANKS, mesh=mesh)
+    return World(rank=number, size=RANKS, dp_shard=RANKS, mesh=mesh)
 
 
 def finish() -> None:
@@ -146,11 +146,13 @@ def finish() -> None:
     os._exit(0)  # gloo's threads may abort an orderly exit
 
 
-def engine_of(policy: GuidedPolicy, mode: Any, world: World, file: str) -> Any:
-    from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
+def engine_of(policy: GuidedPolicy, mode: Any, world: World, stage: Literal[2, 3], kind: str = "") -> Any:
+    """An engine with buckets that a pull fills several of, and few weights that stay whole; for `stock` none."""
+    from sage_fast.distributed import zero
 
-    settings = DistributedConfig(engine="deepspeed", deepspeed_config=file)
-    return DeepSpeedEngine(policy.transformer, CONFIG, settings, world, mode=mode)
+    zero.REDUCE_BUCKET, zero.KEPT_WHOLE = 20_000, 0 if kind == "stock" else 40
+    settings = DistributedConfig(zero_stage=stage, param_dtype="bfloat16" if kind == "bf16" else "float32")
+    return zero.DeepSpeedEngine(policy.transformer, CONFIG, settings, world, mode=mode)
 
 
 def pull_update(policy: GuidedPolicy, engine: Any, number: int, scale: float = 1.0) -> float:
@@ -177,9 +179,9 @@ def follow(number: int, folder: str) -> None:
     finish()
 
 
-def follow_run(world: World, folder: str, stage: int, mode: str) -> dict[str, Any]:
+def follow_run(world: World, folder: str, stage: Literal[2, 3], mode: str) -> dict[str, Any]:
     policy = make_policy(mode)
-    engine = engine_of(policy, mode, world, f"{folder}/zero{stage}.json")
+    engine = engine_of(policy, mode, world, stage)
     found: dict[str, Any] = {"start": engine.tensors(), "rates": [], "norms": []}
     anchor, average = engine.snapshot(), engine.snapshot()
     found["velocity"] = [sample(policy)]
@@ -225,11 +227,11 @@ def follow_run(world: World, folder: str, stage: int, mode: str) -> dict[str, An
     return found
 
 
-def follow_bf16(world: World, folder: str, stage: int) -> dict[str, Any]:
+def follow_bf16(world: World, folder: str, stage: Literal[2, 3]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in MODES:
         policy = make_policy(mode, bf16=True)
-        engine = engine_of(policy, mode, world, f"{folder}/zero{stage}-bf16.json")
+        engine = engine_of(policy, mode, world, stage, "bf16")
         found[mode] = {"start": engine.tensors()["weights"], "velocity": sample(policy)}
         found[mode]["norm"] = pull_update(policy, engine, 0)
         engine.step()
@@ -248,7 +250,7 @@ def follow_stock(world: World, folder: str) -> list[float]:
         if checkpointing:
             policy.transformer.enable_gradient_checkpointing()
             policy.transformer.train()
-        engine = engine_of(policy, "full", world, f"{folder}/zero3-stock.json")
+        engine = engine_of(policy, "full", world, 3, "stock")
         for update in range(2):
             norms.append(pull_update(policy, engine, update))
             engine.step()
@@ -256,15 +258,6 @@ def follow_stock(world: World, folder: str) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests
-
-
-def write(folder: Path, stage: int, kind: str = "") -> None:
-    """A configuration with buckets that a pull fills several of, and few weights that stay whole; for `-stock` none."""
-    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 20_000}
-    if stage == 3:
-        section["stage3_param_persistence_threshold"] = 0 if kind == "-stock" else 40
-    document = {"zero_optimization": section, "bf16": {"enabled": kind == "-bf16"}}
-    (folder / f"zero{stage}{kind}.json").write_text(json.dumps(document))
 
 
 @pytest.fixture(scope="module")
@@ -296,10 +289,6 @@ def plain(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def children(folder: Path, plain: dict[str, dict[str, Any]]) -> Path:
     """The folder with all that two ranks have found."""
-    for stage in STAGES:
-        write(folder, stage)
-        write(folder, stage, "-bf16")
-    write(folder, 3, "-stock")
     spawn(follow, (str(folder),), nprocs=RANKS, join=True)
     return folder
 
@@ -452,10 +441,15 @@ def test_zero3_with_the_stock_forward(children: Path, plain: dict[str, Any]) -> 
         assert norms == pytest.approx(2 * plain["full"]["norms"][:2], rel=1e-4)
 
 
-def test_a_run_that_was_not_launched_is_told_how(tmp_path: Path) -> None:
-    from sage_fast.distributed.deepspeed.zero_engine import DeepSpeedEngine
+def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sage_fast.distributed import zero
 
-    write(tmp_path, 2)
-    settings = DistributedConfig(engine="deepspeed", deepspeed_config=str(tmp_path / "zero2.json"))
+    settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):
-        DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
+        zero.DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
+        zero._import_deepspeed(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__="0.15.0"))
+    with pytest.raises(ConfigError, match=rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"):
+        zero._import_deepspeed(torch.device("cpu"))

@@ -32,7 +32,7 @@ from sage_fast.checkpoint import (
 from sage_fast.checkpoint import folder as folder_module
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from sage_fast.distributed.failure.watchdog import Watchdog, use_steady_timeout
+from sage_fast.distributed.failure import HangGuard
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import World
 from tests.distributed.ranks import run_ranks
@@ -321,13 +321,11 @@ def test_what_does_not_fit_is_refused_by_all(of_four: Path) -> None:
 
 def save_slowly(root: str) -> None:
     world = join()
-    watchdog = Watchdog(world.rank, world.size, None, timeout=60.0)
-    with CheckpointWriter(Path(root), keep_last=2, world=world) as saver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sage_fast.distributed.failure.watchdog.SLACK", 0.0)
-        use_steady_timeout(watchdog, 0.5)
+    with HangGuard(world, 60.0) as guard, CheckpointWriter(Path(root), keep_last=2, world=world) as saver:
+        guard.use_steady_timeout(0.5)
         time.sleep(1.5 * world.rank)
         saver.save(40, contents(world, {}))
-        use_steady_timeout(watchdog, 60.0)
+        guard.use_steady_timeout(60.0)
 
 
 def test_a_slow_disk_may_take_longer_than_an_update(tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
-"""What asks a run to stop: every signal, a terminal that is closed, and nothing that the user has said to ignore."""
+"""Requests to stop: every signal, a closed terminal, a STOP file; nothing that the user has said to ignore."""
 
 import os
 import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from sage_fast.run.interrupt import SIGNALS, GracefulStop
+from sage_fast.run.interrupt import SAME_KEY_PRESS, SIGNALS, GracefulStop
 
 # The run stands for any loop that prints; a closed terminal must not turn its prints into errors.
 LOOP = """
@@ -61,3 +62,44 @@ def test_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.signals
+def test_one_key_press_that_comes_twice_is_one(capfd: pytest.CaptureFixture[str]) -> None:
+    with GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        time.sleep(SAME_KEY_PRESS + 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.count("finishing this update") == 1
+
+
+@pytest.mark.signals
+def test_torchrun_is_known_to_wait_only_so_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with GracefulStop():
+        os.kill(os.getpid(), signal.SIGINT)
+    text = capfd.readouterr().err
+    assert "torchrun waits 30 s" in text and "again" not in text
+
+
+def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "STOP").touch()  # of another time
+    with GracefulStop(tmp_path) as stop:
+        assert not stop.requested
+        (tmp_path / "STOP").touch()
+        assert stop.requested and stop.requested
+        assert (tmp_path / "STOP").exists()
+    assert not (tmp_path / "STOP").exists()
+    assert capfd.readouterr().err.count("saving after this update") == 1
+
+
+def test_a_rank_that_does_not_speak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with GracefulStop(announce=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert capfd.readouterr().err == ""

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from sage_fast.config.files import fingerprint, replacing
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class HunyuanPromptEncoder:
     def prepare(
         self,
         texts: Sequence[str],
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[tuple[int, int]]:
         """As in `PromptEncoder`: encode into the cache what it lacks. Ranks whose cache is the same folder share that.

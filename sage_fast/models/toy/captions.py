@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from sage_fast.distributed.world import ALONE, World
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Scene
 from sage_fast.records import PromptEmbeds
 
@@ -93,7 +93,7 @@ class WordEncoder:
     def prepare(
         self,
         texts: Sequence[str],
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[tuple[int, int]]:
         """(L, Lg) of every text. ValueError as `encode`."""

@@ -3,23 +3,22 @@
 DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
 gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things differ:
 
-* **Gathering weights (stage 3)**: `gathering.py` says how, and why not as DeepSpeed does.
+* **Gathering weights (stage 3)**: `zero_gathering.py` says how, and why not as DeepSpeed does.
 * **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by that
   number: exact for a power of two, one rounding otherwise. Ranks that share a video contribute parts of the sum like
   all others.
 * **The trainer decides when an update's gradient is complete**, by calling `clip_gradients`. DeepSpeed's counting of
   micro-batches is off (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in this file.
+Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in these two files.
 """
 
 import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,10 +31,9 @@ from torch.optim import AdamW
 from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.training_sections import OptimizerConfig
-from sage_fast.distributed.deepspeed.gathering import BlockGathering
-from sage_fast.distributed.deepspeed.zero_config import ZeroConfig, read_config
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.world import World
+from sage_fast.distributed.zero_gathering import BlockGathering
 from sage_fast.models.transformer import FusedForward
 from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
@@ -48,18 +46,10 @@ CHUNK = 2**26
 """Elements that are exchanged at a time: 256 MiB."""
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """This rank's part of one weight: `numel` elements, from `start` on in the weight and from `offset` on in flat
-    partition number `flat`. numel 0: the weight lies on other ranks.
-
-    Example: rank 1 of 2 has of a (3, 3) weight in ZeRO-3 the `Fragment(flat=0, start=5, offset=..., numel=4)`.
-    """
-
-    flat: int
-    start: int
-    offset: int
-    numel: int
+REDUCE_BUCKET, GATHER_BUCKET = 50_000_000, 200_000_000
+"""Elements that are summed, or gathered after a step, at a time."""
+KEPT_WHOLE = 100_000
+"""Elements up to which ZeRO-3 leaves a weight whole on every rank."""
 
 
 class DeepSpeedEngine:
@@ -74,7 +64,7 @@ class DeepSpeedEngine:
         mode: what is trained.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, its file does not fit the run, or the run was not launched.
+        ConfigError: DeepSpeed is not installed or too old, or the run was not launched.
     """
 
     def __init__(
@@ -86,51 +76,49 @@ class DeepSpeedEngine:
         *,
         mode: Literal["lora", "full"],
     ) -> None:
-        assert settings.deepspeed_config is not None
         if not dist.is_initialized():
             raise ConfigError(
-                "distributed.engine is deepspeed, which needs a process group. Start the run by "
+                f"distributed.zero_stage is {settings.zero_stage}, which needs a process group. Start the run by "
                 "`torchrun --nproc_per_node=N -m sage_fast train ...`; N may be 1."
             )
-        config = read_config(
-            settings.deepspeed_config, optimizer_config, mode=mode, dtype=transformer.dtype, warn=world.is_main
-        )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
-        _check_forward(acceleration, config)
-        self.config, self.optimizer_config, self.world = config, optimizer_config, world
+        self.optimizer_config, self.world = optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
-        self.sharded = config.stage == 3
+        self.sharded = settings.zero_stage == 3
         self.gathering_group = dist.group.WORLD if self.sharded else None
         self.lockstep = True
 
+        bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16
         exact: dict[str, Tensor] = {}
         """Weights that bfloat16 rounds: their masters start from these."""
-        if config.bf16:
+        if bf16:
             exact = {n: p.data for n, p in self.parameters.items() if not torch.equal(p, p.bfloat16().to(p.dtype))}
             if transformer.dtype != torch.bfloat16:
                 cast_weights(transformer, torch.bfloat16)
         always_read_glyphs(transformer)
-        self._initialize(deepspeed, transformer)
+        self._fragments = importlib.import_module("deepspeed.utils")
+        self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
             acceleration.forget()
         self.masters: list[Tensor] = (
             self._zero.fp32_partitioned_groups_flat if self.sharded else self._zero.single_partition_of_fp32_groups
         )
         """This rank's float32 partitions of the trained weights."""
-        self.fragments = {name: self._fragment(p) for name, p in self.parameters.items()}
         for master in self.masters:
             # What AdamW creates in its first step; a checkpoint may come before.
             self._zero.optimizer.state[master] = {
                 "step": torch.tensor(0.0),
                 **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
             }
+        if not self.sharded:
+            self._zero._lazy_init_hp_params_optimizer_state()
         for name, value in exact.items():
-            self._put(self.masters, name, value)
+            self.set_master(name, value)
         self._updates = 0
 
-    def _initialize(self, deepspeed: Any, transformer: HunyuanVideo15Transformer3DModel) -> None:
+    def _initialize(self, deepspeed: Any, transformer: HunyuanVideo15Transformer3DModel, bf16: bool) -> None:
         """Hand the transformer and its optimizer to DeepSpeed."""
         optimizer = AdamW(
             list(self.parameters.values()),
@@ -139,10 +127,32 @@ class DeepSpeedEngine:
             eps=self.optimizer_config.eps,
             weight_decay=self.optimizer_config.weight_decay,
         )
-        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        document = {
+            "zero_optimization": {
+                "stage": 3 if self.sharded else 2,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_scatter": True,
+                "reduce_bucket_size": REDUCE_BUCKET,
+                "allgather_bucket_size": GATHER_BUCKET,
+                "stage3_param_persistence_threshold": KEPT_WHOLE,
+                # Else stage 3 replaces torch.nn.functional.linear, for reward models too, by one that rounds the
+                # product before it adds the bias.
+                "memory_efficient_linear": False,
+            },
+            "bf16": {"enabled": bf16},
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},  # many small gradients are added per update
+            "gradient_clipping": self.optimizer_config.max_grad_norm,
+            # DeepSpeed wants a batch size, and divides by nothing but the number of ranks with these.
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "zero_allow_untested_optimizer": True,
+        }
         with _quiet():
             self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=transformer, optimizer=optimizer, config=dict(self.config.document), dist_init_required=False
+                model=transformer, optimizer=optimizer, config=document, dist_init_required=False
             )
         # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
         # here.
@@ -216,26 +226,22 @@ class DeepSpeedEngine:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """As in `Engine`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
-        state = [self._zero.optimizer.state[master] for master in self.masters]
         optimizer: dict[str, Tensor] = {}
         for key in STATES:
-            whole = self.gather_whole([flat[key] for flat in state])
-            optimizer |= {f"{name}.{key}": value for name, value in whole.items()}
-        for name, owner in self._owners():
-            if owner == self.world.rank:
-                optimizer[f"{name}.step"] = state[0]["step"].clone()
-        return {"weights": self.gather_whole(self.masters), "optimizer": optimizer}
+            optimizer |= {f"{name}.{key}": value for name, value in self.gather_whole(key).items()}
+        weights = self.gather_whole()
+        step = self._zero.optimizer.state[self.masters[0]]["step"]
+        return {"weights": weights, "optimizer": optimizer | {f"{name}.step": step.clone() for name in weights}}
 
     def load_tensors(self, source: TensorSource) -> None:
         """As in `Engine`."""
-        state = [self._zero.optimizer.state[master] for master in self.masters]
-        self.load_whole(self.masters, lambda name: source.read("weights", name))
-        for key in STATES:
-            flats = [flat[key] for flat in state]
-            self.load_whole(flats, lambda name, key=key: source.read("optimizer", f"{name}.{key}"))  # type: ignore[misc]
+        for name in self.parameters:
+            self.set_master(name, source.read("weights", name))
+            for key in STATES:
+                self.set_master(name, source.read("optimizer", f"{name}.{key}"), key)
         steps = float(source.read("optimizer", f"{next(iter(self.parameters))}.step"))
-        for flat in state:
-            flat["step"] = torch.tensor(steps)
+        for master in self.masters:
+            self._zero.optimizer.state[master]["step"] = torch.tensor(steps)
         self.weights_changed()
 
     def state(self) -> dict[str, Any]:
@@ -254,31 +260,25 @@ class DeepSpeedEngine:
         cannot compute then. Collective.
         """
         sharded = {name: p.data for name, p in self.parameters.items()}
+        whole: dict[str, Tensor] = {}
         try:
+            for name in self.parameters:
+                whole[name] = self._whole(name)
             for name, parameter in self.parameters.items():
-                whole = self._spread(self.masters, name)
-                dist.all_reduce(whole)
-                parameter.data = whole.view(self.shapes[name])
+                parameter.data = whole[name]
             yield
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = sharded[name]
 
-    def gather_whole(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Weights, or what is partitioned like them, whole and in CPU memory, each on one rank. Collective."""
+    def gather_whole(self, key: str | None = None) -> dict[str, Tensor]:
+        """The masters, or a part of AdamW's state, whole and in CPU memory, each on one rank. Collective."""
         result = {}
-        for name, owner in self._owners():
-            whole = self._spread(flats, name)
-            dist.reduce(whole, owner)
-            if owner == self.world.rank:
-                result[name] = whole.view(self.shapes[name]).cpu()
+        for index, name in enumerate(self.parameters):
+            whole = self._whole(name, key)
+            if index % self.world.size == self.world.rank:
+                result[name] = whole.cpu()
         return result
-
-    def load_whole(self, flats: Sequence[Tensor], read: Callable[[str], Tensor]) -> None:
-        """Fill this rank's partitions from whole tensors by the names of the weights; only what lies here is read."""
-        for name in self.parameters:
-            if self.fragments[name].numel:
-                self._put(flats, name, read(name))
 
     def weights_changed(self) -> None:
         """Give the model the values of the masters. Collective."""
@@ -289,36 +289,31 @@ class DeepSpeedEngine:
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.parameter_offload.partition_all_parameters()
 
-    @torch.no_grad()
-    def _spread(self, flats: Sequence[Tensor], name: str) -> Tensor:
-        """This rank's part of a weight at its place among zeros, flat: the ranks' sum is the weight."""
-        fragment = self.fragments[name]
-        whole = torch.zeros(self.shapes[name].numel(), device=flats[0].device)
-        whole[fragment.start :][: fragment.numel] = flats[fragment.flat][fragment.offset :][: fragment.numel]
-        return whole
+    def _whole(self, name: str, key: str | None = None) -> Tensor:
+        """A master, or a part of its AdamW state, whole on every rank. Collective."""
+        parameter = self.parameters[name]
+        if key is None:
+            whole = self._fragments.safe_get_full_fp32_param(parameter)
+        else:
+            whole = self._fragments.safe_get_full_optimizer_state(parameter, key)
+        return whole.view(self.shapes[name])
 
     @torch.no_grad()
-    def _put(self, flats: Sequence[Tensor], name: str, whole: Tensor) -> None:
-        fragment = self.fragments[name]
+    def set_master(self, name: str, whole: Tensor, key: str | None = None) -> None:
+        """Fill this rank's part of a master, or of a part of its AdamW state."""
         if whole.shape != self.shapes[name]:
             raise ValueError(f"{name} is of shape {tuple(whole.shape)}, this run's is {tuple(self.shapes[name])}.")
-        part = whole.detach().flatten()[fragment.start :][: fragment.numel]
-        flats[fragment.flat][fragment.offset :][: fragment.numel].copy_(part)
-
-    def _owners(self) -> Iterator[tuple[str, int]]:
-        """Every trained weight's name with the rank that holds it whole for a checkpoint."""
-        return ((name, index % self.world.size) for index, name in enumerate(self.parameters))
-
-    def _fragment(self, parameter: Any) -> Fragment:
+        utils, parameter, value = self._fragments, self.parameters[name], whole.detach()
+        kind = "full"
         if self.sharded:
-            flat, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
-            start = min(padded * self.world.rank, parameter.ds_numel)
-            return Fragment(flat, start, offset, min(padded, parameter.ds_numel - start))
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return Fragment(0, 0, 0, 0)
-        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Fragment(mapping.param_group_index, here.start, there.start, there.numel)
+            # DeepSpeed's setter of whole values does not know that the last rank's part is padded.
+            kind, size = "local", utils.safe_get_local_fp32_param(parameter).numel()
+            padded = nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
+            value = padded[size * self.world.rank :][:size]
+        if key is None:
+            getattr(utils, f"safe_set_{kind}_fp32_param")(parameter, value)
+        else:
+            getattr(utils, f"safe_set_{kind}_optimizer_state")(parameter, value, key)
 
 
 class ZeroSnapshot:
@@ -343,6 +338,16 @@ class ZeroSnapshot:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """As in `Snapshot`. Partitions are exchanged with the masters, so that both come back bit for bit."""
+        try:
+            with self._as_masters():
+                self._engine.weights_changed()
+                yield
+        finally:
+            self._engine.weights_changed()
+
+    @contextmanager
+    def _as_masters(self) -> Iterator[None]:
+        """Within the context the masters have these values; the model keeps its own."""
         self._exchange()
         try:
             yield
@@ -356,28 +361,17 @@ class ZeroSnapshot:
                 old = master.clone()
                 master.copy_(value)
                 value.copy_(old)
-        self._engine.weights_changed()
 
     def tensors(self) -> dict[str, Tensor]:
         """As in `Snapshot`: copies in CPU memory, every tensor on one rank, in turn."""
-        return self._engine.gather_whole(self.values)
+        with self._as_masters():
+            return self._engine.gather_whole()
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
         """As in `Snapshot`."""
-        self._engine.load_whole(self.values, lambda name: source.read(group, name))
-
-
-def _check_forward(acceleration: FusedForward | None, config: ZeroConfig) -> None:
-    """ConfigError for options of the fused forward that cannot be had."""
-    if acceleration is None:
-        return
-    allowed = ("auto", "weights") if config.stage == 3 else ("auto", "weights", "table")
-    if acceleration.adaln not in allowed:
-        raise ConfigError(
-            f"model.adaln is {acceleration.adaln!r}, but DeepSpeed ZeRO-{config.stage} "
-            + ("shards the AdaLN weights" if config.stage == 3 else "keeps all weights on the GPU")
-            + ". Set model.adaln to auto."
-        )
+        with self._as_masters():
+            for name in self._engine.parameters:
+                self._engine.set_master(name, source.read(group, name))
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -391,13 +385,13 @@ def _import_deepspeed(device: torch.device) -> Any:
             deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
-            f"distributed.engine is deepspeed, which cannot be imported here ({error}). Run "
-            "`pip install 'sage-fast[deepspeed]'`, or set distributed.engine to fsdp."
+            f"distributed.zero_stage needs DeepSpeed, which cannot be imported here ({error}). Run "
+            "`pip install 'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is FSDP2."
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST):
         raise ConfigError(
-            f"distributed.engine is deepspeed, and DeepSpeed {deepspeed.__version__} is installed, but {OLDEST} is the "
-            "oldest that works. Run `pip install -U 'sage-fast[deepspeed]'`, or set distributed.engine to fsdp."
+            f"distributed.zero_stage needs DeepSpeed {OLDEST}, and {deepspeed.__version__} is installed. Run "
+            "`pip install -U 'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is FSDP2."
         )
     # On a CPU it would compile an operator of its own for the communication, at run time, which takes a minute.
     deepspeed.ops.__compatible_ops__ = {}

@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO-2 and 3 as the engine of a run."""

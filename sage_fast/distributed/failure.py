@@ -1,0 +1,192 @@
+"""Failures of a run on several ranks: ranks that differ are refused, ranks that hang end, ranks that are left say why.
+
+A rank without progress dumps the stacks of its threads to stderr and ends (`faulthandler`); its launcher ends the
+others, and starts all again where it was asked to (`torchrun --max-restarts`). NCCL writes its own flight record where
+TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT are set; `torchfrtrace` reads it.
+"""
+
+import faulthandler
+import hashlib
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.distributed.world import World, set_group_timeouts
+
+# torch 2.13 has other names for some collectives, which 2.11 lacks.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+STACKS_AFTER = 15.0
+"""Seconds by which a hung rank outlives the timeout of the others' collectives, whose records NCCL writes first. Less
+than the 30 s that torchrun gives a rank to end."""
+MOST_SHOWN = 4
+
+# Packages that can change a number or a speed; those not installed are left out.
+PACKAGES = (
+    "torch",
+    "triton",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "av",
+    "deepspeed",
+    "flash-attn",
+    "xformers",
+    "torchvision",
+)
+
+
+class HangGuard:
+    """Ends this process, with the stacks of its threads on stderr, when it makes no progress for too long.
+
+    A context manager; on a single process, which nobody waits for, it does nothing.
+
+    Args:
+        world: the ranks.
+        seconds: longest time between two calls of `progress`, until `use_steady_timeout`.
+    """
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self.seconds = seconds
+        self._world = world
+        self._armed = False
+
+    def __enter__(self) -> "HangGuard":
+        self._armed = self._world.mesh is not None
+        self.progress()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._armed:
+            faulthandler.cancel_dump_traceback_later()
+        self._armed = False
+
+    def progress(self) -> None:
+        """Start counting again. Takes microseconds: nothing is sent."""
+        if self._armed:
+            faulthandler.dump_traceback_later(self.seconds + STACKS_AFTER, exit=True)
+
+    def use_steady_timeout(self, seconds: float) -> None:
+        """Allow `seconds` alone from now on, between progress and in a collective.
+
+        To be called once the first update is done, after which nothing is compiled or loaded any more. torchtitan
+        lowers the timeouts of its process groups at the same place.
+        """
+        if self._armed and seconds != self.seconds:
+            self.seconds = seconds
+            set_group_timeouts(seconds)
+            self.progress()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether torch.distributed has raised this because of another rank or of the network."""
+    if isinstance(error, dist.DistError):
+        return True
+    # Gloo raises plain RuntimeErrors, which name its source file.
+    text = str(error)
+    return type(error) is RuntimeError and any(
+        sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    )
+
+
+# ------------------------------------------------------------------------------------------ ranks that differ
+
+
+def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = None) -> None:
+    """Refuse ranks that would train on something else than the user believes. Collective, over the default group.
+
+    Called before the groups of the mesh are made, whose shape the configuration decides, and again for what is loaded;
+    no-op on one process.
+
+    Args:
+        own: values that all ranks must share, by name: configuration by dotted key, software, digests of files.
+        device: this rank's; two ranks must not have the same GPU.
+
+    Raises:
+        ConfigError: what differs, and on which ranks; the same on all of them.
+    """
+    if not dist.is_initialized():
+        return
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
+    gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, gpu))
+    everywhere = [values for values, _ in gathered]
+    differences = []
+    for name in sorted({name for values in everywhere for name in values}):
+        owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
+        if len(owners) > 1:
+            shown = sorted(owners.items(), key=lambda item: -len(item[1]))[:MOST_SHOWN]
+            differences.append(f"{name}: " + ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in shown))
+    if differences:
+        more = f"; and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
+        raise ConfigError(
+            f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}{more}. Start every process with the same files "
+            "and overrides, in one environment and on one file system that all nodes share."
+        )
+    shared = [ranks for name, ranks in _ranks_by_value([name for _, name in gathered]).items() if name and ranks[1:]]
+    if shared:
+        raise ConfigError(
+            f"{'; '.join(in_words(ranks) for ranks in shared[:MOST_SHOWN])} share one GPU. Start as many processes per "
+            "node as it has GPUs, and see that CUDA_VISIBLE_DEVICES shows every process all of them or one each."
+        )
+
+
+def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Example: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+# ------------------------------------------------------------------------------------------ software
+
+
+def software() -> dict[str, str]:
+    """Versions of Python and of the packages that compute, and a digest of this package's Python files."""
+    found = [find_spec(name) for name in ("sage_fast", "sage_kernels")]
+    digest = hashlib.sha256()
+    for root in [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]:
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{root.name}/{file.relative_to(root).as_posix()}\n".encode())
+            digest.update(file.read_bytes())
+    return {
+        "python": platform.python_version(),
+        "cuda": str(torch.version.cuda),
+        **package_versions(),
+        "source": digest.hexdigest()[:12],
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages in ``PACKAGES``, by name."""
+    return {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None without one."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,1 +1,0 @@
-"""What notices that ranks disagree, died or hang, and says which."""

@@ -116,6 +116,8 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"command line: {name} is {value!r}, which is not UTF-8. Set a UTF-8 locale (LC_ALL).")
         pairs.append((name[2:], value))
     return pairs
 

@@ -15,6 +15,8 @@ from sage_fast.config.errors import ConfigError
 MAX_DOCUMENT_BYTES = 2**20
 """Of a YAML or JSON document; the presets take 3 KB."""
 
+MAX_DEPTH = 32
+
 
 def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
     """The text of a regular file in UTF-8, without a byte order mark. Line ends are left as they are.
@@ -87,6 +89,11 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     _KINDS = (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
     yaml_constructors = {kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS}  # noqa: RUF012
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:  # PyYAML takes seconds for a line of a thousand brackets
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -29,8 +29,7 @@ from sage_fast.run.prompt_files import read_prompts
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 PRESET = ROOT / "configs/toy_cpu.yaml"
-QUICK, ALL = range(300), range(300, 1500)
-CHUNK = 100
+QUICK, ALL = range(80), range(80, 880)
 SECONDS = 10
 WHOLE = ("reward.weights", "reward.options")
 RESOLVED = by_dotted_key(to_dict(load_config(PRESET)), WHOLE)
@@ -253,24 +252,25 @@ def watchdog() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def problem(case: Case, folder: Path) -> str | None:
-    """What is wrong with how a case ends; None where it is read or refused as it should be."""
+def outcome(case: Case, folder: Path) -> tuple[bool, str | None]:
+    """Whether a case is accepted, and a word on it where it ends neither accepted nor refused."""
     path = folder / (case.kind if "." in case.kind else "case.yaml")
     path.write_bytes(case.content())
     words = [word for group in case.words for word in group]
     output = io.StringIO()
     try:
         with watchdog(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-            status = READERS[case.kind](path, words)
+            status = READERS.get(case.kind, read_prompt_file)(path, words)
     except Hang:
-        return f"no end after {SECONDS} s"
+        return False, f"no end after {SECONDS} s"
     except SystemExit as end:
-        return None if end.code == 2 else f"SystemExit({end.code!r})"
+        return False, None if end.code == 2 else f"SystemExit({end.code!r})"
     except Exception as error:  # noqa: BLE001 - whatever else it is, it would be a traceback
-        return f"{type(error).__name__}: {str(error)[:300]}"
+        return False, f"{type(error).__name__}: {str(error)[:300]}"
     if status not in (0, 2):
-        return f"status {status}"
-    return ignored_key(case, words, output.getvalue()) if status == 0 and output.getvalue() else None
+        return False, f"status {status}"
+    accepted = status == 0 and bool(output.getvalue())
+    return accepted, ignored_key(case, words, output.getvalue()) if accepted else None
 
 
 def run_train(path: Path, words: Sequence[str]) -> int:
@@ -286,13 +286,7 @@ def read_prompt_file(path: Path, _: Sequence[str]) -> int:
     return 0
 
 
-READERS: dict[str, Callable[[Path, Sequence[str]], int]] = {
-    "config": run_train,
-    "words": run_train,
-    "prompts.csv": read_prompt_file,
-    "prompts.jsonl": read_prompt_file,
-    "prompts.txt": read_prompt_file,
-}
+READERS: dict[str, Callable[[Path, Sequence[str]], int]] = {"config": run_train, "words": run_train}
 
 
 def ignored_key(case: Case, words: Sequence[str], printed: str) -> str | None:
@@ -356,46 +350,32 @@ def same(given: Any, resolved: Any) -> bool:
 def shrunk(case: Case, folder: Path) -> Case:
     """The case with as few mutations and words as still show a problem."""
     for smaller in case.smaller():
-        if problem(smaller, folder):
+        if outcome(smaller, folder)[1]:
             return shrunk(smaller, folder)
     return case
 
 
-def check(seeds: Sequence[int], folder: Path) -> None:
+def check(seeds: Sequence[int], folder: Path) -> int:
+    """Number of accepted cases; fails with a minimal case where one ends badly."""
+    accepted = 0
     for seed in seeds:
-        case = case_of(seed)
-        if problem(case, folder):
-            case = shrunk(case, folder)
-            content = case.content()[-400:] if case.kind != "words" else b""
-            pytest.fail(f"seed {seed}: {problem(case, folder)}\nminimal case: {case}\nits file ends in {content!r}")
+        good, problem = outcome(case_of(seed), folder)
+        accepted += good
+        if problem:
+            case = shrunk(case_of(seed), folder)
+            pytest.fail(f"seed {seed}: {outcome(case, folder)[1]}\nminimal case: {case}\n{case.content()[-400:]!r}")
+    return accepted
 
 
-def chunks(seeds: range) -> list[range]:
-    return [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-
-
-@pytest.mark.parametrize("seeds", chunks(QUICK), ids=str)
-def test_a_random_case_is_read_or_refused(seeds: range, tmp_path: Path) -> None:
-    check(seeds, tmp_path)
+def test_a_random_case_is_read_or_refused(tmp_path: Path) -> None:
+    check(QUICK, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", chunks(ALL), ids=str)
-def test_more_random_cases_are_read_or_refused(seeds: range, tmp_path: Path) -> None:
-    check(seeds, tmp_path)
-
-
-def test_many_of_the_cases_are_accepted(tmp_path: Path) -> None:
-    """Else nothing would be found where keys are ignored."""
-    accepted = 0
-    for case in map(case_of, QUICK[:CHUNK]):
-        path = tmp_path / case.kind
-        path.write_bytes(case.content())
-        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with quiet[0], quiet[1], contextlib.suppress(SystemExit):
-            words = [word for group in case.words for word in group]
-            accepted += case.kind in ("config", "words") and run_train(path, words) == 0
-    assert accepted >= 15
+def test_more_random_cases_are_read_or_refused(tmp_path: Path) -> None:
+    """Many of them are accepted, else nothing would be found where keys are ignored."""
+    accepted = check(ALL, tmp_path)
+    assert accepted >= 120
 
 
 def ends_well(words: Sequence[str], **environment: str) -> tuple[int, str]:
@@ -416,13 +396,13 @@ def test_a_path_beyond_ascii_in_the_c_locale(utf8: str, tmp_path: Path) -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": utf8}
     words = ["train", str(file), f"--output_dir={tmp_path / 'é'}"]
     status, errors = ends_well([*words, "--print_config"], **ascii_only)
-    assert status == 0 or (utf8 == "0" and "surrogates" in errors)
+    assert status == 0 or (utf8 == "0" and "not UTF-8" in errors)
     status, errors = ends_well([*words, f"--data.prompts={tmp_path / '猫.txt'}"], **ascii_only)
     assert status == 2 and "error: " in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2000, 2020))
+@pytest.mark.parametrize("seed", range(2000, 2006))
 def test_random_cases_as_real_processes(seed: int, tmp_path: Path) -> None:
     while (case := case_of(seed)).kind not in ("config", "words"):
         seed += 1000

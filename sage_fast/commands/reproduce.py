@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,27 +83,33 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.commands:
         return _print_commands(study, experiments)
     study.begin()
+    # A batch system's SIGTERM stops the processes as Ctrl-C does; they are in separate sessions.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes = 1 if launcher else options.processes
-    outcome = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
+    stopped, failed = False, []
+    try:
+        failed = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        stopped = True
     findings = study.findings()
     _write(study.folder, findings)
     if options.publish is not None:
         _publish(study.folder, options.publish)
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
-    if not outcome.complete:
+    if failed or stopped:
         print(f"Not finished. Go on with:\n  {command_line(*sys.argv[1:])}")
-    return 1 if outcome.failed else 0
+    return 1 if failed else 0
 
 
 def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
-    from sage_fast.study.trainings import PROBE
+    from sage_fast.study.experiments import PROBE
 
     missing = study.missing_trainings(experiments)
     waiting = [t for t in missing if t.kl_share is not None] if missing and missing[0].arm == PROBE else []
     for training in missing:
         if training not in waiting:
-            print(study.trainings.shown_command(training))
+            print(shlex.join(study.trainings.command(training, ("sage-fast", "train"))))
     if waiting:
         print(f"# {len(waiting)} more get the weight of their KL from {PROBE}: once it is done, call this again.")
     return 0

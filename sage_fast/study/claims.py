@@ -1,26 +1,34 @@
 """From measured numbers to a verdict.
 
-A claim is settled by an effect with a sign that it predicts (an `Effect` over seeds, or over seeds and prompts), or by
-a number without uncertainty, such as an entry of a table. The p-values of an experiment's claims are adjusted together
-(Holm), and what is not told apart from zero says how large an effect would have been seen.
+A claim is settled by an effect with the sign that it predicts (an `Effect` over seeds, or over seeds and prompts), or
+by a number without uncertainty, such as an entry of a table. The p-values of an experiment's claims are adjusted
+together (Holm); a difference within its interval is reported with the effect size that such a study would have found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Literal
 
-from sage_fast.study.findings import Finding, Findings
+from sage_fast.study.findings import Findings
 from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm, seed_effect
 
 Verdict = Literal["confirmed", "refuted", "undetectable", "not run"]
 
+PER_PROMPT = "final_"
+"""Begins the quantities whose parts are prompts, the same ones for every arm and seed."""
+
+REFERENCE = "T=20, eta=0.5"
+"""The reference's rollout, in the names of the arms of Figure 2."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was measured about a claim.
+    """The numbers behind a claim.
 
-    ours: the numbers, for the page. effect: positive where it speaks for the claim; None where nothing is uncertain,
-    and `holds` says whether the claim does.
+    ours: the numbers, for the page. effect: positive where it supports the claim; None where nothing is uncertain, and
+    `holds` decides.
 
     Example: `Evidence(ours="0.888 and 0.990", holds=True)`
     """
@@ -32,19 +40,26 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A sentence and what settles it.
+    """A sentence and the evidence that settles it.
 
-    by: who says it. reported: what the paper gives for it, empty where no figure is known here.
-    measure: the evidence, from findings that are all there. Raises KeyError where some are missing.
-    unit: of the effect.
+    evidence: name in `EVIDENCE` and its arguments. by: who says it. reported: the paper's figure, empty where none is
+    known.
     """
 
+    experiment: str
     key: str
     text: str
-    measure: Callable[[Findings], Evidence]
+    evidence: Sequence[Any]
     by: Literal["paper", "this project"] = "paper"
     reported: str = ""
-    unit: str = ""
+
+    def measure(self, findings: Findings) -> Evidence | None:
+        """Evidence for or against the claim; None where findings are missing."""
+        name, *arguments = self.evidence
+        try:
+            return EVIDENCE[name](findings, self.experiment, *arguments)
+        except KeyError:
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,102 +73,158 @@ class Judgement:
 
 
 def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
-    """The verdicts on the claims of one experiment."""
-    evidence = [_measured(claim, findings) for claim in claims]
-    uncertain = [i for i, found in enumerate(evidence) if found is not None and found.effect is not None]
-    adjusted = dict(zip(uncertain, holm([_effect(evidence[i]).p for i in uncertain]), strict=True))
-    return [
-        _judgement(claim, found, adjusted.get(i)) for i, (claim, found) in enumerate(zip(claims, evidence, strict=True))
-    ]
-
-
-def _judgement(claim: Claim, found: Evidence | None, p: float | None) -> Judgement:
-    if found is None:
-        return Judgement(claim=claim, verdict="not run")
-    if p is None:
-        return Judgement(claim=claim, verdict="confirmed" if found.holds else "refuted", evidence=found)
-    if p >= LEVEL:
-        return Judgement(claim=claim, verdict="undetectable", evidence=found, p=p)
-    verdict: Verdict = "confirmed" if _effect(found).mean > 0 else "refuted"
-    return Judgement(claim=claim, verdict=verdict, evidence=found, p=p)
-
-
-def _effect(evidence: Evidence | None) -> Effect:
-    assert evidence is not None and evidence.effect is not None
-    return evidence.effect
-
-
-def _measured(claim: Claim, findings: Findings) -> Evidence | None:
-    try:
-        return claim.measure(findings)
-    except KeyError:
-        return None
+    """Verdicts on the claims of one experiment."""
+    evidence = [claim.measure(findings) for claim in claims]
+    effects = {i: found.effect for i, found in enumerate(evidence) if found is not None and found.effect is not None}
+    adjusted = dict(zip(effects, holm([effect.p for effect in effects.values()]), strict=True))
+    judged = []
+    for i, (claim, found) in enumerate(zip(claims, evidence, strict=True)):
+        verdict: Verdict = "not run"
+        if i in effects:
+            signed: Verdict = "confirmed" if effects[i].mean > 0 else "refuted"
+            verdict = "undetectable" if adjusted[i] >= LEVEL else signed
+        elif found is not None:
+            verdict = "confirmed" if found.holds else "refuted"
+        judged.append(Judgement(claim=claim, verdict=verdict, evidence=found, p=adjusted.get(i)))
+    return judged
 
 
 # ------------------------------------------------------------------------------------------------ evidence
+#
+# Each function takes the findings, the experiment and the arguments of the claim. KeyError where findings are missing.
 
 
-Key = tuple[str, str, str]
-"""Experiment, quantity, arm."""
-
-PER_PROMPT = "final_"
-"""Begins the quantities whose parts are prompts, the same ones for every arm and seed."""
-
-
-def final_scores(findings: Findings, experiment: str) -> list[str]:
-    """Names of the scores of final evaluations, beside the reward and the sum of its parts."""
-    found = {row.quantity for row in findings.rows if row.experiment == experiment}
-    names = {quantity.removeprefix(PER_PROMPT) for quantity in found if quantity.startswith(PER_PROMPT)}
-    return sorted(names - {"reward", "overall"})
-
-
-def larger(one: Key, other: Key, digits: int = 3) -> Callable[[Findings], Evidence]:
-    """Evidence that a quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
-
-    def measure(findings: Findings) -> Evidence:
-        pairs = paired(findings, one, other)
-        effect = _difference(pairs, crossed=one[1].startswith(PER_PROMPT))
-        means = [sum(row.value for row in column) / len(column) for column in zip(*pairs, strict=True)]
-        return Evidence(ours=f"{means[0]:.{digits}f} and {means[1]:.{digits}f}", effect=effect)
-
-    return measure
+def larger(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
+    """A quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
+    ours, theirs = findings.by_seed(experiment, quantity, one), findings.by_seed(experiment, quantity, other)
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    if len(pairs) < 2:
+        raise KeyError(f"{one} and {other} share {len(pairs)} seed(s)")
+    rows = [[a - b for a, b in zip(first.parts, second.parts, strict=False)] for first, second in pairs]
+    if quantity.startswith(PER_PROMPT) and len({len(row.parts) for pair in pairs for row in pair}) == 1:
+        effect = crossed_effect(rows)
+    else:
+        effect = seed_effect([first.value - second.value for first, second in pairs])
+    means = [fmean(row.value for row in column) for column in zip(*pairs, strict=True)]
+    return Evidence(ours=f"{means[0]:.{digits}f} and {means[1]:.{digits}f}", effect=effect)
 
 
-def smaller(one: Key, other: Key, digits: int = 3) -> Callable[[Findings], Evidence]:
-    """Evidence that a quantity is smaller in one arm than in the other; the numbers stand in the order given."""
-
-    def measure(findings: Findings) -> Evidence:
-        found = larger(other, one, digits)(findings)
-        first, second = found.ours.split(" and ")
-        return Evidence(ours=f"{second} and {first}", effect=found.effect)
-
-    return measure
+def smaller(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
+    """A quantity is smaller in one arm than in the other; the numbers stand in the order given."""
+    found = larger(findings, experiment, quantity, other, one, digits)
+    return Evidence(ours=" and ".join(reversed(found.ours.split(" and "))), effect=found.effect)
 
 
-def within(key: Key, low: float, high: float) -> Callable[[Findings], Evidence]:
-    """Evidence that a quantity lies between two numbers: over the seeds, how far inside the nearer one it is."""
-
-    def measure(findings: Findings) -> Evidence:
-        values = [row.value for row in findings.by_seed(*key).values()]
-        if len(values) < 2:
-            raise KeyError(key)
-        effect = seed_effect([min(value - low, high - value) for value in values])
-        return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
-
-    return measure
+def within(findings: Findings, experiment: str, quantity: str, arm: str, low: float, high: float) -> Evidence:
+    """A quantity lies between two numbers: over the seeds, its distance inside the nearer one."""
+    values = _at_least_two(findings, experiment, quantity, arm)
+    effect = seed_effect([min(value - low, high - value) for value in values])
+    return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
 
 
-def paired(findings: Findings, one: Key, other: Key) -> list[tuple[Finding, Finding]]:
-    """Findings of the seeds that both arms have. KeyError for fewer than 2."""
-    ours, theirs = findings.by_seed(*one), findings.by_seed(*other)
-    shared = [seed for seed in ours if seed in theirs]
-    if len(shared) < 2:
-        raise KeyError(f"{one} and {other} share {len(shared)} seed(s)")
-    return [(ours[seed], theirs[seed]) for seed in shared]
+def slope_is_one(findings: Findings, experiment: str) -> Evidence:
+    """The slope of SAGE's gradient norm over its gain lies inside 1 ± 0.25."""
+    values = _at_least_two(findings, experiment, "slope", "sage_grpo, plain")
+    return Evidence(ours=f"slope {fmean(values):.2f}", effect=seed_effect([0.25 - abs(value - 1) for value in values]))
 
 
-def _difference(pairs: Sequence[tuple[Finding, Finding]], *, crossed: bool) -> Effect:
-    rows = [[a - b for a, b in zip(one.parts, other.parts, strict=False)] for one, other in pairs]
-    if crossed and len({len(row.parts) for pair in pairs for row in pair}) == 1:
-        return crossed_effect(rows)
-    return seed_effect([one.value - other.value for one, other in pairs])
+def _at_least_two(findings: Findings, experiment: str, quantity: str, arm: str) -> list[float]:
+    values = [row.value for row in findings.by_seed(experiment, quantity, arm).values()]
+    if len(values) < 2:
+        raise KeyError(f"{experiment}: {len(values)} {quantity} of {arm}")
+    return values
+
+
+def below_flow(findings: Findings, experiment: str, first: bool) -> Evidence:
+    """SAGE's noise is below FlowGRPO's at the first step, or at all others, for every number of steps."""
+    chosen = slice(0, 1) if first else slice(1, None)
+    steps: list[tuple[str, float, float]] = []
+    for arm in findings.arms(experiment, "std", "sage_grpo, "):
+        count = arm.removeprefix("sage_grpo, ")
+        ours, theirs = (findings.parts(experiment, "std", f"{name}, {count}") for name in ("sage_grpo", "flow_grpo"))
+        steps += [(count, *pair) for pair in zip(ours[chosen], theirs[chosen], strict=True)]
+    if not steps:
+        raise KeyError(experiment)
+    below = sum(one < other for _, one, other in steps)
+    text = "; ".join(f"{count}: {one:.2f} and {other:.2f}" for count, one, other in steps)
+    return Evidence(ours=text if first else f"at {below} of {len(steps)} steps", holds=below == len(steps))
+
+
+def last_smallest(findings: Findings, experiment: str) -> Evidence:
+    """The noise of the last step grows from SAGE over FlowGRPO to DanceGRPO."""
+    texts, holds = [], True
+    for steps in (20, 100):
+        a, b, c = (
+            findings.mean(experiment, "last", f"{n}, T={steps}") for n in ("sage_grpo", "flow_grpo", "dance_grpo")
+        )
+        texts.append(f"T = {steps}: {a:.3f}, {b:.3f}, {c:.3f}")
+        holds = holds and a < b < c
+    return Evidence(ours="; ".join(texts), holds=holds)
+
+
+def spread_over(findings: Findings, experiment: str, setting: str) -> Evidence:
+    """The variance at high noise varies less for SAGE than for FlowGRPO over a setting of the schedule."""
+    (low, high), (flow_low, flow_high) = (
+        findings.extremes(experiment, "high_noise_variance", f"{name}, {setting}")
+        for name in ("sage_grpo", "flow_grpo")
+    )
+    text = f"{low:.2f} to {high:.2f} and {flow_low:.2f} to {flow_high:.2f}"
+    return Evidence(ours=text, holds=high / low < flow_high / flow_low)
+
+
+def steadier(findings: Findings, experiment: str) -> Evidence:
+    """SAGE's largest step is fewer times its smallest than FlowGRPO's and DanceGRPO's."""
+    steps = [findings.parts(experiment, "std", name) for name in ("sage_grpo", "flow_grpo", "dance_grpo")]
+    ratios = [max(parts) / min(parts) for parts in steps]
+    return Evidence(ours=", ".join(f"{ratio:.1f}" for ratio in ratios), holds=ratios[0] < min(ratios[1:]))
+
+
+def less_in_high_noise(findings: Findings, experiment: str) -> Evidence:
+    """SAGE adds less variance than FlowGRPO from sigma 0.9 up."""
+    ours, theirs = (findings.mean(experiment, "high_noise_variance", name) for name in ("sage_grpo", "flow_grpo"))
+    return Evidence(ours=f"{ours:.3f} and {theirs:.3f}", holds=ours < theirs)
+
+
+def margin_decides(findings: Findings, experiment: str) -> Evidence:
+    """The variance of the first step changes more than tenfold over the margins."""
+    arms = findings.arms(experiment, "first", "sage_grpo, margin=")
+    variances = [findings.mean(experiment, "first", arm) ** 2 for arm in arms]
+    if not variances:
+        raise KeyError(experiment)
+    text = ", ".join(f"{v:.2g} ({arm.partition('=')[2]})" for v, arm in zip(variances, arms, strict=True))
+    return Evidence(ours=text, holds=max(variances) > 10 * min(variances))
+
+
+def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence:
+    """FlowGRPO's distance, interpolated over eta to SAGE's exploration, is larger than SAGE's."""
+    ours, theirs = [], []
+    for seed in findings.seeds(experiment):
+
+        def measured(quantity: str, arm: str, seed: int = seed) -> float:
+            return findings.by_seed(experiment, quantity, arm)[seed].value
+
+        flow = findings.arms(experiment, "distance", "flow_grpo, T=20")
+        points = sorted((measured("exploration", arm), measured("distance", arm)) for arm in flow)
+        ours.append(measured("distance", f"sage_grpo, {REFERENCE}"))
+        theirs.append(_interpolate(points, measured("exploration", f"sage_grpo, {REFERENCE}")))
+    if len(ours) < 2:
+        raise KeyError(experiment)
+    effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])
+    return Evidence(ours=f"{fmean(ours):.4f} and {fmean(theirs):.4f}", effect=effect)
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The y at an x between points that ascend in x; that of the nearest end outside of them."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[0][1] if x < points[0][0] else points[-1][1]
+
+
+EVIDENCE: Mapping[str, Callable[..., Evidence]] = {
+    function.__name__: function
+    for function in (
+        *(larger, smaller, within, slope_is_one, below_flow, last_smallest, spread_over, steadier),
+        *(less_in_high_noise, margin_decides, nearer_at_equal_exploration),
+    )
+}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sage_fast.study.claims import PER_PROMPT, Judgement, final_scores, judge
+from sage_fast.study.claims import PER_PROMPT, Judgement, judge
 from sage_fast.study.experiments import EXPERIMENTS, TIERS, Experiment
 from sage_fast.study.findings import COST, Findings
 
@@ -24,7 +24,7 @@ manifold is known: in the built-in world of rendered videos, with its base model
 refuted as a general statement. `sage-fast reproduce --config hv15_480p_lora_8gpu` has the same table for
 a cluster.
 
-**Verdicts.** *Confirmed* and *refuted*: the difference is told apart from zero at 5 %, after Holm's adjustment over the
+**Verdicts.** *Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the
 claims of its table, or is a computed number without uncertainty. *Undetectable*: neither; the last column then says
 which difference four of five such studies would have found. Differences are of the same seeds and noise. Intervals are
 Student's over the seeds; scores of trained models count seeds and prompts as crossed random effects. "-": no figure of
@@ -59,7 +59,6 @@ def _summary(experiments: Sequence[Experiment], findings: Findings) -> str:
 
 
 def _section(experiment: Experiment, findings: Findings) -> str:
-    seeds = findings.seeds(experiment.key)
     lines = [
         f"## {experiment.title}",
         "",
@@ -72,9 +71,7 @@ def _section(experiment: Experiment, findings: Findings) -> str:
         *(_row(judgement) for judgement in judge(experiment.claims, findings)),
         "",
         *_scores(experiment, findings),
-        " ".join(
-            [*_seeds(experiment, seeds), f"Cost: {_cost(experiment, findings)}.", *_made_with(experiment, findings)]
-        ),
+        f"{_seeds(experiment, findings)} Cost: {_cost(experiment, findings)}.{_made_with(experiment, findings)}",
         "",
     ]
     return "\n".join(lines)
@@ -86,36 +83,35 @@ def _row(judgement: Judgement) -> str:
     if evidence is None:
         return f"| {text} | | | {claim.reported or '-'} | not run | |"
     effect = evidence.effect
-    size = "exact" if effect is None else f"{_signed(effect.mean)} ({_signed(effect.low)} .. {_signed(effect.high)})"
+    size = "exact" if effect is None else f"{effect.mean:+.3g} ({effect.low:+.3g} .. {effect.high:+.3g})"
     seen = "" if effect is None else f"{effect.detectable:.2g}"
     return f"| {text} | {evidence.ours} | {size} | {claim.reported or '-'} | **{judgement.verdict}** | {seen} |"
 
 
 def _scores(experiment: Experiment, findings: Findings) -> list[str]:
-    """Final scores of every arm that was trained, means over the seeds."""
-    names = ["reward", *final_scores(findings, experiment.key)]
-    arms = [arm for arm in experiment.arms if findings.select(experiment.key, PER_PROMPT + names[0], arm)]
+    """Final scores of every trained arm, means over the seeds."""
+    found = {row.quantity for row in findings.rows if row.experiment == experiment.key}
+    names = {quantity.removeprefix(PER_PROMPT) for quantity in found if quantity.startswith(PER_PROMPT)}
+    columns = ["reward", *sorted(names - {"reward", "overall"})]
+    arms = [arm for arm in experiment.arms if findings.select(experiment.key, PER_PROMPT + "reward", arm)]
     if not arms:
         return []
-    rows = [[f"{findings.mean(experiment.key, PER_PROMPT + name, arm):.3g}" for name in names] for arm in arms]
+    rows = [[f"{findings.mean(experiment.key, PER_PROMPT + name, arm):.3g}" for name in columns] for arm in arms]
     return [
-        f"| final evaluation | {' | '.join(names)} |",
-        "|" + "---|" * (1 + len(names)),
+        f"| final evaluation | {' | '.join(columns)} |",
+        "|" + "---|" * (1 + len(columns)),
         *(f"| {arm} | {' | '.join(row)} |" for arm, row in zip(arms, rows, strict=True)),
         "",
     ]
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.3g}"
-
-
-def _seeds(experiment: Experiment, seeds: Sequence[int]) -> list[str]:
+def _seeds(experiment: Experiment, findings: Findings) -> str:
     if not experiment.seeds:
-        return ["Computed, not sampled."]
-    text = f"Seeds: {', '.join(map(str, seeds))}"
+        return "Computed, not sampled."
+    seeds = findings.seeds(experiment.key)
     missing = len(experiment.seeds) - len(seeds)
-    return [f"{text} ({missing} of {len(experiment.seeds)} not run yet)." if missing else f"{text}."]
+    part = f" ({missing} of {len(experiment.seeds)} not run yet)" if missing else ""
+    return f"Seeds: {', '.join(map(str, seeds))}{part}."
 
 
 def _cost(experiment: Experiment, findings: Findings) -> str:
@@ -125,12 +121,12 @@ def _cost(experiment: Experiment, findings: Findings) -> str:
     return f"{seconds / 60:.1f} core-minutes" if seconds < 5400 else f"{seconds / 3600:.1f} core-hours"
 
 
-def _made_with(experiment: Experiment, findings: Findings) -> list[str]:
+def _made_with(experiment: Experiment, findings: Findings) -> str:
     rows = [row for row in findings.rows if row.experiment == experiment.key]
     commits = sorted({row.commit.partition("-")[0][:9] + row.commit[40:] for row in rows if row.commit})
     versions = sorted({f"SAGE-Fast {row.version}, torch {row.torch}" for row in rows if row.version})
     text = "; ".join(versions) + (f", commit {', '.join(commits)}" if commits else "")
-    return [f"{text}."] if text else []
+    return f" {text}." if text else ""
 
 
 def _left_out(experiments: Sequence[Experiment]) -> str:

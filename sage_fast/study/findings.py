@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
@@ -62,20 +63,31 @@ class Findings:
         values = [row.value for row in self.select(experiment, quantity, arm)]
         if not values:
             raise KeyError(f"{experiment}: no {quantity} of {arm}")
-        return sum(values) / len(values)
+        return fmean(values)
 
-    def arms(self, experiment: str, quantity: str) -> list[str]:
-        """Arms that were measured, in the order of the file."""
-        return list(dict.fromkeys(row.arm for row in self.select(experiment, quantity)))
+    def parts(self, experiment: str, quantity: str, arm: str) -> tuple[float, ...]:
+        """Parts of the first row. KeyError where nothing was measured."""
+        rows = self.select(experiment, quantity, arm)
+        if not rows:
+            raise KeyError(f"{experiment}: no {quantity} of {arm}")
+        return rows[0].parts
+
+    def extremes(self, experiment: str, quantity: str, prefix: str) -> tuple[float, float]:
+        """Smallest and largest mean of the arms whose names begin so. KeyError where there is none."""
+        values = [self.mean(experiment, quantity, arm) for arm in self.arms(experiment, quantity, prefix)]
+        if not values:
+            raise KeyError(f"{experiment}: no {quantity} of {prefix}")
+        return min(values), max(values)
+
+    def arms(self, experiment: str, quantity: str, prefix: str = "") -> list[str]:
+        """Measured arms whose names begin with the prefix, in the order of the file."""
+        return [
+            arm for arm in dict.fromkeys(r.arm for r in self.select(experiment, quantity)) if arm.startswith(prefix)
+        ]
 
     def seeds(self, experiment: str) -> list[int]:
         """Seeds that an experiment has, ascending."""
         return sorted({row.seed for row in self.rows if row.experiment == experiment and row.seed is not None})
-
-
-def rounded(value: float) -> float:
-    """A number to six significant digits, as the file has it."""
-    return float(f"{value:.6g}")
 
 
 def write_findings(path: Path, rows: Iterable[Finding]) -> None:
@@ -83,9 +95,9 @@ def write_findings(path: Path, rows: Iterable[Finding]) -> None:
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for row in rows:
             tree = {key: value for key, value in asdict(row).items() if value not in (None, (), "")}
-            tree["value"] = rounded(row.value)
+            tree["value"] = float(f"{row.value:.6g}")
             if row.parts:
-                tree["parts"] = [rounded(part) for part in row.parts]
+                tree["parts"] = [float(f"{part:.6g}") for part in row.parts]
             file.write(json.dumps(tree, allow_nan=False) + "\n")
 
 
@@ -97,7 +109,7 @@ def read_findings(path: Path) -> Findings:
             tree = json.loads(line)
             rows.append(Finding(**(tree | {"parts": tuple(tree.get("parts", ()))})))
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}:{number} is no finding of a study: {error}") from error
+            raise ConfigError(f"{path}:{number} is not a finding of a study: {error}") from error
     return Findings(rows)
 
 

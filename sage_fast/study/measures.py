@@ -1,6 +1,6 @@
-"""What a study measures without training: tables of samplers, the exact policy, the base model, gradients of steps.
+"""Measurements without training: tables of samplers, the exact policy, the base model, gradients of steps.
 
-As a program it makes one such measurement in a process of its own:
+As a program it makes one such measurement in its own process:
 
     python -m sage_fast.study.measures RESULT.json '{"measure": "gradients", "seed": 0, ...}' CONFIG ...
 """
@@ -13,20 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES, resolve
-from sage_fast.config.rollout_sections import SDEType, VideoConfig
+from sage_fast.config.rollout_sections import SDEType
 from sage_fast.config.schema import RunConfig
 from sage_fast.noise import NoiseKey
-from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
-from sage_fast.rollout import initial_latents, sample_trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory
 from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
@@ -39,78 +38,41 @@ STEPS, SHIFT, ETA = 20, 5.0, 0.5
 """The reference's rollout."""
 
 HIGH_NOISE = 0.9
-"""Noise level from which a step counts to the region of high noise."""
+"""Noise level from which the variances of steps are summed up as `high_noise_variance`."""
 
 
-class ExactSampling(Protocol):
-    """The perfect policy of a family's data, and what it measures of a sampler."""
-
-    latent_shape: tuple[int, int, int, int]
-
-    def __init__(self, video: VideoConfig) -> None: ...
-
-    def velocity(self, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-        """Velocity (B, C, F, H, W) of B latents at noise levels (B,)."""
-        ...
-
-    def measure(self, trajectory: Trajectory, group: int) -> Any:
-        """A dataclass of numbers about samples of which each `group` consecutive ones have one start."""
-        ...
-
-
-def exact_sampling(config: RunConfig) -> ExactSampling | None:
-    """The perfect policy of a configuration's data, None where nobody knows it."""
-    if config.model.family not in EXACT_POLICIES:
-        return None
-    made: ExactSampling = resolve(config.model.family, EXACT_POLICIES, "model.family")(config.video)
-    return made
-
-
-# ------------------------------------------------------------------------------------------------ tables
-
-
-def high_noise_variance(table: TransitionTable) -> float:
-    """Sum of the variances of the steps that begin at or above `HIGH_NOISE`."""
-    return float(table.std[table.sigmas[:-1] >= HIGH_NOISE].square().sum())
-
-
-def noise_over_steps(experiment: str = "table1") -> Iterator[Finding]:
+def noise_over_steps() -> Iterator[Finding]:
     """Noise of every step at the reference's shift, for several numbers of steps."""
     for steps in (10, 20, 40, 100):
         for sampler in SAMPLERS:
-            table = transition_table(sampler, sigma_schedule(steps, SHIFT), ETA)
-            yield from _noise_of(experiment, f"{sampler}, T={steps}", table)
+            yield from _noise_of("table1", f"{sampler}, T={steps}", sampler, steps=steps)
 
 
-def noise_at_the_reference(experiment: str = "fig1a") -> Iterator[Finding]:
+def noise_at_the_reference() -> Iterator[Finding]:
     """Noise of every step at the reference's settings."""
     for sampler in SAMPLERS:
-        yield from _noise_of(experiment, sampler, transition_table(sampler, sigma_schedule(STEPS, SHIFT), ETA))
+        yield from _noise_of("fig1a", sampler, sampler)
 
 
-def noise_over_schedules(experiment: str = "fig9") -> Iterator[Finding]:
+def noise_over_schedules() -> Iterator[Finding]:
     """Noise over time shifts, and over the margin at sigma = 1 that only one sampler has."""
     for shift in (1.0, 3.0, 5.0, 7.0, 9.0):
         for sampler in SAMPLERS:
-            table = transition_table(sampler, sigma_schedule(STEPS, shift), ETA)
-            yield from _noise_of(experiment, f"{sampler}, shift={shift:g}", table)
+            yield from _noise_of("fig9", f"{sampler}, shift={shift:g}", sampler, shift=shift)
     for margin in (1e-3, 2e-3, SAGE_SIGMA_MARGIN, 5e-3, 1e-2):
-        table = transition_table("sage_grpo", sigma_schedule(STEPS, SHIFT), ETA, sage_margin=margin)
-        yield from _noise_of(experiment, f"sage_grpo, margin={margin:g}", table)
+        yield from _noise_of("fig9", f"sage_grpo, margin={margin:g}", "sage_grpo", sage_margin=margin)
 
 
-def _noise_of(experiment: str, arm: str, table: TransitionTable) -> Iterator[Finding]:
+def _noise_of(
+    experiment: str, arm: str, sampler: SDEType, *, steps: int = STEPS, shift: float = SHIFT, **options: float
+) -> Iterator[Finding]:
+    table = transition_table(sampler, sigma_schedule(steps, shift), ETA, **options)
     std = tuple(table.std.tolist())
-    values = {"std": max(std), "last": std[-1], "first": std[0], "high_noise_variance": high_noise_variance(table)}
+    high = float(table.std[table.sigmas[:-1] >= HIGH_NOISE].square().sum())
+    values = {"std": max(std), "last": std[-1], "first": std[0], "high_noise_variance": high}
     for quantity, value in values.items():
-        yield Finding(
-            experiment=experiment,
-            quantity=quantity,
-            arm=arm,
-            value=value,
-            n=table.num_steps,
-            parts=std if quantity == "std" else (),
-        )
+        parts = std if quantity == "std" else ()
+        yield Finding(experiment=experiment, quantity=quantity, arm=arm, value=value, n=steps, parts=parts)
 
 
 TABLES = {"table1": noise_over_steps, "fig1a": noise_at_the_reference, "fig9": noise_over_schedules}
@@ -120,9 +82,7 @@ TABLES = {"table1": noise_over_steps, "fig1a": noise_at_the_reference, "fig9": n
 # ------------------------------------------------------------------------------------------------ exact policy
 
 
-def sample_exactly(
-    world: ExactSampling, table: TransitionTable, *, seed: int, starts: int, members: int
-) -> dict[str, float]:
+def sample_exactly(world: Any, table: TransitionTable, *, seed: int, starts: int, members: int) -> dict[str, float]:
     """Measures of a sampler on the exact policy: `members` samples from each of `starts` initial noises."""
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
     samples = [
@@ -151,9 +111,9 @@ def measure_exact_policy(
     etas: Sequence[float] = (0.25, ETA, 0.75),
 ) -> Iterator[Finding]:
     """Samplers on the exact policy: all measures at the reference's settings, and the frontier over steps and eta."""
-    world = exact_sampling(config)
-    if world is None:
+    if config.model.family not in EXACT_POLICIES:
         raise ConfigError(f"model.family {config.model.family!r} has no exact policy: leave fig2 out of --only.")
+    world = resolve(config.model.family, EXACT_POLICIES, "model.family")(config.video)
     for num_steps in steps:
         for eta in etas:
             for sampler in SAMPLERS if eta != ETA else ("ode", *SAMPLERS):
@@ -173,63 +133,66 @@ def measure_exact_policy(
 
 
 def measure_rollouts(config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS) -> Iterator[Finding]:
-    """Rewards of one rollout of the base model: the mean of each score, and how far those of a group spread."""
+    """Rewards of one rollout of the base model: mean of each score, and the standard deviation in a group."""
     for sampler in samplers:
-        trainer = build_trainer(replace(config, seed=seed, rollout=replace(config.rollout, sde_type=sampler)))
-        try:
-            metrics = trainer.measure_rollout()
-        finally:
-            trainer.reward.close()
+        rollout = replace(config.rollout, sde_type=sampler)
+        # The iteration trains as few steps as it can: its update comes after the metrics of the rollout.
+        training = replace(config.training, timestep_fraction=1 / rollout.num_steps)
+        metrics = _iterate(replace(config, seed=seed, rollout=rollout, training=training))[0]
         means = {key: value for key, value in metrics.items() if key.startswith("reward/") and key.endswith("mean")}
         values = {key.removeprefix("reward/").removesuffix("_mean"): value for key, value in means.items()}
         values |= {"reward": values.pop("mean"), "group_std": metrics["advantage/group_std"]}
+        common: dict[str, Any] = {"experiment": "base", "arm": sampler, "seed": seed, "n": rollout.batch_size}
         for quantity, value in values.items():
-            yield Finding(
-                experiment="base",
-                quantity=quantity,
-                arm=sampler,
-                seed=seed,
-                value=value,
-                n=config.rollout.batch_size,
-            )
-
-
-# ------------------------------------------------------------------------------------------------ gradients
+            yield Finding(quantity=quantity, value=value, **common)
 
 
 def measure_gradients(config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS) -> Iterator[Finding]:
     """Gradient norm of every step of one rollout of the base model, with the equalizer and without it."""
-    config = replace(
-        config,
-        seed=seed,
-        training=replace(config.training, permute_timesteps=False, update="two_phase"),
-    )
     for sampler in samplers:
+        rollout = replace(config.rollout, sde_type=sampler)
+        table = rollout_table(rollout, 0)
+        steps = [step for step, trained in enumerate(table.trainable.tolist()) if trained]
+        # One update per step, too small to move the weights, so that each has the gradient of its step at the base.
+        training = replace(
+            config.training,
+            update="two_phase",
+            permute_timesteps=False,
+            updates_per_rollout=len(steps),
+            num_updates=len(steps),
+        )
+        optimizer = replace(config.optimizer, learning_rate=1e-30)
         for equalizer in (False, True):
-            one = replace(
-                config,
-                rollout=replace(config.rollout, sde_type=sampler),
-                objective=replace(
-                    config.objective, kl_mode="none", equalizer=equalizer, ratio="gaussian", logprob="gaussian"
-                ),
+            objective = replace(
+                config.objective, kl_mode="none", equalizer=equalizer, ratio="gaussian", logprob="gaussian"
             )
-            trainer = build_trainer(one)
-            try:
-                norms = trainer.step_gradient_norms()
-            finally:
-                trainer.reward.close()
-            table = transition_table(sampler, sigma_schedule(one.rollout.num_steps, one.rollout.shift), one.rollout.eta)
-            gains = [abs(float(table.gain[step])) for step in norms]
-            common: dict[str, Any] = {
-                "experiment": "fig4",
-                "arm": f"{sampler}, {'equalizer' if equalizer else 'plain'}",
-                "seed": seed,
-                "n": one.rollout.batch_size,
-            }
-            values = tuple(norms.values())
-            yield Finding(quantity="spread", value=max(values) / min(values), parts=values, **common)
+            one = replace(
+                config, seed=seed, rollout=rollout, training=training, optimizer=optimizer, objective=objective
+            )
+            norms = tuple(_iterate(one)[1])
+            gains = tuple(abs(float(table.gain[step])) for step in steps)
+            arm = f"{sampler}, {'equalizer' if equalizer else 'plain'}"
+            common: dict[str, Any] = {"experiment": "fig4", "arm": arm, "seed": seed, "n": rollout.batch_size}
+            yield Finding(quantity="spread", value=max(norms) / min(norms), parts=norms, **common)
             if not equalizer:
-                yield Finding(quantity="slope", value=log_slope(gains, values), parts=tuple(gains), **common)
+                yield Finding(quantity="slope", value=log_slope(gains, norms), parts=gains, **common)
+
+
+def _iterate(config: RunConfig) -> tuple[dict[str, float], list[float]]:
+    """Run one iteration of a new run; its metrics, and the gradient norm of every update."""
+    trainer = build_trainer(config)
+    norms: list[float] = []
+    clip = trainer.engine.clip_gradients
+
+    def noting() -> float:
+        norms.append(clip())
+        return norms[-1]
+
+    trainer.engine.clip_gradients = noting  # type: ignore[method-assign]
+    try:
+        return trainer.iterate(), norms
+    finally:
+        trainer.reward.close()
 
 
 def log_slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -240,29 +203,10 @@ def log_slope(x: Sequence[float], y: Sequence[float]) -> float:
     return above / sum((p - mean_u) ** 2 for p in u)
 
 
-# ------------------------------------------------------------------------------------------------ time
-
-
-def measure_speed(config: RunConfig, *, seed: int) -> Iterator[Finding]:
-    """Seconds of one core for a rollout with its updates, and for an evaluation: what an estimate needs."""
-    trainer = build_trainer(replace(config, seed=seed))
-    try:
-        start = time.process_time()
-        trainer.iterate()
-        middle = time.process_time()
-        trainer.evaluate()
-        end = time.process_time()
-    finally:
-        trainer.reward.close()
-    for quantity, value in (("rollout", middle - start), ("evaluation", end - middle)):
-        yield Finding(experiment="speed", quantity=quantity, arm="base", seed=seed, value=value)
-
-
 MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {
     "exact": measure_exact_policy,
     "rollouts": measure_rollouts,
     "gradients": measure_gradients,
-    "speed": measure_speed,
 }
 
 

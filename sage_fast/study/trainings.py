@@ -1,11 +1,10 @@
-"""The trainings of a study: what tells one from another, the command of each, whether it is finished, what it found."""
+"""The trainings of a study: their commands, their state, and their findings."""
 
 import hashlib
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -18,35 +17,16 @@ from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.study.claims import PER_PROMPT
+from sage_fast.study.experiments import PROBE, Training
 from sage_fast.study.findings import COST, Finding, made_with
 from sage_fast.tools.arms import TOLD, WHOLE, TrainedRun
 
-PROBE = "kl-probe"
-"""The arm that measures the share of the KL in the gradient, so that others can be given one."""
+PROGRAM = (sys.executable, "-m", "sage_fast", "train")
+
 PROBE_WEIGHT = 0.01
+"""Of the KL in the probe."""
 SETTLED = 4
 """Updates after which the share is taken: at the first the policy is its own anchor, and the KL has no gradient."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """One run of `sage-fast train`.
-
-    arm: its name, the same for all seeds. overrides: of the study's configuration. kl_share: the part that the KL is to
-    have in the gradient; its weight then follows from the probe.
-
-    Example: `Training(arm="cps", overrides=("--rollout.sde_type=cps",), seed=3)`
-    """
-
-    arm: str
-    overrides: tuple[str, ...]
-    seed: int
-    kl_share: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Arm and seed; the place of the run below the study's folder."""
-        return f"{self.arm}/seed-{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,100 +41,65 @@ class Trainings:
     files: Sequence[str]
     overrides: Sequence[str] = ()
     launcher: Sequence[str] = ()
-    _configs: dict[str, RunConfig] = field(default_factory=dict, init=False)
-
-    def run(self, training: Training) -> TrainedRun:
-        """The directory of a training, which may not be there yet."""
-        return TrainedRun(self.folder / training.name)
 
     def words(self, training: Training) -> list[str]:
-        """What follows `sage-fast train`. ConfigError while the probe that it waits for is missing."""
+        """Arguments of `sage-fast train`. ConfigError while the probe that it waits for is missing."""
         return [
             *self.files,
             f"--output_dir={self.folder / training.name}",
             f"--seed={training.seed}",
             *self.overrides,
             *training.overrides,
-            *self._weights(training),
+            *([] if training.kl_share is None else constant_lambda(self.kl_weight(training.kl_share))),
         ]
 
-    def command(self, training: Training) -> list[str]:
+    def command(self, training: Training, program: Sequence[str] = PROGRAM) -> list[str]:
         """The whole command; it begins the training or goes on with it."""
-        launcher = list(self.launcher) or [sys.executable, "-m", "sage_fast", "train"]
-        return [*launcher, *self.words(training), "--resume=auto"]
-
-    def shown_command(self, training: Training) -> str:
-        """The command as one types it."""
-        return shlex.join([*(self.launcher or ["sage-fast", "train"]), *self.words(training), "--resume=auto"])
-
-    def config(self, training: Training) -> RunConfig:
-        """The resolved configuration. ConfigError where it cannot run."""
-        if training.name not in self._configs:
-            words = self.words(training)
-            self._configs[training.name] = load_config(self.files, words[len(self.files) :])
-        return self._configs[training.name]
+        return [*(self.launcher or program), *self.words(training), "--resume=auto"]
 
     def is_finished(self, training: Training) -> bool:
-        """Whether its last update was evaluated.
+        """Return True if its last update was evaluated.
 
         Raises:
             ConfigError: there is a run of another configuration.
         """
-        run = self.run(training)
+        run = TrainedRun(self.folder / training.name)
         if not (run.folder / "config.yaml").is_file():
             return False
-        config = self.config(training)
+        config = load_config(self.files, self.words(training)[len(self.files) :])
         self._check_same(run, config)
         result = run.folder / "evaluation" / "result.json"
         if not result.is_file():
             return False
         return bool(json.loads(result.read_text("utf-8"))["after"] >= config.training.num_updates)
 
-    def progress(self, training: Training) -> tuple[int, int]:
-        """Updates done, and all."""
-        run = self.run(training)
-        done = max((row["update"] for row in run.rows), default=0) if (run.folder / "metrics.jsonl").is_file() else 0
-        return done, self.config(training).training.num_updates
-
-    def estimate(self, training: Training, speed: Mapping[str, float]) -> float:
-        """Seconds of one core, from those of a `rollout` with its updates and of an `evaluation`."""
-        config = self.config(training)
-        total, every = config.training.num_updates, config.evaluation.every
-        rollouts = total / config.training.updates_per_rollout
-        evaluations = 1 + (total // every if every else 0)
-        return rollouts * speed["rollout"] + evaluations * speed["evaluation"]
-
     def findings(self, experiment: str, training: Training) -> Iterator[Finding]:
-        """What a finished training found."""
-        run = self.run(training)
+        """Findings of a finished training."""
+        run = TrainedRun(self.folder / training.name)
         environment = run.folder / ENVIRONMENT
         common: dict[str, Any] = {
-            "experiment": experiment,
-            "arm": training.arm,
-            "seed": training.seed,
-            "settings": settings_digest(run.settings),
+            **{"experiment": experiment, "arm": training.arm, "seed": training.seed},
+            **{"settings": settings_digest(run.settings)},
             **made_with(json.loads(environment.read_text("utf-8")) if environment.is_file() else {}),
         }
-        last = run.evaluation(max(run.evaluations))
-        for column, values in last.columns().items():
+
+        def found(
+            quantity: str, value: float, numbers: Sequence[float], *, kept: bool = True, **more: float
+        ) -> Finding:
+            parts = tuple(numbers) if kept else ()
+            return Finding(quantity=quantity, value=value, n=max(1, len(numbers)), parts=parts, **common, **more)
+
+        for column, values in run.evaluation(max(run.evaluations)).columns().items():
             name = {REWARD: "reward", OVERALL: "overall"}.get(column, column)
-            yield Finding(
-                quantity=PER_PROMPT + name,
-                value=fmean(values),
-                n=len(values),
-                stderr=stdev(values) / len(values) ** 0.5,
-                parts=tuple(values),
-                **common,
-            )
+            yield found(PER_PROMPT + name, fmean(values), values, stderr=stdev(values) / len(values) ** 0.5)
         curve = list(run.curve("reward/mean").values())
-        yield Finding(quantity="area", value=fmean(curve), n=len(curve), parts=tuple(curve), **common)
-        yield Finding(quantity="unsteadiness", value=_unsteadiness(curve), n=len(curve), **common)
+        yield found("area", fmean(curve), curve)
+        yield found("unsteadiness", _unsteadiness(curve), curve, kept=False)
         if position := list(run.curve("kl/position").values()):
-            yield Finding(quantity="kl_position", value=max(position), n=len(position), parts=tuple(position), **common)
+            yield found("kl_position", max(position), position)
         if shares := _settled_shares(run):
-            yield Finding(quantity="kl_share", value=fmean(shares), n=len(shares), parts=tuple(shares), **common)
-        seconds = sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation"))
-        yield Finding(quantity=COST, value=seconds, **common)
+            yield found("kl_share", fmean(shares), shares)
+        yield found(COST, sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation")), ())
 
     def kl_weight(self, share: float) -> float:
         """The weight that gives the KL to the initial weights this share of the gradient. ConfigError without probe."""
@@ -165,11 +110,6 @@ class Trainings:
         if not shares:
             raise ConfigError(f"{run.folder} has measured no share of the KL yet; let it finish.")
         return float(f"{PROBE_WEIGHT * share / fmean(shares):.3g}")
-
-    def _weights(self, training: Training) -> list[str]:
-        if training.kl_share is None:
-            return []
-        return constant_lambda(self.kl_weight(training.kl_share))
 
     def _check_same(self, run: TrainedRun, config: RunConfig) -> None:
         free = {*marked_keys(RunConfig, FREE)} - TOLD

@@ -1,4 +1,4 @@
-"""What is measured without training, in miniature."""
+"""Measurements without training, in miniature."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from sage_fast.study.measures import (
     measure_exact_policy,
     measure_gradients,
     measure_rollouts,
-    measure_speed,
 )
 
 MakeRun = Callable[..., RunConfig]
@@ -40,14 +39,14 @@ def test_the_exact_policy_in_miniature(tiny_run: MakeRun, monkeypatch: pytest.Mo
     assert (row.n, grouped.n) == (3, 4)
 
 
-def test_a_family_without_an_exact_policy_is_told(tiny_run: MakeRun) -> None:
+def test_a_family_without_an_exact_policy_is_refused(tiny_run: MakeRun) -> None:
     config = tiny_run()
     other = replace(config, model=replace(config.model, family="hunyuan15"))
     with pytest.raises(ConfigError, match="has no exact policy"):
         list(measure_exact_policy(other, seed=0))
 
 
-def test_a_rollout_of_the_base_is_scored_and_nothing_is_trained(tiny_run: MakeRun) -> None:
+def test_rewards_of_a_rollout_are_those_of_the_base_model(tiny_run: MakeRun) -> None:
     config = tiny_run()
     rows = Findings(list(measure_rollouts(config, seed=0, samplers=("sage_grpo", "cps"))))
     trained = build_trainer(replace(config, rollout=replace(config.rollout, sde_type="cps")))
@@ -72,16 +71,6 @@ def test_the_gradient_follows_the_gain_unless_it_is_equalized(tiny_run: MakeRun)
         assert max(ratios) == pytest.approx(min(ratios), rel=1e-4)
 
 
-def test_norms_of_single_steps_leave_the_trainer_as_it_was(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run("--training.permute_timesteps=false"))
-    before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
-    assert trainer.step_gradient_norms() == trainer.step_gradient_norms()
-    assert trainer.update == 0 and all(bool((before[n] == p).all()) for n, p in trainer.parameters.items())
-    assert all(p.grad is None or not p.grad.any() for p in trainer.parameters.values())
-    with pytest.raises(ValueError, match="in the same order"):
-        build_trainer(tiny_run()).step_gradient_norms()
-
-
 def test_the_slope_between_logarithms() -> None:
     x = [1.0, 2.0, 4.0, 8.0]
     assert log_slope(x, [3 * value**1.5 for value in x]) == pytest.approx(1.5)
@@ -90,10 +79,8 @@ def test_the_slope_between_logarithms() -> None:
 def test_a_measurement_is_a_file_with_its_cost(tiny_run: MakeRun, tmp_path: Path) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    result = tmp_path / "measures" / "speed.json"
-    make_measurement(result, {"measure": "speed", "seed": 1, "overrides": ["--rollout.num_steps=3"]}, [str(file)])
+    result = tmp_path / "measures" / "base.json"
+    make_measurement(result, {"measure": "rollouts", "seed": 1, "overrides": ["--rollout.num_steps=3"]}, [str(file)])
     tree = json.loads(result.read_text())
     assert tree["core_seconds"] > 0 and tree["made_with"]["torch"]
-    assert {row["quantity"] for row in tree["findings"]} == {"rollout", "evaluation"}
-    rows = {row.quantity: row.value for row in measure_speed(tiny_run(), seed=0)}
-    assert min(rows.values()) > 0
+    assert {row["arm"] for row in tree["findings"]} == set(SAMPLERS)

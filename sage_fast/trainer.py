@@ -307,31 +307,6 @@ class Trainer:
         metrics["time/iteration"] = sum(self._seconds.values())
         return {"update": self.update} | metrics
 
-    def measure_rollout(self) -> dict[str, float]:
-        """Statistics of the rewards of the next rollout, by the names of the metrics. Nothing is trained."""
-        metrics: dict[str, float] = {}
-        self._seconds = {}
-        self.gradient.begin(0.0, None, self._kl_factors())
-        self._score(self._rollout(), metrics)
-        return metrics
-
-    def step_gradient_norms(self) -> dict[int, float]:
-        """Norm of the surrogate's gradient at each trained step of one rollout, taken alone. Nothing is trained.
-
-        ValueError where the samples take their steps in different orders (`training.permute_timesteps`).
-        """
-        self._seconds = {}
-        self.gradient.begin(0.0, None, self._kl_factors())
-        scored = self._score(self._rollout(), {})
-        if any(order != scored.orders[0] for order in scored.orders):
-            raise ValueError("The gradient of single steps needs the same steps of every sample, in the same order.")
-        norms = {}
-        for position, step in enumerate(scored.orders[0]):
-            self.gradient.accumulate(scored, [position], 0.0)
-            norms[step] = self.engine.clip_gradients()
-            self.engine.zero_grad()
-        return norms
-
     def _due_anchor(self) -> Snapshot | None:
         """The anchor of the coming rollout, refreshed if that is due; None where it is the policy itself."""
         age = self.update - self.anchor_update

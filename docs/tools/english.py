@@ -26,7 +26,7 @@ PHRASES = {
     r"\b(?:is|are|was|were) to (?!the\b|an?\b|its\b|this\b|that\b|one\b)[a-z]": "`must`, `should`, or the verb alone",
     r"\bbesides\b": "`also`, `apart from`",
     r"\bof (?:its|their) own\b": "`its own X`, `a separate X`",
-    r"(?:^|[.;:] )What (?:is|are|was|were|ha[sd]|have|does|do|can|could|needs?|no|an?)\b(?![^.?]*\?)": "name the subject",
+    r"(?:^|[.;:] )What (?:is|are|was|were|ha[sd]|have|does|do|can|needs?|no|an?)\b(?![^.?]*\?)": "name the subject",
 }
 """Pattern -> what to write."""
 

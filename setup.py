@@ -83,7 +83,7 @@ setup(
     packages=find_packages(include=["sage_fast", "sage_fast.*"]) + list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={
-        "sage_fast": ["py.typed", "models/toy/assets/*", "study/*.toml"],
+        "sage_fast": ["py.typed", "models/toy/assets/*", "rewards/videoalign/prompt.txt", "study/*.toml"],
         "sage_fast.configs": ["*.yaml", "*/*"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -33,9 +33,6 @@ class Reward(Protocol):
         requirements(options) -> list[Requirement]     files that it loads
         costs(options, video: VideoConfig) -> RewardCosts     memory and time that it takes
         SCALES: Mapping[str, Scale]     name of a score -> its scale
-
-    For `doctor --deep` it may have a method `deviations() -> list[str]`: how its arithmetic, with its options, differs
-    from that of the code it was published with.
     """
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:

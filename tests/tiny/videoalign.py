@@ -1,4 +1,4 @@
-"""A small random VideoAlign checkpoint in the public layouts, with the parameter names of the public files.
+"""A small random VideoAlign checkpoint in the public layout, with the parameter names of the public files.
 
 Weights come from NumPy's legacy generator, whose numbers never change, and are a function of each parameter's name.
 """
@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from sage_fast.rewards.videoalign.prompt import DETAILED_SPECIAL, SPECIAL_TOKENS
+from sage_fast.rewards.videoalign.checkpoint import SPECIAL_TOKENS
+from sage_fast.rewards.videoalign.reward import QUESTIONS
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS = 64, 4, 2, 96, 2
 VISION_WIDTH, VISION_HEADS, VISION_BLOCKS = 32, 2, 2
@@ -38,21 +38,17 @@ UNUSED_ROWS = 21
 NORMALISATION = {"VQ_mean": 0.3, "VQ_std": 2.0, "MQ_mean": -0.2, "MQ_std": 0.5, "TA_mean": 0.1, "TA_std": 1.5}
 
 
-def build_tiny_videoalign(
-    folder: Path, layout: Literal["full", "split"] = "full", head_outputs: Literal[1, 3] = 3
-) -> tuple[Path, Path]:
+def build_tiny_videoalign(folder: Path, head_outputs: Literal[1, 3] = 3) -> tuple[Path, Path]:
     """Write a checkpoint folder and a base model folder; takes about a second.
 
     Args:
         folder: where both go; made when missing.
-        layout: `full` is one model.pth with every weight, `split` is adapter_model.safetensors with the LoRA matrices
-            beside non_lora_state_dict.pth. Both hold the same model.
         head_outputs: outputs of the reward head: 3, of which each token's own counts, or 1, shared by the tokens.
 
     Returns:
         (checkpoint, base model), for the options `path` and `base_model` of the reward.
     """
-    checkpoint, base = folder / f"videoalign_{layout}_{head_outputs}", folder / "qwen2_vl"
+    checkpoint, base = folder / f"videoalign_{head_outputs}", folder / "qwen2_vl"
     # An older step beside it, that must not be taken: as text, 900 comes after 1200.
     step, older = checkpoint / "checkpoint-1200", checkpoint / "checkpoint-900"
     for path in (base, step, older):
@@ -62,25 +58,20 @@ def build_tiny_videoalign(
 
     language, visual = _language_weights(), _visual_weights("tuned")
     rows = NUM_TEXT_TOKENS + len(BASE_TOKENS) + len(SPECIAL_TOKENS)
-    # One shared table, whose last rows are the new tokens'.
+    # The last rows are the new tokens'.
     language["model.embed_tokens.weight"] = language["model.embed_tokens.weight"][:rows].clone()
     tuned = visual | {"rm_head.weight": _random(f"rm_head{head_outputs}", (head_outputs, HIDDEN))}
     adapters = _lora_weights()
-    if layout == "full":
-        state = {}
-        for name, tensor in (language | tuned).items():
-            module, _, kind = name.rpartition(".")
-            adapted = f"{module}.lora_A" in adapters
-            state[f"base_model.model.{module}.base_layer.{kind}" if adapted else f"base_model.model.{name}"] = tensor
-        for name, tensor in adapters.items():
-            state[f"base_model.model.{name}.default.weight"] = tensor
-        state["base_model.model.lm_head.weight"] = language["model.embed_tokens.weight"]
-        torch.save(state, step / "model.pth")
-        torch.save({name: torch.zeros_like(tensor) for name, tensor in state.items()}, older / "model.pth")
-    else:
-        tuned["model.embed_tokens.weight"] = language["model.embed_tokens.weight"]
-        save_file({f"base_model.model.{n}.weight": t for n, t in adapters.items()}, step / "adapter_model.safetensors")
-        torch.save({f"base_model.model.{n}": t for n, t in tuned.items()}, step / "non_lora_state_dict.pth")
+    state = {}
+    for name, tensor in (language | tuned).items():
+        module, _, kind = name.rpartition(".")
+        adapted = f"{module}.lora_A" in adapters
+        state[f"base_model.model.{module}.base_layer.{kind}" if adapted else f"base_model.model.{name}"] = tensor
+    for name, tensor in adapters.items():
+        state[f"base_model.model.{name}.default.weight"] = tensor
+    state["base_model.model.lm_head.weight"] = language["model.embed_tokens.weight"]
+    torch.save(state, step / "model.pth")
+    torch.save({name: torch.zeros_like(tensor) for name, tensor in state.items()}, older / "model.pth")
     return checkpoint, base
 
 
@@ -119,7 +110,7 @@ def _model_config(head_outputs: int) -> dict[str, object]:
 
 
 def _write_base_model(folder: Path) -> None:
-    """Config, tokenizer and weights, with the file and parameter names of Qwen2-VL-2B-Instruct."""
+    """Config and tokenizer, with the file names of Qwen2-VL-2B-Instruct."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,7 +118,7 @@ def _write_base_model(folder: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_TEXT_TOKENS, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
-    tokenizer.train_from_iterator([DETAILED_SPECIAL], trainer)
+    tokenizer.train_from_iterator([QUESTIONS], trainer)
     tokenizer.add_special_tokens(list(BASE_TOKENS))
     assert tokenizer.get_vocab_size() == NUM_TEXT_TOKENS + len(BASE_TOKENS)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -172,7 +163,6 @@ def _write_base_model(folder: Path) -> None:
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(language | _visual_weights("base"), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _random(seed: str, shape: tuple[int, ...], scale: float | None = None, mean: float = 0.0) -> Tensor:

@@ -81,7 +81,7 @@ def words(world: Path, model: Path, *more: str) -> list[str]:
         f"--evaluation.prompts={world / 'prompts.txt'}",
         "--evaluation.num_prompts=null",
         "--video={num_frames: 9, height: 64, width: 64, fps: 8}",
-        f"--reward.options.videoalign={{path: {world}/rewards/videoalign_full_3, base_model: {world}/rewards/qwen2_vl, "
+        f"--reward.options.videoalign={{path: {world}/rewards/videoalign_3, base_model: {world}/rewards/qwen2_vl, "
         "device: cpu, dtype: bfloat16}",
         *more,
     ]

@@ -11,27 +11,38 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
-from sage_fast.rewards.base import RewardCosts, Scale, resolve_device
+from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import (
     DEFAULT_BASE_MODEL,
     REPOSITORY,
     SCORES,
+    SPECIAL_TOKENS,
     VideoAlignSettings,
     load_videoalign,
 )
-from sage_fast.rewards.videoalign.positions import Rotary, round_frequencies, sequential_positions, vision_rotation
-from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, VIDEO_TOKEN, conversation
 
 DEFAULT_FOLDER = "models/VideoReward"
 """What `plan` and `doctor` look at where the required option `path` is not set."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+VIDEO_TOKEN = "<|video_pad|>"
+# The chat template of Qwen2-VL-Instruct, written out for one user message of a video and then a text, with the
+# generation prompt.
+CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{question}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+# Template `detailed_special` of prompt_template.py, https://github.com/KwaiVGI/VideoAlign: part of the checkpoint's
+# training data. One other character, a trailing blank included, and the scores move.
+QUESTIONS = (Path(__file__).parent / "prompt.txt").read_text(encoding="utf-8")
 
 
 class VideoAlignReward:
@@ -56,8 +67,6 @@ class VideoAlignReward:
         base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
         device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (bfloat16 on a GPU, float32 elsewhere), `bfloat16` or `float32`.
-        rotary: `published` rounds the rotary frequencies to `dtype`, as the training and the public inference do;
-            `exact` keeps them in float32, which gives a bfloat16 model positions that it was not trained with.
         batch_size: videos that go through the model at once.
         mp4: score what a reader of the H.264 file sees, as the public trainers do, instead of the frames themselves.
         normalise: subtract the mean and divide by the std that the checkpoint's inference_config gives.
@@ -79,23 +88,19 @@ class VideoAlignReward:
         """See `Reward`."""
         path = str(options.get("path", DEFAULT_FOLDER))
         # It is read from a folder only: the id of a repository would not do.
-        folder = Path(path).expanduser()
+        missing = missing_files(Path(path).expanduser(), ["model_config.json", "checkpoint-*/model.pth"])
         own = Requirement(
             name="VideoAlign",
             where=path,
-            missing=missing_files(
-                folder, ["model_config.json", "checkpoint-*/model.pth|checkpoint-*/adapter_model.safetensors"]
-            ),
+            missing=missing,
             fetch=fetch_command(REPOSITORY, folder=path),
             repository=REPOSITORY,
             gigabytes=5.0,
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
-        full = any(folder.glob("checkpoint-*/model.pth"))
-        # With model.pth only configuration and tokenizer of the base model are read.
-        patterns = ["config.json", "tokenizer_config.json", *([] if full else ["*.safetensors"])]
-        include, size = (["*.json", "*.txt"], 0.1) if full else ([], 4.5)
-        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include, gigabytes=size)]
+        # VideoAlign's own checkpoint brings all weights.
+        patterns, include = ["config.json", "tokenizer_config.json"], ["*.json", "*.txt"]
+        return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include, gigabytes=0.1)]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
@@ -113,7 +118,6 @@ class VideoAlignReward:
         batch_size: int = 8,
         mp4: bool = False,
         normalise: bool = True,
-        rotary: Rotary = "published",
     ) -> None:
         if fps is None or not (math.isfinite(fps) and fps > 0):
             raise ValueError(
@@ -122,11 +126,12 @@ class VideoAlignReward:
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size is {batch_size!r}, but it must be an integer of at least 1.")
-        if rotary not in ("published", "exact"):
-            raise ValueError(f"rotary is {rotary!r}, but it must be published or exact.")
-        self.fps, self.batch_size, self.mp4, self.rotary = float(fps), batch_size, mp4, rotary
+        self.fps, self.batch_size, self.mp4 = float(fps), batch_size, mp4
         self.device = resolve_device(device)
-        self.dtype = _resolve_dtype(dtype, self.device)
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}, but it must be auto, {' or '.join(DTYPES)}.")
+        automatic = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = DTYPES.get(dtype, automatic)
 
         folder = Path(path).expanduser()
         self.settings = VideoAlignSettings.read(folder)
@@ -141,8 +146,7 @@ class VideoAlignReward:
         base = os.path.expanduser(base_model)
         model, head, self.tokenizer = load_videoalign(folder, self.settings, base, self.dtype)
         self.model: Any = model.to(self.device)
-        if rotary == "published":
-            round_frequencies(self.model.get_submodule("language_model.rotary_emb"), self.dtype)
+        self._rotate_as_published()
         self.head = head.to(self.device)
         self.video_token = self.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
         self.score_tokens = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
@@ -161,15 +165,19 @@ class VideoAlignReward:
                     "model reads as a control token and not as text. Rewrite or remove the prompt."
                 )
 
-    def deviations(self) -> list[str]:
-        """See `Reward`."""
+    def _rotate_as_published(self) -> None:
+        """Round positions as in VideoAlign's training, see `vision_angles`.
+
+        1,600 tokens on, exact angles differ from the rounded ones, which the weights know, by up to 1.7 rad.
+        """
         frequencies = self.model.get_submodule("language_model.rotary_emb").inv_freq
-        if self.rotary == "published" and torch.equal(frequencies, frequencies.to(self.dtype).to(frequencies.dtype)):
-            return []
-        return [
-            f"rotary frequencies are exact where the published model has them in {self.dtype}: other positions than "
-            "those of its training. Leave reward.options.videoalign.rotary out."
-        ]
+        frequencies.copy_(frequencies.to(self.dtype))
+
+        def rotate(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, kwargs | {"position_embeddings": self._vision_angles}
+
+        for block in self.model.visual.blocks:
+            block.register_forward_pre_hook(rotate, with_kwargs=True)
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -186,13 +194,7 @@ class VideoAlignReward:
             RewardError: a prompt holds a control token.
             ValueError: another shape or dtype, not one prompt a video, or frames that Qwen2-VL cannot read.
         """
-        if videos.dim() != 5 or videos.shape[2] != 3 or videos.dtype != torch.uint8 or 0 in videos.shape:
-            raise ValueError(
-                f"videos must be uint8 of shape (B, F, 3, H, W) with no empty side, not {videos.dtype} of shape "
-                f"{tuple(videos.shape)}."
-            )
-        if len(prompts) != videos.shape[0]:
-            raise ValueError(f"Got {videos.shape[0]} videos and {len(prompts)} prompts; give one prompt a video.")
+        check_videos(videos, prompts)
         self.check_prompts(prompts)
         parts = [
             self._logits(self._seen_frames(videos[start : start + self.batch_size]), prompts[start:][: self.batch_size])
@@ -221,15 +223,16 @@ class VideoAlignReward:
         height, width = preprocessing.frame_size(frames.shape[3], frames.shape[4], self.settings.max_frame_pixels)
         levels = preprocessing.resize_frames(frames.flatten(0, 1), height, width).unflatten(0, (batch, num_frames))
         patches = preprocessing.pixel_patches(levels).to(self.dtype)
-        grid = [
+        grid = (
             num_frames // preprocessing.TEMPORAL_PATCH_SIZE,
-            *(n // preprocessing.PATCH_SIZE for n in (height, width)),
-        ]
-        rotation = vision_rotation(
-            self.model.visual, [grid] * batch, self.dtype if self.rotary == "published" else None
+            height // preprocessing.PATCH_SIZE,
+            width // preprocessing.PATCH_SIZE,
         )
-        with rotation:
-            output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
+        attention = self.model.visual.blocks[0].attn
+        head_width = attention.qkv.in_features // attention.num_heads
+        cos, sin = preprocessing.vision_angles(grid, head_width, self.dtype, self.device)
+        self._vision_angles = cos.repeat(batch, 1), sin.repeat(batch, 1)
+        output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
         # The merged features: transformers 5 returns them beside the unmerged ones, 4 alone.
         features = getattr(output, "pooler_output", output)
 
@@ -261,9 +264,22 @@ def own_scores(logits: Tensor) -> Tensor:
     return logits.squeeze(2) if logits.shape[2] == 1 else logits.diagonal(dim1=1, dim2=2)
 
 
-def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}, but it must be auto, {' or '.join(DTYPES)}.")
-    return DTYPES[name]
+def sequential_positions(tokens: Tensor) -> Tensor:
+    """Position ids (3, B, L) that count the tokens, the video's like all others.
+
+    Qwen2-VL itself numbers video tokens by frame, row and column. VideoAlign was trained without: its forward passed no
+    position ids, for which transformers 4.45 counted. Its weights know no other positions.
+    """
+    batch, length = tokens.shape
+    return torch.arange(length, device=tokens.device).expand(3, batch, length)
+
+
+def conversation(prompt: str, num_video_tokens: int) -> str:
+    """The text about one video: its placeholders, then the questions with the prompt.
+
+    Args:
+        prompt: the text the video was generated from. Braces in it are ordinary characters.
+        num_video_tokens: merged vision tokens of the video, one placeholder each.
+    """
+    question = QUESTIONS.replace("{text_prompt}", prompt)
+    return CHAT.replace("{video}", VIDEO_TOKEN * num_video_tokens).replace("{question}", question)

@@ -1,4 +1,4 @@
-"""Video preprocessing of Qwen2-VL on tensors: which frames, what size, which patches. Needs no torchvision.
+"""Video preprocessing of Qwen2-VL on tensors: frames, sizes, patches and their positions. Needs no torchvision.
 
 The rules are those of the reader of VideoAlign (vision_process.py of https://github.com/KwaiVGI/VideoAlign, after
 qwen-vl-utils) and of Qwen2-VL's image processor in transformers; both were part of the reward model's training.
@@ -23,6 +23,7 @@ MIN_FRAMES = 4
 MAX_FRAMES = 768
 MIN_FRAME_PIXELS = 128 * SIZE_FACTOR**2
 MAX_ASPECT_RATIO = 200
+THETA = 10000.0
 
 # OpenAI CLIP's statistics, as in Qwen2-VL's preprocessor_config.json.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -113,6 +114,30 @@ def pixel_patches(levels: Tensor) -> Tensor:
     # Pair of frames, block of four patches, patch within the block; then the patch's own pixels.
     patches = patches.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(-1, 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
+
+
+def vision_angles(
+    grid: tuple[int, int, int], width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (patches, width) in `dtype`: positions, frequencies and angles are all rounded to it.
+
+    VideoAlign's training and inference call `model.to(torch.bfloat16)`, which rounds these buffers in transformers
+    4.45.2, the release it was trained with; newer ones keep them in float32.
+    Source: VisionRotaryEmbedding, rot_pos_emb and apply_rotary_pos_emb_vision of 4.45.2.
+
+    Args:
+        grid: pairs of frames, rows and columns of patches.
+        width: of a head.
+    """
+    pairs, rows, columns = grid
+    exponents = torch.arange(0, width // 2, 2, dtype=torch.float, device=device) / (width // 2)
+    frequencies = (1.0 / THETA**exponents).to(dtype)
+    table = torch.outer(torch.arange(max(rows, columns), dtype=dtype, device=device), frequencies)
+    # Row and column of each patch, the four that merge into one token side by side.
+    places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
+    places = places.unflatten(0, (-1, MERGE_SIZE)).unflatten(2, (-1, MERGE_SIZE)).transpose(1, 2).reshape(-1, 2)
+    angles = table[places.repeat(pairs, 1).to(device)].flatten(1)
+    return torch.cat([angles.cos()] * 2, dim=1), torch.cat([angles.sin()] * 2, dim=1)
 
 
 def through_mp4(video: Tensor, fps: float) -> tuple[Tensor, float]:

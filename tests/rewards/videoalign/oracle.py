@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from sage_fast.rewards.videoalign.prompt import DETAILED_SPECIAL
-from sage_fast.rewards.videoalign.reward import VideoAlignReward
+from sage_fast.rewards.videoalign.reward import QUESTIONS, VideoAlignReward
 
 TOKENS = ["<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"]
 PIXEL_MEAN, PIXEL_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -66,7 +65,7 @@ class Oracle:
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
             + "<|video_pad|>" * len(features)
             + "<|vision_end|>"
-            + DETAILED_SPECIAL.format(text_prompt=prompt)
+            + QUESTIONS.format(text_prompt=prompt)
             + "<|im_end|>\n<|im_start|>assistant\n"
         )
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sage_fast.rewards.videoalign import vision
-from sage_fast.rewards.videoalign.prompt import SPECIAL_TOKENS, conversation
+from sage_fast.rewards.videoalign.checkpoint import SPECIAL_TOKENS
+from sage_fast.rewards.videoalign.reward import conversation
 from tests.rewards.videoalign.oracle import FPS, blocks
 from tests.tiny.videoalign import build_tiny_videoalign
 

@@ -24,23 +24,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build_attentive_videoalign(tmp_path_factory.mktemp("attentive"))
 
 
-def largest_difference(paths: tuple[Path, Path], rotary: str) -> float:
+def largest_difference(paths: tuple[Path, Path]) -> float:
     checkpoint, base = paths
-    reward = VideoAlignReward(
-        str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16", rotary=rotary
-    )
+    reward = VideoAlignReward(str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16")
     scores = reward.score(VIDEOS, PROMPTS)
     return max(float((scores[name] - torch.tensor(values)).abs().max()) for name, values in PUBLISHED_BFLOAT16.items())
 
 
-def test_bfloat16_scores_are_the_published_ones(paths: tuple[Path, Path]) -> None:
-    assert largest_difference(paths, "published") < ROUNDING
-
-
-def test_exact_frequencies_are_another_reward(paths: tuple[Path, Path]) -> None:
-    assert largest_difference(paths, "exact") > 3 * ROUNDING
-
-
-def test_only_the_known_ways_of_rotating(paths: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match="rotary is 'rounded'.*published or exact"):
-        VideoAlignReward(str(paths[0]), fps=FPS, base_model=str(paths[1]), device="cpu", rotary="rounded")  # type: ignore[arg-type]
+def test_bfloat16_scores_are_the_published_ones(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest_difference(paths) < ROUNDING
+    monkeypatch.setattr(VideoAlignReward, "_rotate_as_published", lambda self: None)
+    assert largest_difference(paths) > 3 * ROUNDING, "exact positions are another reward"

@@ -34,6 +34,8 @@ INSTALL_REQUIRES = [
     "pydantic>=2.10,<3",
     "PyYAML>=6.0",
     "numpy>=1.26",
+    # Student's t of `compare` and `reproduce`.
+    "scipy>=1.11",
     "tqdm>=4.66",
     # Contact sheets, reward curves, mp4 files and event files of a run.
     "pillow>=10.1",

@@ -1,9 +1,9 @@
-"""Differences with their uncertainty over seeds and prompts, and what a study of their size could have seen.
+"""Differences with their uncertainty over seeds and prompts, and the smallest that a study of this size would have seen.
 
 A number that was measured once per seed gets Student's interval over the seeds. A score that was measured for every
 seed and prompt varies with both: seeds and prompts are crossed random effects, and the variance of the grand mean is
-(MS_seeds + MS_prompts - MS_rest) / (S P), which is what a bootstrap over seeds and prompts estimates, without its
-random numbers.
+(MS_seeds + MS_prompts - MS_rest) / (S P): the estimate of a bootstrap over seeds and prompts, without its random
+numbers.
 
 Shapes: S seeds, P prompts.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.stats import t as student
 
 POWER = 0.8
 """Chance with which an effect of the size `Effect.detectable` is found."""
@@ -39,17 +40,22 @@ class Effect:
     @property
     def low(self) -> float:
         """Lower end of the 95 % interval."""
-        return self.mean - student_quantile(LEVEL, self.df) * self.stderr
+        return self.mean - _quantile(LEVEL / 2, self.df) * self.stderr
 
     @property
     def high(self) -> float:
         """Upper end of the 95 % interval."""
-        return self.mean + student_quantile(LEVEL, self.df) * self.stderr
+        return self.mean + _quantile(LEVEL / 2, self.df) * self.stderr
 
     @property
     def detectable(self) -> float:
         """The smallest true effect that a study like this finds in 80 % of its repetitions: 2.8 s.e. of many seeds."""
-        return (student_quantile(LEVEL, self.df) + student_quantile(2 * (1 - POWER), self.df)) * self.stderr
+        return (_quantile(LEVEL / 2, self.df) + _quantile(1 - POWER, self.df)) * self.stderr
+
+
+def _quantile(tail: float, df: int) -> float:
+    """The t that Student's distribution exceeds with this probability."""
+    return float(student.isf(tail, df))
 
 
 def seed_effect(values: Sequence[float]) -> Effect:
@@ -84,33 +90,9 @@ def crossed_effect(rows: Sequence[Sequence[float]]) -> Effect:
 
 
 def _effect(mean: float, stderr: float, num_seeds: int, df: int) -> Effect:
-    if stderr == 0:
-        return Effect(mean=mean, stderr=0.0, num_seeds=num_seeds, df=df, p=1.0 if mean == 0 else 0.0)
-    return Effect(mean=mean, stderr=stderr, num_seeds=num_seeds, df=df, p=student_p(mean / stderr, df))
-
-
-def student_p(t: float, df: int) -> float:
-    """Two-sided p of Student's t with a whole number of degrees of freedom (Abramowitz & Stegun 26.7.3, 26.7.4)."""
-    theta = math.atan(abs(t) / math.sqrt(df))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = df % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, df, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    inside = 2 / math.pi * (theta + sine * total) if odd else sine * total
-    return max(0.0, 1 - inside)
-
-
-def student_quantile(p: float, df: int) -> float:
-    """The t whose two-sided p is given, by bisection."""
-    low, high = 0.0, 1.0
-    while student_p(high, df) > p:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_p(middle, df) > p else (low, middle)
-    return high
+    # Without any scatter a difference is certain.
+    p = float(2 * student.sf(abs(mean) / stderr, df)) if stderr else float(mean == 0)
+    return Effect(mean=mean, stderr=stderr, num_seeds=num_seeds, df=df, p=p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

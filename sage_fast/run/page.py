@@ -1,0 +1,265 @@
+"""HTML pages from the templates of this folder, and the page of a run: `index.html` in its directory.
+
+A page is one file: style, script and charts are inside, and nothing is fetched but the videos beside it. The page of a
+run is made of the files of its directory alone, so it can be written again at any time; while the run goes on, a
+browser loads it again every minute.
+"""
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from sage_fast import __version__
+from sage_fast.config.files import write_text
+from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
+from sage_fast.run.metrics import FILE_NAME as METRICS
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.plots import GREY, Line, Rows, line_chart, metric_line
+from sage_fast.run.progress import format_seconds
+from sage_fast.run.run_status import Status, read_status
+
+FILE_NAME = "index.html"
+REFRESH_SECONDS = 60
+SHOWN_PROMPTS = 5
+"""Prompts in each of the tables of gains and losses."""
+
+logger = logging.getLogger(__name__)
+
+
+def number(value: float) -> str:
+    """A number with the digits that tell it from its neighbours on a page.
+
+    Example: `number(0.41234)` is `0.4123`, `number(1234.5)` is `1,234`, `number(2.34e-7)` is `2.34e-07`.
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if 1e-4 <= abs(value) < 1000 else f"{value:.3g}"
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    trim_blocks=True,
+    undefined=StrictUndefined,
+)
+TEMPLATES.filters |= {
+    "number": number,
+    "seconds": format_seconds,
+    "way": lambda gain: "gain" if gain > 0 else "loss" if gain < 0 else "faint",
+    "json": lambda tree: json.dumps(tree, indent=1, ensure_ascii=False),
+}
+
+
+def render(template: str, title: str, *, refresh_seconds: int | None = None, **values: Any) -> str:
+    """A page.
+
+    Args:
+        refresh_seconds: load the page again so often. It stays where it was scrolled to, and waits while a video plays.
+    """
+    page = TEMPLATES.get_template(template)
+    return page.render(title=title, version=__version__, refresh_seconds=refresh_seconds, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart of a page: inline SVG, and the lines of its legend."""
+
+    title: str
+    svg: str
+    lines: Sequence[Line]
+    wide: bool = False
+
+
+def charts(*parts: tuple[str, Sequence[Line], dict[str, Any]]) -> list[Chart]:
+    """Charts of (title, lines, options of `line_chart`), without those that have no point."""
+    found = []
+    for title, lines, options in parts:
+        shown = [line for line in lines if line.x]
+        if svg := line_chart(shown, **options):
+            found.append(Chart(title=title, svg=svg, lines=shown, wide=options.get("wide", False)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ page of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The last evaluation beside that of update 0, of the prompts that both have scored.
+
+    test: of their rewards. rows: number of the prompt -> its text, reward before and reward after. lower_is_better:
+    names of scores.
+
+    Example: `Compared(update=40, test=PairedTest(...), rows={0: ("a red circle", 0.4, 0.5)}, lower_is_better=set())`
+    """
+
+    update: int
+    test: PairedTest
+    rows: dict[int, tuple[str, float, float]]
+    lower_is_better: set[str]
+
+
+def write_run_page(directory: Path) -> None:
+    """Write the page of the run in a directory. A failure is a warning: a run does not end for its page."""
+    try:
+        write_text(directory / FILE_NAME, run_page(directory), lasting=False)
+    except Exception as error:  # noqa: BLE001  it reads files that anybody may have changed
+        logger.warning("%s is not up to date: %s", directory / FILE_NAME, error)
+
+
+def run_page(directory: Path) -> str:
+    """The page as HTML. ValueError, OSError where a file of the run cannot be read."""
+    file = directory / METRICS
+    rows = sorted(read_metrics(file), key=lambda row: row["update"]) if file.exists() else []
+    status, _ = read_status(directory)
+    compared = _compare(directory, rows)
+    name = directory.resolve().name
+    ranked = sorted(compared.rows.values(), key=lambda row: row[1] - row[2]) if compared is not None else []
+    config, environment = directory / "config.yaml", directory / "environment.json"
+    pictures = ("reward.png", "before_after.png", "evaluation/result.json")
+    return render(
+        "run.html",
+        f"{name}: a run of SAGE-Fast",
+        refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
+        name=name,
+        directory=shlex.quote(directory.as_posix()),
+        status=status,
+        facts=_facts(rows, status, compared),
+        sections=[
+            ("Reward and its components", _reward_charts(rows, compared.lower_is_better if compared else set())),
+            ("Training", _training_charts(rows)),
+            ("Speed", _speed_charts(rows, status)),
+        ],
+        samples=_samples(directory, compared),
+        evaluated=compared.update if compared is not None else 0,
+        prompts=[
+            ("Prompts that gained most", [row for row in ranked[:SHOWN_PROMPTS] if row[2] > row[1]]),
+            ("Prompts that lost most", [row for row in ranked[: -SHOWN_PROMPTS - 1 : -1] if row[2] < row[1]]),
+        ],
+        files=[name for name in (METRICS, "config.yaml", *pictures) if (directory / name).exists()],
+        config=config.read_text("utf-8") if config.exists() else "",
+        environment=json.loads(environment.read_text("utf-8")) if environment.exists() else None,
+    )
+
+
+def _compare(directory: Path, rows: Rows) -> Compared | None:
+    """The last evaluation that can be read, with that of update 0; None where there are no two."""
+    files = [directory / "evaluation" / f"update-{row['update']:06d}.json" for row in rows if "eval/reward_mean" in row]
+    if not files or files[0].stem != "update-000000" or files[-1] == files[0]:
+        return None
+    try:
+        before, after = scored_in_both(Evaluation.load(files[0]), Evaluation.load(files[-1]))
+    except (OSError, ValueError) as error:
+        logger.warning("The page of the run has no prompts: %s", error)
+        return None
+    prompts = zip(after.prompts, before.reward, after.reward, strict=True)
+    return Compared(
+        update=int(files[-1].stem.removeprefix("update-")),
+        test=paired_test(before.reward, after.reward),
+        rows=dict(zip(after.numbers(), prompts, strict=True)),
+        lower_is_better=set(after.lower_is_better),
+    )
+
+
+def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list[tuple[str, str]]:
+    """The few numbers that are looked at first."""
+    last = {key: value for row in rows for key, value in row.items() if value is not None}
+    facts = []
+    if status is not None:
+        facts.append(("update", f"{status.update} of {status.num_updates}"))
+    for key, label in (("eval/reward_mean", "reward, evaluation"), ("reward/mean", "reward, training batch")):
+        if key in last:
+            facts.append((label, number(last[key])))
+    if compared is not None:
+        test = compared.test
+        facts.append((f"gain at update {compared.update}", f"{test.mean:+.4f} ± {test.stderr:.4f}"))
+        facts.append(("prompts that gained", f"{test.wins:.0%} of {test.count}"))
+    if last.get("time/iteration") and status is not None:
+        facts.append(("videos an hour", number(3600 * status.videos_per_rollout / last["time/iteration"])))
+    if "kl/grad_share" in last:
+        facts.append(("KL's share of the gradient", f"{last['kl/grad_share']:.1%}"))
+    return facts
+
+
+def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
+    def scores(name: str, mean: str, std: str) -> list[Line]:
+        """A score in training and in evaluation, by the names that the metrics have."""
+        eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
+        return [
+            metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
+            metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
+        ]
+
+    means = [key.removesuffix("_mean").split("/") for row in rows for key in row if key.endswith("_mean")]
+    names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward"})
+    gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)
+    return charts(
+        ("reward", scores("reward", "reward/mean", "reward/std"), {"wide": True}),
+        *(
+            (
+                name.replace("_", " ") + (" (lower is better)" if name in lower else ""),
+                scores(name, f"reward/{name}_mean", f"reward/{name}_std"),
+                {},
+            )
+            for name in names
+        ),
+        ("paired gain over update 0", [gain], {"level": 0.0}),
+    )
+
+
+def _training_charts(rows: Rows) -> list[Chart]:
+    def lines(**labels: str) -> list[Line]:
+        return [metric_line(rows, key, label, colour=i) for i, (key, label) in enumerate(labels.items())]
+
+    zero = {"from_zero": True}
+    ratios = {"ratio/max_deviation": "largest |ratio - 1|", "ratio/clip_fraction": "clipped share"}
+    groups = {"advantage/zero_spread_groups": "zero spread", "reward/dropped_groups": "reward failed"}
+    return charts(
+        ("KL to the anchor", lines(**{"kl/position": "position", "kl/velocity": "velocity"}), {}),
+        ("weight of the KL", lines(**{"kl/weight": "weight"}), zero),
+        ("KL's share of the gradient", [metric_line(rows, "kl/grad_share", "share", dots=True)], zero),
+        ("probability ratio, mean", lines(**{"ratio/mean": "mean"}), {"level": 1.0}),
+        ("probability ratio, extremes", lines(**ratios), zero),
+        ("gradient norm", lines(grad_norm="before clipping"), zero),
+        ("groups without a signal", lines(**groups), zero),
+        ("spread of the reward within a group", lines(**{"advantage/group_std": "std"}), zero),
+        ("learning rate", lines(learning_rate="rate"), zero),
+    )
+
+
+def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
+    speed, title = metric_line(rows, "time/iteration", "measured"), "seconds of an iteration"
+    if status is not None and status.videos_per_rollout:
+        hourly = 3600.0 * status.videos_per_rollout
+        speed, title = replace(speed, y=[hourly / seconds for seconds in speed.y]), "videos an hour"
+    names = ("rollout", "decode", "reward", "anchor", "update", "evaluation")
+    phases = [metric_line(rows, f"time/{n}", n, colour=i, dots=n == "evaluation") for i, n in enumerate(names)]
+    memory = [metric_line(rows, "memory/peak_gib", "of the fullest rank")]
+    zero = {"from_zero": True}
+    return charts((title, [speed], zero), ("seconds by phase", phases, zero), ("peak memory, GiB", memory, zero))
+
+
+def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | None:
+    """Pairs of videos from update 0 and the last evaluation that has left some."""
+    folders = sorted(folder for folder in (directory / "samples").glob("update-*") if folder.is_dir())
+    if len(folders) < 2 or folders[0].name != "update-000000":
+        return None
+    first, last = folders[0], folders[-1]
+    scored = compared.rows if compared is not None else {}
+    pairs = []
+    for file in sorted(last.glob("*.mp4")):
+        if (first / file.name).exists():
+            # The file's name begins with the number of its prompt.
+            row = scored.get(int(file.name.partition("-")[0]))
+            prompt, gain = (row[0], row[2] - row[1]) if row is not None else (file.stem, None)
+            pairs.append((prompt, gain, *(f"samples/{folder.name}/{file.name}" for folder in (first, last))))
+    return {"update": int(last.name.removeprefix("update-")), "pairs": pairs} if pairs else None

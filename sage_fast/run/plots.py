@@ -1,0 +1,229 @@
+"""Figures of runs and studies: curves with bands, the reward of a run, and the files and pages that they go into.
+
+A figure in a page is inline SVG whose colours are the page's CSS variables, so that it follows light and dark.
+"""
+
+import io
+import math
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sage_fast.config.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0b6bcb", "#d1571b", "#2a8a57", "#8a4fbf", "#8c96a3", "#b8902a", "#c43e77", "#3aa3a8", "#5b4636")
+"""Of lines, in their order; after the last one again from the first, dashed."""
+GREY = 4
+"""Number of the grey among them, for what is context."""
+
+RULE, FAINT, GAIN, LOSS = "#e3e7ec", "#7a8593", "#0a7a4b", "#b3362b"
+
+CSS_NAMES = {
+    **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
+    **{RULE: "var(--rule)", FAINT: "var(--faint)", GAIN: "var(--gain)", LOSS: "var(--loss)"},
+}
+
+MAX_POINTS = 500
+"""Points of a line; longer ones are averaged, so that a page stays small however long the run."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a figure.
+
+    x, y: N numbers each, x ascending. spread: N half widths of its band, or none. colour: number of its colour. dots:
+    mark every point.
+
+    Example: `Line(label="evaluation", x=[0, 10], y=[0.2, 0.3], spread=[0.1, 0.1])`
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float] = ()
+    colour: int = 0
+    dots: bool = False
+
+
+def metric_line(
+    rows: Rows, key: str, label: str = "", *, spread: str = "", colour: int = 0, dots: bool = False
+) -> Line:
+    """A metric over updates, in a band of plus and minus another one where that is logged.
+
+    Where two rows of an update have the metric, the later one counts.
+    """
+    found = {row["update"]: row for row in rows if row.get(key) is not None}
+    kept = [found[update] for update in sorted(found)]
+    return Line(
+        label=label,
+        x=sorted(found),
+        y=[float(row[key]) for row in kept],
+        spread=[float(row.get(spread) or 0.0) for row in kept],
+        colour=colour,
+        dots=dots,
+    )
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of so many inches."""
+    # Not at the top: half a second that most commands do not need.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def style_axes(axes: "Axes", title: str = "", x: str = "", y: str = "") -> None:
+    """The look of every plot: no box, a light grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and dashes of the line with this number."""
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if number >= len(COLOURS) else "-"}
+
+
+def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
+    """Draw lines with their bands; empty ones are left out."""
+    for line in lines:
+        if not line.x:
+            continue
+        x, y = _thinned(line.x), _thinned(line.y)
+        style = line_style(line.colour)
+        # Dots vanish into the line where there are many of them, and a line of one point is nothing without.
+        marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
+        axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, **style)
+        if any(line.spread):
+            spread = _thinned(line.spread)
+            axes.fill_between(x, y - spread, y + spread, color=style["color"], alpha=0.16, linewidth=0)
+
+
+def _thinned(values: Sequence[float]) -> np.ndarray:
+    parts = np.array_split(np.asarray(values, dtype=np.float64), min(len(values), MAX_POINTS))
+    return np.array([part.mean() for part in parts])
+
+
+def line_chart(lines: Sequence[Line], *, level: float | None = None, from_zero: bool = False, wide: bool = False) -> str:
+    """Lines over updates as inline SVG; an empty text where no line has a point.
+
+    Args:
+        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the axis at 0. wide: for a chart
+            that is shown larger.
+    """
+    if not any(line.x for line in lines):
+        return ""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    width, height = (5.4, 2.6) if wide else (3.5, 1.9)
+    # Fixed margins: a constrained layout takes most of the time of a small figure.
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((0.62 / width, 0.3 / height, 1 - 0.72 / width, 1 - 0.4 / height))
+    style_axes(axes)
+    draw_lines(axes, lines)
+    if level is not None:
+        axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
+    if from_zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if min(map(min, (n.y for n in lines if n.x))) < 0 else 0.0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.tick_params(colors=FAINT, labelsize=8)
+    axes.spines[:].set_color(FAINT)
+    return inline_svg(figure)
+
+
+def reward_figure(rows: Rows, lower_is_better: Collection[str] = ()) -> "Figure":
+    """The reward of a run over its updates, in training and evaluation, and a small panel for each of its scores.
+
+    Args:
+        rows: of its metrics. lower_is_better: names of the scores that fall as videos get better; their panels say so.
+
+    Raises:
+        ValueError: no row holds a reward.
+    """
+    evaluated = metric_line(
+        rows, "eval/reward_mean", "evaluation (±1 standard error)", spread="eval/reward_stderr", dots=True
+    )
+    trained = metric_line(rows, "reward/mean", "training batch (±1 std)", spread="reward/std", colour=GREY)
+    shown = evaluated if evaluated.x else trained
+    if not shown.x:
+        raise ValueError(
+            f"nothing to plot: none of {len(rows)} records holds 'eval/reward_mean' or 'reward/mean'; check that the "
+            "run has finished its first update"
+        )
+    names = sorted({key[5:-5] for row in rows for key in row if re.fullmatch("eval/.*_mean", key)} - {"reward"})
+    columns = min(len(names), 4) or 1
+    below = math.ceil(len(names) / columns)
+    figure = new_figure(9, 4.6 + 2.1 * below)
+    grid = figure.add_gridspec(1 + below, columns, height_ratios=[2.2] + [1] * below)
+    axes = figure.add_subplot(grid[0, :])
+    change = f" ({shown.y[-1] - shown.y[0]:+.3f} over {shown.x[-1] - shown.x[0]} updates)" if len(shown.x) > 1 else ""
+    values = " → ".join(f"{value:.3f}" for value in dict.fromkeys((shown.y[0], shown.y[-1])))
+    name = "Evaluation" if shown is evaluated else "Training"
+    style_axes(axes, f"{name} reward {values}{change}", "optimizer update", "reward")
+    draw_lines(axes, [trained, evaluated])
+    axes.legend(frameon=False, fontsize=9)
+    for place, name in enumerate(names):
+        panel = figure.add_subplot(grid[1 + place // columns, place % columns])
+        style_axes(panel, name.replace("_", " ") + (" ↓" if name in lower_is_better else ""), "update")
+        draw_lines(panel, [metric_line(rows, f"eval/{name}_mean", spread=f"eval/{name}_stderr", dots=True)])
+        panel.tick_params(labelsize=8)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def to_png(figure: "Figure") -> bytes:
+    """The figure as a PNG file."""
+    return _render(figure, "png", {"Software": None})
+
+
+def to_svg(figure: "Figure") -> bytes:
+    """The figure as an SVG file: the same bytes every time, so without a date and with fixed names inside."""
+    return _render(figure, "svg", {"Date": None, "Creator": None})
+
+
+def inline_svg(figure: "Figure") -> str:
+    """The figure as an element of a page, in the page's colours and font."""
+    figure.patch.set_visible(False)
+    for axes in figure.axes:
+        axes.patch.set_visible(False)
+    text = _render(figure, "svg", {"Date": None, "Creator": None}, fonttype="none").decode()
+    # The page says how large it is and in which font; the XML around the element, its style and metadata say the rest.
+    unwanted = r'\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;]*;| (width|height)="[^"]*pt"'
+    text = re.sub(unwanted, "", text, flags=re.S)
+    return re.sub("|".join(CSS_NAMES), lambda found: CSS_NAMES[found[0]], text)
+
+
+def save_figure(folder: str | os.PathLike[str], name: str, figure: "Figure") -> list[Path]:
+    """Write NAME.png and NAME.svg, and return their paths. OSError when the folder cannot be written."""
+    files = [(Path(folder) / f"{name}.png", to_png(figure)), (Path(folder) / f"{name}.svg", to_svg(figure))]
+    for path, data in files:
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+    return [path for path, _ in files]
+
+
+def _render(figure: "Figure", kind: str, metadata: dict[str, None], fonttype: str = "path") -> bytes:
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "sage-fast", "svg.fonttype": fonttype}):
+        figure.savefig(buffer, format=kind, metadata=metadata)
+    return buffer.getvalue()

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 SUITES = {
     "kernels": "every op of sage_kernels: GB/s, share of the copy bandwidth, ratio to eager and torch.compile",
     "transformer": "the full size, fused, against diffusers: forward, training step, rollout step; attention backends",
-    "iteration": "one whole GRPO iteration of the true model; the toy run for a minute",
+    "iteration": "one whole GRPO iteration of the true model",
     "block": "one transformer block, fused, against diffusers as shipped, packed and compiled",
     "decode": "decoding a video, against diffusers",
     "sharded": "a train step under FSDP2 on one rank, against the same unwrapped; full fine-tuning with CPU offload",
-    "trainer": "what surrounds the model: an iteration of the toy run, saving a checkpoint, the host's share",
 }
 """Command -> what it times; each is a file of benchmarks/suites."""
 COMMANDS = {
@@ -25,7 +24,7 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run a command; returns the exit status."""
     if not argv or argv[0] not in SUITES | COMMANDS:
-        wrong = f"{argv[0]!r} is no command.\n" if argv and not argv[0].startswith("-") else ""
+        wrong = f"{argv[0]!r} is not a command.\n" if argv and not argv[0].startswith("-") else ""
         print(f"{wrong}usage: python -m benchmarks <command> [--smoke] [options]\n", file=sys.stderr)
         for name, purpose in (SUITES | COMMANDS).items():
             print(f"  {name:13} {purpose}", file=sys.stderr)

@@ -16,8 +16,8 @@ The baseline of a device is a file under benchmarks/results/<device>/, named in 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -29,64 +29,55 @@ FILE = Path(__file__).with_name("budgets.yaml")
 FLOOR, WIDTH = 0.03, 4.0
 """Least relative band, and standard errors that a ratio may be off."""
 PASSING = ("ok", "faster", "not measured")
-"""What may become of a ratio; a skipped step, or one that the run did not ask for, is not measured."""
+"""Statuses of a ratio that pass; a skipped step, or one that the run did not ask for, is not measured."""
 MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
-
 CEILINGS = {"bytes": "copy", "flop": "matmul"}
-"""What a row counts -> the ceiling it stands under."""
-COMPARED = ("kernels", "transformer", "block", "decode", "host")
-"""Suites whose ratios are held; what a disk does is not, nor what CPU memory left room for."""
+"""Work of a row -> the ceiling it stands under."""
+COMPARED = ("kernels", "transformer", "block", "decode")
+"""Suites whose ratios are held; how many layers fit into CPU memory differs between machines."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Ours over something of the same run; less is better.
+class Ratio(NamedTuple):
+    """Ours over something of the same run, its relative standard error and its least band; less is better.
 
-    Example: `Ratio(value=0.77, error=0.004)` takes 0.77 of the peer's time, give or take 0.4 %.
+    Example: `Ratio(0.77, 0.004)` takes 0.77 of the peer's time, give or take 0.4 %.
     """
 
     value: float
     error: float
-    """Relative standard error."""
     floor: float = FLOOR
-    """Least band."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One ratio of both runs.
+class Row(NamedTuple):
+    """One ratio of both runs; `now` is None, and `status` the reason, where there is no figure.
 
-    Example: `Row(name="policy forward B ours / P2", baseline=0.77, now=0.84, band=0.03, status="REGRESSED")`
+    Example: `Row("transformer forward B / P2", baseline=0.77, now=0.84, band=0.03, status="REGRESSED")`
     """
 
     name: str
     baseline: float
     now: float | None
     band: float
-    """Relative."""
     status: str
-    """ok, faster, REGRESSED, or why there is no figure."""
 
     @property
     def ok(self) -> bool:
-        """Whether the guard lets it pass: what a run did not measure passes, what failed in it does not."""
         return self.status in PASSING
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A run beside the baseline, or a line that says why there is nothing to compare.
-
-    Example: `Comparison(message="no baseline is committed for nvidia-h100; nothing to compare", ok=True)`
-    """
+class Comparison(NamedTuple):
+    """A run beside the baseline, or a line that says why there is nothing to compare."""
 
     message: str
-    ok: bool
-    rows: list[Row] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
 
     def table(self) -> str:
-        """For people: what regressed first."""
+        """Regressions first."""
         if not self.rows:
             return self.message
         form = "{:60} {:>9} {:>9} {:>8} {:>7}  {}"
@@ -98,16 +89,14 @@ class Comparison:
         return "\n".join(lines)
 
 
-def standard_error(seconds: Mapping[str, float]) -> float:
-    """Relative standard error of the median of one timing, from its quantiles."""
-    deviation = (seconds["q80"] - seconds["q20"]) / 1.683
-    return 1.2533 * deviation / (seconds["median"] * math.sqrt(seconds["rounds"]))
-
-
 def over(ours: Mapping[str, float], theirs: Mapping[str, float], scale: float = 1.0) -> Ratio:
     """Ratio of two timings of one run, times a number without an error."""
-    error = math.hypot(standard_error(ours), standard_error(theirs))
-    return Ratio(value=scale * ours["median"] / theirs["median"], error=error)
+
+    def error(seconds: Mapping[str, float]) -> float:
+        deviation = (seconds["q80"] - seconds["q20"]) / 1.683
+        return 1.2533 * deviation / (seconds["median"] * math.sqrt(seconds["rounds"]))
+
+    return Ratio(scale * ours["median"] / theirs["median"], math.hypot(error(ours), error(theirs)))
 
 
 def ratios(result: Result) -> dict[str, Ratio]:
@@ -130,12 +119,12 @@ def ratios(result: Result) -> dict[str, Ratio]:
             if work in ours and top is not None:
                 found[f"{name} / {ceiling}"] = over(ours["seconds"], top["seconds"], top[work] / ours[work])
         if "peak_memory_gb" in ours:
-            found[f"{name} GB of memory"] = Ratio(value=ours["peak_memory_gb"], error=0.0, floor=MEMORY_BAND)
+            found[f"{name} GB of memory"] = Ratio(ours["peak_memory_gb"], 0.0, MEMORY_BAND)
     return found
 
 
 def failures(result: Result) -> dict[str, str]:
-    """What of ours failed in a run, by the beginning of the names of its ratios."""
+    """Failed cells of ours, by the beginning of the names of their ratios."""
     found: dict[str, str] = {}
     for cell, record in result["cells"].items():
         status, name = record["status"], cell.removesuffix("ours")
@@ -156,24 +145,13 @@ def compare(now: Result, before: Result) -> list[Row]:
         new = present.get(name)
         if new is None:
             status = next((text for start, text in failed.items() if name.startswith(start)), "not measured")
-            rows.append(Row(name=name, baseline=old.value, now=None, band=old.floor, status=status))
+            rows.append(Row(name, old.value, None, old.floor, status))
             continue
         band = max(old.floor, WIDTH * math.hypot(old.error, new.error))
         change = new.value / old.value - 1.0
         status = "REGRESSED" if change > band else "faster" if change < -band else "ok"
-        rows.append(Row(name=name, baseline=old.value, now=new.value, band=band, status=status))
+        rows.append(Row(name, old.value, new.value, band, status))
     return rows
-
-
-def device_of(result: Result) -> str:
-    """Name of the folder of a result's device."""
-    return harness.result_file(dict(result["environment"])).parent.name
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest result in a device's folder; names begin with the date, and the time of writing decides within one."""
-    files = sorted(folder.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime))
-    return files[-1] if files else None
 
 
 def compare_newest(given: Path | None = None, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
@@ -185,32 +163,30 @@ def compare_newest(given: Path | None = None, folder: Path = harness.RESULTS, fi
         file: names the baselines.
 
     Raises:
-        ValueError: the file is no run or a smoke run, or the baseline that the file names does not exist.
+        ValueError: the file does not hold a full run, or the baseline that is named does not exist.
     """
     if given is None:
         if not torch.cuda.is_available():
-            return Comparison(message="baseline: no GPU here, so no seconds are compared", ok=True)
+            return Comparison("baseline: no GPU here, so no seconds are compared")
         own = harness.result_file(harness.environment(), folder).parent
-        given = newest(own)
-        if given is None:
-            return Comparison(message=f"baseline: no result of {own.name} yet, nothing to compare", ok=True)
+        # Names begin with the date; the time of writing decides within one.
+        files = sorted(own.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime))
+        if not files:
+            return Comparison(f"baseline: no result of {own.name} yet, nothing to compare")
+        given = files[-1]
     now = json.loads(given.read_text("utf-8"))
-    if "environment" not in now:
-        raise ValueError(f"{given} does not say on which device it was made. Give a file that a benchmark wrote.")
-    if now.get("smoke"):
-        raise ValueError(f"{given} is a smoke run, whose seconds mean nothing. Give the result of a full run.")
-    device = device_of(now)
+    if "environment" not in now or now.get("smoke"):
+        raise ValueError(f"{given} is not a full run of a benchmark. Give a file written without --smoke.")
+    device = harness.result_file(dict(now["environment"])).parent.name
     name = (yaml.safe_load(file.read_text("utf-8")).get("baselines") or {}).get(device)
     if name is None:
-        message = f"baseline: none is committed for {device}, nothing to compare; name one in {file.name} (baselines)"
-        return Comparison(message=message, ok=True)
+        return Comparison(f"baseline: none is committed for {device}; name one in {file.name} (baselines)")
     path = folder / device / name
     if not path.is_file():
         raise ValueError(f"{file.name} names {name} as the baseline of {device}, but {path} does not exist.")
     if path.resolve() == given.resolve():
-        return Comparison(message=f"baseline: {given.name} is the baseline itself, nothing newer to compare", ok=True)
+        return Comparison(f"baseline: {given.name} is the baseline itself, nothing newer to compare")
     rows = compare(now, json.loads(path.read_text("utf-8")))
     worse, compared = sum(not row.ok for row in rows), sum(row.now is not None for row in rows)
     message = f"baseline: {given.name} against {name} on {device}: {compared} of {len(rows)} ratios compared, "
-    message += f"{worse} regressed or failed"
-    return Comparison(message=message, ok=worse == 0, rows=rows)
+    return Comparison(f"{message}{worse} regressed or failed", tuple(rows))

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, execute, parser_of, supervise
-from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, trainer, transformer
+from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, transformer
 from sage_kernels import parity
 from sage_kernels.registry import specs
 
@@ -108,10 +108,7 @@ def sanitizer_cells(session: Session) -> Iterator[Cell]:
         yield Cell(suite="sanitizer", name=name, work=partial(work, name, len(SANITIZERS) - done))
 
 
-COMPILED = (transformer.COMPILED, kernels.COMPILED, block.COMPILED)
-"""What Inductor takes minutes for."""
 SUITES = (
-    kernels.COMPILATION,
     *attention.SUITES,
     kernels.PARITY,
     transformer.FULL,
@@ -119,9 +116,10 @@ SUITES = (
     kernels.BANDWIDTH,
     block.FULL,
     *decode.SUITES,
-    *trainer.BARE,
     kernels.WIDE,
-    *COMPILED,
+    transformer.COMPILED,
+    kernels.COMPILED,
+    block.COMPILED,
     *sharded.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),
 )
@@ -132,11 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 unless everything was measured and passed."""
     words = list(sys.argv[2:] if argv is None else argv)
     parser = parser_of("device", __doc__)
-    parser.add_argument("--no-inductor", action="store_true", help="leave out what Inductor takes minutes to compile")
     parser.add_argument("--rehearse", action="store_true", help="a smoke run with faults, and what is said of them")
     options = parser.parse_args(words)
     if options.rehearse:
         return subprocess.call([sys.executable, "-m", "tests.benchmarks.rehearsal"], cwd=ROOT)
     if options.run_id is None and not options.smoke:
         return supervise(("benchmarks", "device"), words)
-    return execute([suite for suite in SUITES if not (options.no_inductor and suite in COMPILED)], options)
+    return execute(SUITES, options)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks import results
 from benchmarks.results import Record, Result, Rows
@@ -13,12 +13,11 @@ SUITE = "transformer"
 Value = Callable[[Rows], float | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """One figure with what it should be. floor: the least that will do, or the most where less is better.
+class Goal(NamedTuple):
+    """One figure with its target. floor: the least that will do, or the most where less is better.
 
     Example:
-        >>> Goal(name="forward B vs P2", target=1.3, floor=1.2, value=lambda rows: 1.25).judge(1.25)
+        >>> Goal("forward B vs P2", lambda rows: 1.25, 1.3, 1.2).judge(1.25)
         'within floor'
     """
 
@@ -30,7 +29,7 @@ class Goal:
     less_is_better: bool = False
 
     def judge(self, value: float) -> str:
-        """In words."""
+        """Verdict in words."""
         sign = -1.0 if self.less_is_better else 1.0
         if self.target is None or self.floor is None:
             return ""
@@ -70,16 +69,6 @@ def entry(step: str, shape: str, key: str, scale: float = 1.0) -> Value:
     return value
 
 
-def with_backend(value: Value, step: str, shape: str, backend: str) -> Value:
-    """A figure, where that step of ours was measured with an attention backend."""
-
-    def found(rows: Rows) -> float | None:
-        row = rows.get((SUITE, step, shape), {}).get("ours", {})
-        return value(rows) if row.get("attention") == backend else None
-
-    return found
-
-
 def share_of_bound(step: str, shape: str) -> Value:
     """Percent of the roofline bound, with the attention backend of that row, that a step of ours reaches."""
 
@@ -96,46 +85,41 @@ def share_of_bound(step: str, shape: str) -> Value:
 
 def _goals() -> Iterator[Goal]:
     share, memory, seconds = "{:.1f} %", "{:.1f} GB", "{:.0f} s"
-    bounds = {"A P2": (1.45, 1.30), "B P2": (1.30, 1.20), "B P1": (2.00, 1.60), "B P2c": (1.10, 1.00)}
-    for peer in ("P2", "P1", "P2c"):
+    targets = {
+        "forward A P2": (1.45, 1.30),
+        "forward B P2": (1.30, 1.20),
+        "forward B P1": (2.00, 1.60),
+        "forward B P2c": (1.10, 1.00),
+        "train A P2": (1.60, 1.40),
+        "train B P2": (1.45, 1.30),
+    }
+    compared = {"forward": ("P2", "P1", "P2c"), "train": ("P2", "P2c"), "rollout": ("P2",)}
+    for step, peers in compared.items():
+        for peer in peers:
+            for shape in "AB":
+                bounds = targets.get(f"{step} {shape} {peer}", (None, None))
+                yield Goal(f"{step} {shape} vs {peer}", ratio(step, shape, peer), *bounds)
+    for step, target, floor in (("forward", 90.0, 80.0), ("train", 85.0, 75.0)):
+        yield Goal(f"share of its roofline bound, {step} B", share_of_bound(step, "B"), target, floor, share)
         for shape in "AB":
-            target, floor = bounds.get(f"{shape} {peer}", (None, None))
-            name = f"forward {shape} vs {peer}"
-            yield Goal(name=name, target=target, floor=floor, value=ratio("forward", shape, peer))
-    yield Goal(name="train step A vs P2", target=1.60, floor=1.40, value=ratio("train", "A", "P2"))
-    yield Goal(name="train step B vs P2", target=1.45, floor=1.30, value=ratio("train", "B", "P2"))
-    yield Goal(name="train step B vs P2c", value=ratio("train", "B", "P2c"))
-    for shape in "AB":
-        yield Goal(name=f"rollout step {shape} vs P2", value=ratio("rollout", shape, "P2"))
-        both = ratio("single_pass", shape, "P2", "rollout", "train")
-        yield Goal(name=f"single pass {shape} vs P2's rollout + train step", value=both)
-    for step, what, target, floor in (("forward", "forward", 90.0, 80.0), ("train", "train step", 85.0, 75.0)):
-        name = f"share of its roofline bound, {what} B"
-        yield Goal(name=name, target=target, floor=floor, value=share_of_bound(step, "B"), form=share)
-    for backend, forward, train in (("cudnn", 70.0, 52.0), ("flash3", 72.0, 56.0)):
-        for step, what, target, floor in (("forward", "forward", forward, 62.0), ("train", "train step", train, 46.0)):
-            mfu = with_backend(entry(step, "B", "share", 100.0), step, "B", backend)
-            yield Goal(name=f"MFU {what} B with {backend}", target=target, floor=floor, value=mfu, form=share)
-    for step, what in (("forward", "forward"), ("train", "train step")):
-        for shape in "AB":
-            yield Goal(name=f"MFU {what} {shape}", value=entry(step, shape, "share", 100.0), form=share)
-    for name, step, target in (("pair", "train", 60.0), ("split", "train_split", 42.0)):
-        peak = entry(step, "B", "peak_memory_gb")
-        name = f"peak memory B, {name}"
-        yield Goal(name=name, target=target, floor=80.0, value=peak, form=memory, less_is_better=True)
+            yield Goal(f"MFU {step} {shape}", entry(step, shape, "share", 100.0), form=share)
+    for step, target in (("train", 60.0), ("train_split", 42.0)):
+        yield Goal(f"peak memory B, {step}", entry(step, "B", "peak_memory_gb"), target, 80.0, memory, True)
     for shape, target, floor in (("A", 105.0, 154.0), ("B", 280.0, 365.0)):
+        yield Goal(
+            f"single pass {shape} vs P2's rollout + train step",
+            ratio("single_pass", shape, "P2", "rollout", "train"),
+        )
         three = total(shape, "ours", "rollout", "rollout", "train", times=NUM_STEPS)
-        name = f"video {shape}: rollout, anchor, train"
-        yield Goal(name=name, target=target, floor=floor, value=three, form=seconds, less_is_better=True)
+        yield Goal(f"video {shape}: rollout, anchor, train", three, target, floor, seconds, True)
         one = total(shape, "ours", "single_pass", times=NUM_STEPS)
-        yield Goal(name=f"video {shape}: single pass, no anchor", value=one, form=seconds)
+        yield Goal(f"video {shape}: single pass, no anchor", one, form=seconds)
 
 
 GOALS = tuple(_goals())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A goal in a result, as text; `measured` is "" where there is no figure."""
 
     name: str
@@ -150,19 +134,20 @@ class Outcome:
 
 
 def outcomes(result: Result) -> list[Outcome]:
-    """Every goal in a result. What did not pass its parity has no figure."""
+    """Every goal in a result. A step that did not pass its parity has no figure."""
     rows = results.rows(result)
     found = []
     for goal in GOALS:
         value = goal.value(rows)
         target, floor, measured = ("" if v is None else goal.form.format(v) for v in (goal.target, goal.floor, value))
-        verdict = "not measured" if value is None else goal.judge(value)
-        found.append(Outcome(name=goal.name, target=target, floor=floor, measured=measured, verdict=verdict))
+        found.append(
+            Outcome(goal.name, target, floor, measured, "not measured" if value is None else goal.judge(value))
+        )
     return found
 
 
 def lines(result: Result) -> Iterator[str]:
-    """The goals of a result that has any of the transformer's figures, for people; a smoke run is not judged."""
+    """The goals of a result that has any of the transformer's figures; a smoke run is not judged."""
     if not any(suite == SUITE for suite, *_ in results.rows(result)):
         return
     form = "{:48} {:>9} {:>9} {:>9}  {}"

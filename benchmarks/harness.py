@@ -44,9 +44,6 @@ class DeviceClock:
     holds no launch overhead of Python; the stop call returns the seconds between. On a CPU it is a plain clock.
     """
 
-    __name__ = "device_clock"
-    """By which pytest-benchmark looks up its timer."""
-
     def __init__(self) -> None:
         self.cycles = HEAD_START_CYCLES
         """How long the device waits."""
@@ -84,7 +81,7 @@ class DeviceClock:
 
 
 device_clock = DeviceClock()
-"""The one that every measurement uses; pytest-benchmark can too."""
+"""The one that every measurement uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,28 +90,19 @@ class Quantiles:
 
     Example:
         >>> Quantiles.of([3.0, 1.0, 2.0])
-        Quantiles(minimum=1.0, q20=1.4, median=2.0, q80=2.6, maximum=3.0, rounds=3)
+        Quantiles(q20=1.4, median=2.0, q80=2.6, rounds=3)
     """
 
-    minimum: float
     q20: float
     median: float
     q80: float
-    maximum: float
     rounds: int
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Quantiles":
         """Quantiles of measured seconds."""
         fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
-        return cls(
-            minimum=min(seconds),
-            q20=fifths[0],
-            median=statistics.median(seconds),
-            q80=fifths[-1],
-            maximum=max(seconds),
-            rounds=len(seconds),
-        )
+        return cls(q20=fifths[0], median=statistics.median(seconds), q80=fifths[-1], rounds=len(seconds))
 
 
 def calls_per_stretch(nbytes: int) -> int:
@@ -137,14 +125,12 @@ def measure(
     warmup: int = 1,
     limit: float = math.inf,
     left: float = math.inf,
-    clock: Callable[[], float] = device_clock,
-    before: Callable[[], object] = lambda: None,
 ) -> Quantiles:
     """Seconds of one call over rounds of `calls` calls.
 
     There are fewer rounds when they would take more than `limit` seconds in all, but `FEWEST_ROUNDS` as long as these
-    end within `left` seconds, and one in any case. `before` precedes every round and is not timed. Where the device
-    clock finds that the device did not wait for Python, all rounds are repeated with a longer head start.
+    end within `left` seconds, and one in any case. Where the device did not wait for Python, all rounds are repeated
+    with a longer head start.
     """
     for _ in range(warmup):
         call()
@@ -154,12 +140,11 @@ def measure(
         after = time.monotonic() - began + (calls * seconds[-1] if seconds else 0.0)
         if seconds and after > (left if len(seconds) < FEWEST_ROUNDS else limit):
             break
-        before()
-        start = clock()
+        start = device_clock()
         for _ in range(calls):
             call()
-        seconds.append((clock() - start) / calls)
-        if clock is device_clock and device_clock.give_more_time():
+        seconds.append((device_clock() - start) / calls)
+        if device_clock.give_more_time():
             seconds.clear()
     return Quantiles.of(seconds)
 
@@ -217,15 +202,11 @@ def release(module: torch.nn.Module | None = None) -> None:
 # ------------------------------------------------------------------------------------------ state of the machine
 
 CLOCK_LIMITS = {
-    0x1: "idle",
-    0x2: "application clocks",
     0x4: "power cap",
     0x8: "hardware slowdown",
-    0x10: "sync boost",
     0x20: "thermal, software",
     0x40: "thermal, hardware",
     0x80: "power brake",
-    0x100: "display clocks",
 }
 """Bits of NVML's clocks event reasons: what keeps the clocks below their maximum."""
 
@@ -242,13 +223,11 @@ def gpu_state() -> dict[str, Any] | None:
         return None
     try:
         import pynvml
-    except ImportError:
+
+        # Found by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not.
+        handle = torch.cuda._get_pynvml_handler()
+    except (ImportError, RuntimeError):
         return None
-    try:
-        pynvml.nvmlInit()
-        handle = _nvml_handle(pynvml)
-    except pynvml.NVMLError as error:
-        return {"error": str(error)}
 
     def clock_limits() -> list[str]:
         bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -270,16 +249,6 @@ def gpu_state() -> dict[str, Any] | None:
         with contextlib.suppress(pynvml.NVMLError):
             state[name] = read()
     return state
-
-
-def _nvml_handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's current device, found by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not."""
-    index = torch.cuda.current_device()
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    if uuid is not None:
-        with contextlib.suppress(pynvml.NVMLError):
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
 @contextlib.contextmanager

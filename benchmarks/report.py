@@ -31,7 +31,7 @@ from sage_fast.planning.layout import least_gpus
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
-HEADLINES = ("forward B vs P1", "forward B vs P2", "train step B vs P2", "video B: rollout, anchor, train")
+HEADLINES = ("forward B vs P1", "forward B vs P2", "train B vs P2", "video B: rollout, anchor, train")
 GPU_TABLES = {
     "Steps of the full-size transformer": ("transformer",),
     "FSDP2 on one rank": ("sharded",),
@@ -156,16 +156,6 @@ def gpu_block(found: Results) -> str:
     return "\n".join([markdown(head, rows), *tables])
 
 
-def devices_block(found: Results) -> str:
-    """Device, commit and file of every result."""
-    rows = []
-    for device in found:
-        kind = "GPU" if device.is_gpu else "CPU"
-        for file, made_with in sorted(device.environments.items()):
-            rows.append((device.name, kind, (made_with["commit"] or "none")[:9], f"`{device.folder}/{file}`"))
-    return markdown(("device", "kind", "commit", "file"), rows) if rows else "No result is committed yet.\n"
-
-
 def headline_block(found: Results) -> str:
     """A few lines for the front page."""
     lines = []
@@ -203,7 +193,6 @@ def _plan_cells(plan: Plan) -> list[str]:
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": headline_block,
-    "devices": devices_block,
     "gpu": gpu_block,
     "cpu": partial(suite_block, suites=("toy", "checkpoint", "host", "decode")),
     "presets": presets_block,

@@ -12,7 +12,6 @@ from benchmarks import results
 from benchmarks.results import Rows
 from benchmarks.workload import GUIDANCE_SCALE, HUNYUAN_VIDEO_15, SHAPES
 from sage_fast.config.model_sections import LoraConfig
-from sage_fast.planning.devices import Device
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import hashable
 
@@ -47,15 +46,6 @@ def bound(rows: Rows, step: str, shape: str, backend: str) -> float | None:
     if product is None or copy is None or None in passes:
         return None
     forward, backward = (row["rate"] for row in passes if row is not None)
-    device = Device(
-        name="this one",
-        memory_gb=0.0,
-        matmul=product["rate"],
-        matmul_float32=product["rate"],
-        attention={backend: (forward, backward)},
-        bandwidth=copy["rate"] / 1e3,
-        link=0.0,
-        network=0.0,
-        source="measured",
-    )
-    return device.seconds(cost(step, shape), "bfloat16", backend)[1]
+    counted = cost(step, shape)
+    seconds = counted.linear / product["rate"] + counted.attention / forward + counted.attention_backward / backward
+    return float(seconds / 1e12 + counted.elementwise / (copy["rate"] * 1e9))

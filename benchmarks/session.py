@@ -55,8 +55,8 @@ RUNNING = "running"
 GRACE = 10.0
 """Seconds after a cell's time in which Python may stop it; then its process is ended."""
 RED, RESTART, REFUSED, HUNG = 10, 11, 2, 1
-"""Exit statuses of a supervised process: it has come to its end and something is missing; CUDA is of no use to it any
-more; it cannot run at all; `faulthandler` has ended it."""
+"""Exit statuses of a supervised process: it has come to its end and something is missing; its CUDA context is lost; it
+cannot run at all; `faulthandler` has ended it."""
 MOST_RESTARTS = 20
 SETUP_SECONDS = 60.0
 """That a suite may take between two of its cells before its process is ended."""
@@ -128,7 +128,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
-    options: of the command line, for the suites that have some (`op`, `attention`, `folder`). run_id: see `run` of a
+    options: of the command line, for the suites that have some (`op`, `attention`). run_id: see `run` of a
     record. supervised: whether another process goes on when this one ends.
     """
 
@@ -164,7 +164,11 @@ class Session:
         self.cells[setup] = self._begun(suite.name)
         try:
             cells = suite.cells(self)
-            while (cell := self._next(cells)) is not None:
+            while True:
+                with self._last_resort(SETUP_SECONDS):
+                    cell = next(cells, None)
+                if cell is None:
+                    break
                 self.measure(cell)
             harness.release()
         except Exception as error:  # noqa: BLE001  what a suite does between its cells may fail like a cell
@@ -174,10 +178,6 @@ class Session:
         self._suite_ends = math.inf
         self.save()
         self._require_device()
-
-    def _next(self, cells: Iterator[Cell]) -> Cell | None:
-        with self._last_resort(SETUP_SECONDS):
-            return next(cells, None)
 
     def _begun(self, suite: str) -> Record:
         return {"suite": suite, "needs": [], "status": RUNNING, "run": self.run_id}
@@ -266,16 +266,12 @@ class Session:
         for work, unit, scale, ceiling in (("flop", "TFLOP/s", 1e12, "matmul"), ("bytes", "GB/s", 1e9, "copy")):
             if work in row:
                 row |= {"rate": row[work] / row["seconds"]["median"] / scale, "unit": unit}
-                if (limit := self.ceiling(ceiling)) is not None:
+                if (limit := results.ceiling(self.result, ceiling)) is not None:
                     row["share"] = row["rate"] / limit
-
-    def ceiling(self, name: str) -> float | None:
-        """TFLOP/s of a large product (`matmul`), or GB/s of a device copy (`copy`), measured in this run."""
-        return results.ceiling(self.result, name)
 
     def guess(self, flop: float) -> float:
         """Seconds that a cell of `flop` operations takes: one call to compare, one to warm up, two rounds."""
-        peak = self.ceiling("matmul")
+        peak = results.ceiling(self.result, "matmul")
         return 0.0 if peak is None or self.smoke else 4 * flop / (ASSUMED_MFU * peak * 1e12)
 
     def time(self, call: Callable[[], object], *, rounds: int, calls: int = 1, warmup: int = 1) -> Quantiles:
@@ -291,12 +287,6 @@ class Session:
             harness.write_result(self.path, self.result)
 
 
-def p2_errors(session: Session, suite: str) -> dict[str, float] | None:
-    """What P2's parity check of a suite found; None where P2 has none that passed."""
-    name = f"{suite} parity P2"
-    return session.cells[name]["errors"] if results.passed(session.result, name) else None
-
-
 def peer_parity(
     session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
 ) -> Iterator[Cell]:
@@ -307,10 +297,11 @@ def peer_parity(
     Args:
         check: of a contender, given P2's errors, or None for P2 itself and where it has none.
     """
+    p2 = f"{suite} parity P2"
     yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
+    errors = session.cells[p2].get("errors") if results.passed(session.result, p2) else None
     for contender in ("P1", "ours"):
-        work = partial(lambda contender: check(contender, p2_errors(session, suite)), contender)
-        yield Cell(suite=suite, name=f"parity {contender}", work=work)
+        yield Cell(suite=suite, name=f"parity {contender}", work=partial(check, contender, errors))
 
 
 def failure(error: BaseException) -> str:
@@ -365,31 +356,6 @@ CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
 # ------------------------------------------------------------------------------------------ the command
 
 
-def earlier_result(path: Path, environment: dict[str, Any], *, smoke: bool) -> Result | None:
-    """What a run in this environment has measured already; None where there is no file.
-
-    Raises:
-        SystemExit: it was measured with something else, and is not to be lost.
-    """
-    if not path.is_file():
-        return None
-    found: Result = json.loads(path.read_text("utf-8"))
-    known = found.get("environment", {})
-    wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
-    if found.get("smoke") != smoke or "cells" not in found:
-        wrong.append("it is no result of this command")
-    if wrong:
-        sys.exit(f"{path}: {', '.join(wrong)}. Name another file, or measure everything again with --fresh.")
-    return found
-
-
-def newest_file(environment: dict[str, Any], folder: Path = harness.RESULTS, *, suffix: str = "") -> Path:
-    """The file of a run in this environment: of an earlier day, if there is one of this commit and device."""
-    today = harness.result_file(environment, folder, suffix=suffix)
-    earlier = sorted(today.parent.glob(f"????-??-??-{today.name[len('2026-01-01-') :]}"))
-    return earlier[-1] if earlier else today
-
-
 def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     """Options that the commands share."""
     parser = argparse.ArgumentParser(
@@ -397,13 +363,11 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and few rounds; runs without a GPU")
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
-    parser.add_argument("--fresh", action="store_true", help="measure everything again, in a file of today")
     parser.add_argument("--output", type=Path, help="JSON file; default benchmarks/results/<device>/<date>-<commit>...")
     parser.add_argument("--resume-from", type=Path, help="JSON file of an earlier run, whose cells are not repeated")
     parser.add_argument("--op", action="append", help="of the kernels, this op only; may be repeated")
     parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; it decides which disk is measured")
-    # What `supervise` passes on to its processes.
+    # Passed on by `supervise` to its processes.
     parser.add_argument("--run-id", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=benchmarks.STARTED, help=argparse.SUPPRESS)
     parser.add_argument("--ended", help=argparse.SUPPRESS)
@@ -411,102 +375,107 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
-    """Run `python -m <program>` in a process of its own, and in another one for as long as one ends early.
+    """Run `python -m <program>` in a child process, and in another one for as long as one ends early.
 
     Returns:
         The exit status of the whole.
     """
     options = ["--run-id", f"{time.time_ns():x}", "--started", repr(benchmarks.STARTED)]
-    words, ended = list(argv), list[str]()
+    ended: list[str] = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for _ in range(MOST_RESTARTS):
-        process = subprocess.Popen([sys.executable, "-m", *program, *words, *options, *ended])
+        process = subprocess.Popen([sys.executable, "-m", *program, *argv, *options, *ended])
         try:
             status = process.wait()
         finally:
             process.kill()
         if status in (0, RED, REFUSED):
             return 1 if status == RED else status
-        # Only the first process begins anew.
-        words = [word for word in words if word != "--fresh"]
         ended = [] if status == RESTART else ["--ended", how_it_ended(status)]
         print(*(f"A cell {word}; going on with the next one" for word in ended[1:]), flush=True)
     return 1
 
 
 def how_it_ended(status: int) -> str:
-    """The status of a cell whose process ended in it."""
+    """Status of a cell whose process ended in it."""
     if status == HUNG:
         return "stopped: it hung, and its process was ended"
     by = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"failed: its process ended by {by}"
 
 
-def execute(suites: Sequence[Suite], options: argparse.Namespace, **more: Any) -> int:
-    """`execute_here`; a supervised process says by its exit status that another one would fare no better."""
-    if options.run_id is None:
-        return execute_here(suites, options, **more)
-    try:
-        return execute_here(suites, options, **more)
-    except SystemExit as stop:
-        if not isinstance(stop.code, str):
-            raise
-        print(stop.code, file=sys.stderr)
-    except Exception:  # noqa: BLE001  cells have guards of their own: this is a full disk, or a mistake of this module
-        traceback.print_exc()
-    return REFUSED
-
-
-def execute_here(
-    suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False
-) -> int:
-    """Run suites as the command line asks; returns 1 unless everything was measured and passed.
+def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False) -> int:
+    """Run suites as the command line asks.
 
     Args:
         suffix: of the result file's name.
         on_cpu: whether a full run makes sense without a GPU.
 
-    Raises:
-        SystemExit: there is no GPU and no --smoke; a file to go on from is missing or of another environment.
+    Returns:
+        0 if everything was measured and passed, else 1 or, in a supervised process, `RED`; `REFUSED` where it cannot
+        run: no GPU and no --smoke, or a file to go on from is missing or of another environment.
     """
+    try:
+        session = _open(options, suffix=suffix, on_cpu=on_cpu)
+        for suite in [CEILINGS, *suites]:
+            session.run(suite)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except Exception:  # noqa: BLE001  cells have guards of their own: this is a full disk, or a mistake of this module
+        traceback.print_exc()
+        return REFUSED
+    print(results.table(session.result))
+    if session.path is not None:
+        print(f"written to {session.path}")
+    if results.succeeded(session.result):
+        return 0
+    return RED if session.supervised else 1
+
+
+def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
+    """A session of the command line, with the cells that its file or --resume-from has already."""
     if not (torch.cuda.is_available() or options.smoke or on_cpu):
-        sys.exit("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
+        raise ValueError("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
     logging.disable(logging.INFO)
     environment = harness.environment()
     path = options.output
     if path is None and not options.smoke:
-        find = harness.result_file if options.fresh else newest_file
-        path = find(environment, suffix=suffix)
+        path = harness.result_file(environment, suffix=suffix)
+    result: Result = {"environment": environment, "smoke": options.smoke, "cells": {}}
+    known = next((file for file in (path, options.resume_from) if file is not None and file.is_file()), None)
+    if known is not None:
+        print(f"going on from {known}")
+        result = _earlier_result(known, result)
+    elif options.resume_from is not None:
+        raise ValueError(f"--resume-from {options.resume_from}: there is no such file.")
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
         # A smoke run measures nothing, so on a busy machine it may take its time.
         budget=math.inf if options.smoke else options.budget,
         path=path,
-        result={"environment": environment, "smoke": options.smoke, "cells": {}},
-        options={"op": options.op, "attention": options.attention, "folder": options.folder},
+        result=result,
+        options={"op": options.op, "attention": options.attention},
         started=options.started,
         supervised=options.run_id is not None,
         **({} if options.run_id is None else {"run_id": options.run_id}),
     )
-    for file in (None if options.fresh else path, options.resume_from):
-        known = None if file is None else earlier_result(file, environment, smoke=options.smoke)
-        if known is not None:
-            print(f"going on from {file}")
-            session.result = known
-            break
-        if file is not None and file == options.resume_from:
-            sys.exit(f"--resume-from {file}: there is no such file.")
     if options.ended:
         session.close(options.ended)
-    for suite in [CEILINGS, *suites]:
-        session.run(suite)
-    print(results.table(session.result))
-    if path is not None:
-        print(f"written to {path}")
-    if results.succeeded(session.result):
-        return 0
-    return RED if session.supervised else 1
+    return session
+
+
+def _earlier_result(path: Path, own: Result) -> Result:
+    """Contents of a file to go on from, made in the environment of `own`."""
+    found: Result = json.loads(path.read_text("utf-8"))
+    known, environment = found.get("environment", {}), own["environment"]
+    wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
+    if found.get("smoke") != own["smoke"] or "cells" not in found:
+        wrong.append("it is not a result of this command")
+    if wrong:
+        raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output.")
+    return found
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:

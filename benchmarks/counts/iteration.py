@@ -1,7 +1,7 @@
 """What one iteration of the trainer does, counted on a toy model: forwards, optimizer updates, waits, collectives.
 
 The loop is the same for every model, so counts on the smallest one are those of the largest. Forwards and updates are
-counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`benchmarks.counts.waits`).
+counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`traced.answer_of`).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counts import waits
+from benchmarks.counts.traced import answer_of
 from sage_fast.config.load import load_config
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
         """Run the operator, or answer for it."""
         kwargs = kwargs or {}
         self.collectives += func.namespace in COLLECTIVES
-        for result in waits.answer(func, args, kwargs):
+        for result in answer_of(func, args, kwargs):
             self.waits[self.phases[-1]] += 1
             return result
         return func(*args, **kwargs)

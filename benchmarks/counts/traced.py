@@ -18,9 +18,9 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.counts import waits
 from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.model_sections import LoraConfig
@@ -35,6 +35,45 @@ from sage_kernels.tracer import Traffic, count
 
 Trained = Literal["nothing", "lora", "everything"]
 """Which weights need gradients; the gradient of the block's inputs is wanted in any case."""
+
+
+# Waits for the GPU: the meta device plays it. A meta tensor has no data, so every operator that needs some on the host
+# would fail there; `answer_of` answers in its place, so that they can be counted and the program goes on.
+
+SCALARS = frozenset({"_local_scalar_dense", "item"})
+COMPARISONS = frozenset({"is_nonzero", "equal"})
+MASKED = frozenset({"nonzero", "masked_select", "index"})
+"""Their result has as many rows as a mask has ones, which the host must know."""
+
+
+def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """[what the operator would return], or nothing for an operator that does not wait for the device.
+
+    Numbers are 1, tensors copied to the host are full of ones (False where they are bool, since masks of what is wrong
+    come this way), masks select everything.
+    """
+    name = func.overloadpacket.__name__
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    if not any(tensor.device.type == "meta" for tensor in tensors):
+        return []
+    if name in SCALARS:
+        return [torch.ones((), dtype=args[0].dtype).item()]
+    if name in COMPARISONS:
+        return [True]
+    if name == "_to_copy" and "device" in kwargs and torch.device(kwargs["device"] or "meta").type == "cpu":
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return [torch.full(args[0].shape, float(dtype != torch.bool), dtype=dtype)]
+    if name == "copy_" and args[0].device.type == "cpu":
+        return [args[0]]
+    if name in MASKED:
+        source: Tensor = args[0]
+        if name == "nonzero":
+            return [source.new_empty((source.numel(), source.ndim), dtype=torch.int64)]
+        masks = [m for m in (args[1] if name == "index" else args[1:2]) if m is not None]
+        if any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
+            size = source.shape[masks[0].ndim :] if name == "index" else ()
+            return [source.new_empty((masks[0].numel(), *size))]
+    return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +102,13 @@ class Record(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and list it."""
         name = func.overloadpacket.__name__
-        for answer in waits.answer(func, args, kwargs or {}):
+        for answer in answer_of(func, args, kwargs or {}):
             self.syncs.append(name)
             return answer
         results: list[Any] = []
         traffic: Traffic = count(lambda: results.append(func(*args, **(kwargs or {}))))
         if traffic.operators:
-            tensors = [t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, Tensor)]
+            tensors = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
             self.calls.append(
                 Call(
                     name=name,
@@ -202,31 +241,19 @@ def block_cost(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardCost:
-    """Cost of one forward of the accelerated transformer, one sample without glyph tokens.
+def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, float]:
+    """Costs of one forward of an accelerated transformer as the trainer calls it, one sample without glyph tokens.
 
-    Example: of two blocks at 352x624x81, `ForwardCost(flops=9147157970944, largest=147603456, syncs=())`
+    Example: of two blocks at 352x624x81, ``{"flops": 9147157970944, "largest_tensor": 147603456, "host_syncs": 0}``
     """
-
-    flops: int
-    """As torch counts them."""
-    largest: int
-    """Elements of the largest tensor."""
-    syncs: tuple[str, ...]
-    """Operators that wait for the GPU."""
-
-
-def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> ForwardCost:
-    """Count one forward of an accelerated transformer as the trainer calls it."""
     call: Any = transformer
     with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
         call(**_inputs(shape, transformer))
-    return ForwardCost(
-        flops=int(counter.get_total_flops()),
-        largest=max(found.largest for found in record.calls),
-        syncs=tuple(record.syncs),
-    )
+    return {
+        "flops": int(counter.get_total_flops()),
+        "largest_tensor": max(found.largest for found in record.calls),
+        "host_syncs": len(record.syncs),
+    }
 
 
 def accelerated(

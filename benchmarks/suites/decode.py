@@ -9,13 +9,11 @@ CPU memory. Parity comes first: the pixels may differ by at most `ALLOWED` of 25
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from torch import Tensor
 
 from benchmarks import harness
@@ -65,29 +63,17 @@ def stock_decode(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
     return (pixels * 255).round().to(torch.uint8)
 
 
-@contextmanager
-def stock_masks(vae: AutoencoderKLHunyuanVideo15) -> Iterator[None]:
-    """Give the attention blocks of a decoder that `VAEDecoder` has taken over their class's own mask again."""
-    blocks = vae.decoder.mid_block.attentions
-    replaced = [block.prepare_causal_attention_mask for block in blocks]
-    for block in blocks:
-        block.prepare_causal_attention_mask = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
-    try:
-        yield
-    finally:
-        for block, mask in zip(blocks, replaced, strict=True):
-            block.prepare_causal_attention_mask = mask
-
-
 class Contest:
-    """Both ways to decode one latent."""
+    """Both ways to decode one latent; `stock` has the weights of `decoder` and its class's own attention mask."""
 
-    def __init__(self, decoder: VAEDecoder, latent: tuple[int, int, int, int]) -> None:
-        self.decoder, self.vae = decoder, decoder.vae
-        device = next(self.vae.parameters()).device
+    def __init__(
+        self, decoder: VAEDecoder, stock: AutoencoderKLHunyuanVideo15, latent: tuple[int, int, int, int]
+    ) -> None:
+        self.decoder, self.vae = decoder, stock
+        device = next(stock.parameters()).device
         generator = torch.Generator(device).manual_seed(1)
         self.latents = torch.randn(1, *latent, generator=generator, device=device)
-        needed = decode_bytes(self.vae, latent[1:])
+        needed = decode_bytes(stock, latent[1:])
         self.tiled = decoder.memory_gib is not None and needed > decoder.memory_gib * 2**30
 
     def ours(self) -> Tensor:
@@ -95,8 +81,7 @@ class Contest:
 
     def stock(self) -> Tensor:
         self.vae.use_tiling = self.tiled
-        with stock_masks(self.vae):
-            return stock_decode(self.vae, self.latents)
+        return stock_decode(self.vae, self.latents)
 
     def check(self) -> Record:
         """Largest difference in levels."""
@@ -120,9 +105,10 @@ def cells(session: Session) -> Iterator[Cell]:
     tiny = session.smoke or session.device.type == "cpu"
     config, dtype = (TINY, torch.float32) if tiny else ({}, torch.float16)
     memory = ModelConfig().decode_limit_gib
-    decoder = cache(lambda: VAEDecoder(random_vae(config, session.device, dtype), memory_gib=memory))
+    vae = partial(random_vae, config, session.device, dtype)
+    decoders = cache(lambda: (VAEDecoder(vae(), memory_gib=memory), vae()))
     for name, latent in [("tiny", TINY_LATENT)] if tiny else [(shape.name, shape.latent) for shape in SHAPES]:
-        contest = cache(lambda latent=latent: Contest(decoder(), latent))  # type: ignore[misc]
+        contest = cache(lambda latent=latent: Contest(*decoders(), latent))  # type: ignore[misc]
         parity = f"parity {name}"
         yield Cell(suite=SUITE, name=parity, work=lambda contest=contest: contest().check())  # type: ignore[misc]
         for contender in ("ours", "stock"):

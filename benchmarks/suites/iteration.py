@@ -6,15 +6,11 @@
 The settings are those of `configs/hv15_480p_lora_1gpu.yaml`, with two videos of four steps. The reward is a picture's
 brightness, so that nothing but the model takes time. Parity comes first: at the first update the policy is the one that
 made the rollout, so every ratio is 1. Peak memory stands beside the planner's.
-
-The toy run of `configs/toy_cpu.yaml` trains on the same device for a minute; its ratios have to be 1 too.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,28 +22,29 @@ from benchmarks.harness import Quantiles
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites import attention, decode, kernels
-from sage_fast.config.schema import RunConfig
-from sage_fast.config.text_files import read_text, read_yaml
-from sage_fast.models.family import Components, load_components
+from sage_fast.models.family import Components
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.records import Prompt, PromptEmbeds
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.run.prompt_files import read_prompts
 from sage_fast.trainer import RATIO_TOLERANCE, Trainer
 
-SUITE, DEMO = "iteration", "demo"
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SUITE = "iteration"
+RECIPE = "hv15_480p_lora_1gpu"
 PROMPTS = [Prompt(text=text, index=index) for index, text in enumerate(("a red ball", "a blue cube"))]
 REWARD = f"{__name__}:Brightness"
 CHANGES: dict[str, Any] = {
-    "rollout": {"num_steps": 4, "num_generations": 2, "batch_size": 2, "micro_batch_size": 1},
-    "reward": {"rewards": [REWARD], "options": {}, "weights": {"brightness": 1.0}},
+    "rollout.num_steps": 4,
+    "rollout.num_generations": 2,
+    "rollout.batch_size": 2,
+    "rollout.micro_batch_size": 1,
+    "reward.rewards": [REWARD],
+    "reward.options": {},
+    "reward.weights": {"brightness": 1.0},
 }
 """Two videos of four steps."""
 SECONDS = 110.0
 """Guess of the first iteration: eight steps of a rollout and eight of an update at B, and two videos decoded."""
-DEMO_SECONDS = 60.0
 
 
 class Brightness:
@@ -76,23 +73,6 @@ class RandomPrompts:
         return [PromptEmbeds(text=torch.randn(size, generator=generator), glyph=glyph) for _ in texts]
 
 
-def settings(kind: type, tree: Mapping[str, Any]) -> Any:
-    """A section of the configuration from its YAML, without the library that reads a run's: it need not be here."""
-    sections = {field.name: field.type for field in fields(kind) if is_dataclass(field.type)}  # type: ignore[arg-type]
-    return kind(
-        **{name: settings(sections[name], value) if name in sections else value for name, value in tree.items()}  # type: ignore[arg-type]
-    )
-
-
-def read_settings(name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """One of the recipes in `configs/`, with keys of its sections replaced."""
-    tree = read_yaml(read_text(CONFIGS / name), name)
-    for section, values in changes.items():
-        tree[section] = tree.get(section, {}) | values
-    found: RunConfig = settings(RunConfig, tree)
-    return found
-
-
 class Iteration:
     """A trainer of the recipe over random weights, after its first iteration."""
 
@@ -100,8 +80,10 @@ class Iteration:
         self.session, device = session, session.device
         smoke = session.smoke
         model = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15
-        changes = CHANGES | {"model": {"device": device.type, "attention": attention.choose(session, model)}}
-        self.config = read_settings("hv15_480p_lora_1gpu.yaml", changes)
+        from sage_fast.config.load import load_config  # its library may not be on a bare machine
+
+        changes = CHANGES | {"model.device": device.type, "model.attention": attention.choose(session, model)}
+        self.config = load_config(RECIPE, changes)
         vae: dict[str, Any] = {}
         if smoke:
             vae = decode.TINY | {"latent_channels": 32, "block_out_channels": [8, 8, 16, 16, 32]}
@@ -164,31 +146,4 @@ def cells(session: Session) -> Iterator[Cell]:
     yield Cell(suite=SUITE, name="B", work=lambda: iteration().measure(), needs=(f"{SUITE} parity",))
 
 
-def demo(session: Session) -> Record:
-    """Train the toy run for a minute. The verdict is on the ratio at the first update of every rollout."""
-    changes: dict[str, Any] = {"model": {"family": "toy", "device": session.device.type}}
-    if session.smoke:
-        changes["rollout"] = {"num_generations": 2, "batch_size": 4, "micro_batch_size": 4}
-    config = read_settings("toy_cpu.yaml", changes)
-    prompts = read_prompts(CONFIGS / "prompts" / "toy_train.csv")
-    reward = CompositeReward.from_config(config.reward, [prompt.text for prompt in prompts], fps=config.video.fps)
-    trainer = Trainer(config, load_components(config.model), reward, prompts, prompts[:1])
-    began, seen = time.monotonic(), list[dict[str, float]]()
-    while not seen or (not session.smoke and time.monotonic() - began < min(DEMO_SECONDS, session.left - 5.0)):
-        seen.append(trainer.iterate())
-    seconds = Quantiles.of([metrics["time/iteration"] for metrics in seen])
-    note = f"reward {seen[0]['reward/mean']:.3f} at first, {seen[-1]['reward/mean']:.3f} after {len(seen)} updates"
-    deviation = max(metrics["ratio/first_max_deviation"] for metrics in seen)
-    row = timing("toy iteration", "", "ours", seconds, note=note)
-    return verdict({"ratio": deviation}, RATIO_TOLERANCE) | {"rows": [row]}
-
-
-def demo_cells(session: Session) -> Iterator[Cell]:
-    """The toy run."""
-    yield Cell(suite=DEMO, name="toy", work=partial(demo, session))
-
-
-SUITES = (
-    Suite(name=SUITE, cells=cells, limit=200.0),
-    Suite(name=DEMO, cells=demo_cells, limit=75.0),
-)
+SUITES = (Suite(name=SUITE, cells=cells, limit=200.0),)

@@ -7,25 +7,19 @@
 Parity comes first: an op that is further from the float64 oracle than its bound is not timed, and the exit status is 1.
 Bytes are those that an operator reads and writes once each, so GB/s of ours are what the table in kernels/README.md
 promises. A variant that returns more than eager code does (an activation beside a gradient) is timed with it.
-
-The same calls under pytest-benchmark, for its comparisons and histograms:
-
-    pytest benchmarks/suites/kernels.py --benchmark-timer=benchmarks.harness.device_clock
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks import harness
-from benchmarks.compilation import Compilation
 from benchmarks.results import Record, Result
 from benchmarks.session import Cell, Session, Suite, timing
 from sage_kernels import parity
-from sage_kernels.registry import Case, Inputs, OpSpec, specs
+from sage_kernels.registry import Case, OpSpec, specs
 from sage_kernels.tracer import backward_call, count_op
 
 SUITE = "kernels"
@@ -75,25 +69,8 @@ def check(spec: OpSpec, device: torch.device, checked: Checked) -> Record:
     return {"passed": not failed, "errors": finite} | ({"reason": "; ".join(failed[:4])} if failed else {})
 
 
-class InputSets:
-    """Inputs of the shape that was asked for last, drawn on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._key, self._sets = ("", ""), list[Inputs]()
-
-    def get(self, spec: OpSpec, case: Case, count: int) -> list[Inputs]:
-        """`count` sets of inputs."""
-        if self._key != (spec.name, case.id):
-            self._key, self._sets = (spec.name, case.id), []
-        while len(self._sets) < count:
-            generator = torch.Generator(self.device).manual_seed(len(self._sets))
-            self._sets.append(spec.make_inputs(case, spec.bench_dtype, self.device, generator))
-        return self._sets[:count]
-
-
 def calls_of(
-    spec: OpSpec, case: Case, direction: str, contender: str, inputs: InputSets, *, smoke: bool
+    spec: OpSpec, case: Case, direction: str, contender: str, device: torch.device, *, smoke: bool
 ) -> tuple[Callable[[], object], int]:
     """(a call that rotates through sets of inputs, bytes that the fused op moves in it)."""
     forward, backward = count_op(spec, case, spec.bench_dtype)
@@ -106,7 +83,8 @@ def calls_of(
         # Inductor needs a compiler for CPUs and many seconds; the smoke run only has to go through.
         function = torch.compile(function, backend="aot_eager" if smoke else "inductor")
     calls: list[Callable[[], object]] = []
-    for values in inputs.get(spec, case, harness.copies_beyond_cache(nbytes)):
+    for number in range(harness.copies_beyond_cache(nbytes)):
+        values = spec.make_inputs(case, spec.bench_dtype, device, torch.Generator(device).manual_seed(number))
         if direction == "forward":
             calls.append(partial(function, **values))
             continue
@@ -135,17 +113,8 @@ def chosen_ops(session: Session) -> list[OpSpec]:
     return [every[name] for name in session.options.get("op") or every]
 
 
-_compilation = Compilation()
-
-
-def compilation_cells(session: Session) -> Iterator[Cell]:
-    """Start to compile all kernels at once."""
-    yield Cell(suite=SUITE, name="start of compilation", work=partial(_compilation.start, session.device))
-
-
 def parity_cells(session: Session) -> Iterator[Cell]:
     """Every op as training calls it, which its timings rest on."""
-    yield Cell(suite=SUITE, name="compilation", work=partial(_compilation.wait, session.device), limit=40.0)
     for spec in chosen_ops(session):
         work = partial(check, spec, session.device, trained_cases(spec, smoke=session.smoke))
         yield Cell(suite=SUITE, name=f"parity {spec.name}", work=work)
@@ -153,14 +122,13 @@ def parity_cells(session: Session) -> Iterator[Cell]:
 
 def red_ops(result: Result) -> tuple[str, ...]:
     """Ops whose kernel is wrong on this device: their parity check in this result is red (one that has not been made
-    says nothing about the kernel), or the transformer is only right without them.
+    says nothing about the kernel).
     """
-    bisected = result["cells"].get("transformer bisection", {}).get("reference_ops", ())
     checks = {name: result["cells"].get(f"{SUITE} parity {name}", {}) for name in specs()}
     return tuple(
         name
         for name, record in checks.items()
-        if name in bisected or record.get("passed") is False or record.get("status", "").startswith("failed")
+        if record.get("passed") is False or record.get("status", "").startswith("failed")
     )
 
 
@@ -173,7 +141,6 @@ def wide_cells(session: Session) -> Iterator[Cell]:
 
 def timing_cells(session: Session, contenders: tuple[str, ...]) -> Iterator[Cell]:
     """Timings of some contenders."""
-    inputs = InputSets(session.device)
     for spec in chosen_ops(session):
         for case in cases_of(spec, smoke=session.smoke):
             for direction in DIRECTIONS if spec.differentiable else DIRECTIONS[:1]:
@@ -181,47 +148,22 @@ def timing_cells(session: Session, contenders: tuple[str, ...]) -> Iterator[Cell
                     yield Cell(
                         suite=SUITE,
                         name=f"{spec.name} {direction} {case.id} {contender}",
-                        work=partial(time_op, session, spec, case, direction, contender, inputs),
+                        work=partial(time_op, session, spec, case, direction, contender),
                         needs=(f"{SUITE} parity {spec.name}",),
                     )
 
 
-def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contender: str, inputs: InputSets) -> Record:
+def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contender: str) -> Record:
     """The row of one op, shape, direction and implementation."""
-    call, nbytes = calls_of(spec, case, direction, contender, inputs, smoke=session.smoke)
+    call, nbytes = calls_of(spec, case, direction, contender, session.device, smoke=session.smoke)
     with torch.set_grad_enabled(direction == "backward"):
         seconds = session.time(call, rounds=20, calls=harness.calls_per_stretch(nbytes), warmup=3)
     step, dtype = f"{spec.name} {direction}", str(spec.bench_dtype).removeprefix("torch.")
     return {"rows": [timing(step, case.id, contender, seconds, nbytes=nbytes, op=spec.name, dtype=dtype)]}
 
 
-COMPILATION = Suite(name="kernels compilation", cells=compilation_cells)
-PARITY = Suite(name="kernels parity", cells=parity_cells, limit=70.0)
+PARITY = Suite(name="kernels parity", cells=parity_cells, limit=90.0)
 BANDWIDTH = Suite(name="kernels bandwidth", cells=partial(timing_cells, contenders=CONTENDERS[:2]), limit=90.0)
 WIDE = Suite(name="kernels wide parity", cells=wide_cells, limit=60.0)
 COMPILED = Suite(name="kernels compiled", cells=partial(timing_cells, contenders=CONTENDERS[2:]), limit=120.0)
-SUITES = (COMPILATION, PARITY, BANDWIDTH, WIDE, COMPILED)
-
-
-def pytest_generate_tests(metafunc: Any) -> None:
-    """The cases of `test_speed`."""
-    smoke = not torch.cuda.is_available()
-    every = specs()
-    found = [
-        (op, case, direction)
-        for op, spec in every.items()
-        for case in cases_of(spec, smoke=smoke)
-        for direction in (DIRECTIONS if spec.differentiable else DIRECTIONS[:1])
-    ]
-    ids = [f"{op}-{case.id}-{direction}" for op, case, direction in found]
-    metafunc.parametrize(("op", "case", "direction"), found, ids=ids)
-    metafunc.parametrize("contender", CONTENDERS)
-
-
-def test_speed(benchmark: Any, op: str, case: Case, direction: str, contender: str) -> None:
-    """A timing by pytest-benchmark, behind the same parity check."""
-    spec, device = specs()[op], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert not parity.failures(parity.compare(spec, case, spec.bench_dtype, device))
-    call, nbytes = calls_of(spec, case, direction, contender, InputSets(device), smoke=device.type == "cpu")
-    with torch.set_grad_enabled(direction == "backward"):
-        benchmark.pedantic(call, rounds=20, warmup_rounds=3, iterations=harness.calls_per_stretch(nbytes))
+SUITES = (PARITY, BANDWIDTH, WIDE, COMPILED)

@@ -11,8 +11,7 @@ hooks. The steps are the product's: `parallelize`, `GuidedPolicy` and `TorchEngi
   with the weights whole, and with the same weights sharded and gathered block by block. A run on one rank does not wrap
   frozen weights; this is what a rank of a larger run has to do besides communicating.
 * Full: float32 masters, gradients and Muon's momentum in CPU memory (`distributed.cpu_offload`), computed in bfloat16:
-  gradient, clipping, optimizer. It has as many of the layers as fit into free CPU memory and into the time; a probe of
-  a few layers says how long one takes.
+  gradient, clipping, optimizer. It has as many of the layers as fit into CPU memory.
 
 Parity comes first, on two layers of full width: velocity and every gradient, and for full the optimizer's change of
 every weight, may differ from the unwrapped ones by `TOLERANCE`. At full size, where rounding adds up over 54 layers,
@@ -26,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -54,6 +52,7 @@ from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hunyuan15.fused import choose_forward
 from sage_fast.optim import OptimizerSet
 from sage_fast.planning.devices import host_memory
+from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import cast_weights, train_all, trainable_parameters
 
@@ -67,9 +66,8 @@ ROUNDS, FULL_ROUNDS = 6, 3
 """Most timed rounds."""
 BUILD_SECONDS, RESERVE_SECONDS = 15.0, 4.0
 """Guess for drawing weights and comparing two layers; what is kept back for tidying up."""
-PROBE_LAYERS = 4
-HOST_SHARE = 0.85
-"""Of the free CPU memory: the rest is for the transfers and the process."""
+HOST_SHARE = 0.8
+"""Of CPU memory: the rest is for the transfers and the process."""
 
 
 @contextmanager
@@ -149,10 +147,7 @@ def release_everything(device: torch.device) -> None:
 
 
 def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, device: torch.device) -> Record:
-    """Compare sharded with unwrapped on two layers: velocity, gradient, and for full the optimizer's update.
-
-    `bitwise` says whether velocity and gradient are equal bit for bit.
-    """
+    """Compare sharded with unwrapped on two layers: velocity, gradient, and for full the optimizer's update."""
     lora = mode == "lora"
     dtype = torch.bfloat16 if lora else torch.float32
     transformer = workload.random_transformer({**config, "num_layers": 2}, device, dtype)
@@ -169,12 +164,9 @@ def check(mode: Mode, config: Mapping[str, Any], shape: Shape, world: World, dev
     velocity = take_gradient(transformer, inputs, engine.vjp, guidance_scale=1.0)
     given = {name: gradient.to(device) for name, gradient in whole_gradients(engine.parameters).items()}
     errors = {"velocity": relative_error(velocity, expected), "gradient": pooled_error(given, expected_gradients)}
-    bitwise = torch.equal(velocity, expected) and all(
-        name in given and torch.equal(given[name].to(e.dtype), e) for name, e in expected_gradients.items()
-    )
     if not lora:
         errors["update"] = update_difference(engine, device)
-    return verdict(errors, TOLERANCE) | {"bitwise": bitwise}
+    return verdict(errors, TOLERANCE)
 
 
 def unwrapped_engine(transformer: HunyuanVideo15Transformer3DModel, mode: Mode) -> TorchEngine:
@@ -254,58 +246,17 @@ def host_bytes(config: Mapping[str, Any], num_layers: int) -> int:
 
     The first two are page-locked, in blocks that torch rounds up to a power of two.
     """
-
-    def of(layers: int) -> int:
-        with torch.device("meta"):
-            transformer = HunyuanVideo15Transformer3DModel(**{**config, "num_layers": layers})
-        sizes = [4 * p.numel() for p in transformer.parameters()]
-        return sum(2 * 2 ** math.ceil(math.log2(size)) + size for size in sizes)
-
-    one, two = of(1), of(2)
-    return one + (num_layers - 1) * (two - one)
+    sizes = [4 * p.numel() for p in meta_transformer(config, torch.float32, num_layers).parameters()]
+    return sum(2 * 2 ** math.ceil(math.log2(size)) + size for size in sizes)
 
 
-def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of CPU memory that nobody uses, of the machine or of this container; None where the system does not say."""
-    information = root / "proc/meminfo"
-    fields = (
-        dict(line.split(":") for line in information.read_text("utf-8").splitlines()) if information.exists() else {}
-    )
-    if "MemAvailable" not in fields:
-        return host_memory()
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit = (group / "memory.max").read_text("utf-8").strip() if (group / "memory.max").exists() else "max"
-    if limit.isdigit():
-        used = int((group / "memory.current").read_text("utf-8"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
-        # Pages of files count as used until somebody else needs the memory.
-        free = min(free, int(limit) - used + int(counts.get("inactive_file", 0)))
-    return free
-
-
-def layers_that_fit(config: Mapping[str, Any], free: int | None) -> int:
-    """How many of the layers, at least 1, fit into so much free CPU memory; all of them where it is not known."""
+def layers_that_fit(config: Mapping[str, Any], memory: int | None) -> int:
+    """Number of layers, at least 1, that fit into so much CPU memory; all of them where it is not known."""
     layers: int = config["num_layers"]
-    if free is None:
+    if memory is None:
         return layers
     one, two = (host_bytes(config, n) for n in (1, 2))
-    return max(1, min(layers, 1 + math.floor((HOST_SHARE * free - one) / (two - one))))
-
-
-def choose_layers(config: Mapping[str, Any], free: int | None, *, probe_seconds: float, left: float) -> tuple[int, str]:
-    """(layers, what limits them: "nothing", "CPU memory" or "time") of the full step.
-
-    Args:
-        probe_seconds: what `PROBE_LAYERS` took, all in all. left: seconds for the measurement.
-    """
-    fit = layers_that_fit(config, free)
-    # What surrounds the layers, the text refiner above all, has about as many weights as one of them.
-    in_time = (PROBE_LAYERS + 1) * left / probe_seconds - 1
-    in_time = max(math.floor(min(in_time, config["num_layers"])), 1)
-    if in_time < fit:
-        return in_time, "time"
-    return fit, "nothing" if fit == config["num_layers"] else "CPU memory"
+    return max(1, min(layers, 1 + math.floor((HOST_SHARE * memory - one) / (two - one))))
 
 
 def run_full(
@@ -344,33 +295,25 @@ def run_full(
 
 
 def measure_full(session: Session, config: Mapping[str, Any], shape: Shape, world: World) -> Record:
-    """Gradient and optimizer step of as many layers as CPU memory and time allow: two rows."""
+    """Gradient and optimizer step of as many layers as CPU memory allows: two rows."""
     device, layers = session.device, config["num_layers"]
-    began = time.monotonic()
-    probed = {**config, "num_layers": min(PROBE_LAYERS, layers)}
-    run_full(probed, shape, world, device, rounds=0, ends=began)
-    release_everything(device)
-    took, left = time.monotonic() - began, session.left - RESERVE_SECONDS
-    if left <= took:
-        return {"status": f"skipped: a probe of {PROBE_LAYERS} layers took {took:.0f} s and {left:.0f} s are left"}
-    chosen, limit = choose_layers(config, free_host_memory(), probe_seconds=took, left=left)
+    chosen = layers_that_fit(config, host_memory())
     rounds = 1 if session.smoke else FULL_ROUNDS
-    ends = time.monotonic() + left
+    ends = time.monotonic() + session.left - RESERVE_SECONDS
     found = run_full({**config, "num_layers": chosen}, shape, world, device, rounds=rounds, ends=ends)
     peak = harness.peak_memory_gb(device)
     if not all(math.isfinite(norm) and norm > 0 for norm in found["norm"]):
         return {"status": f"failed: norms of the gradient are {found['norm']}"}
-    host = host_bytes(config, chosen) / 1e9
-    note = f"{run_config('full').optimizer.name}, {chosen} of {layers} layers (limited by {limit}), "
-    note += f"{host:.1f} GB of CPU memory" + ("" if len(found["norm"]) > 1 else ", first round")
+    note = f"{run_config('full').optimizer.name}, {chosen} of {layers} layers, "
+    note += f"{host_bytes(config, chosen) / 1e9:.1f} GB of CPU memory"
+    note += "" if len(found["norm"]) > 1 else ", first round"
     # The first round counts where it is the only one.
     steps = {name: found[name][1:] or found[name] for name in ("gradient", "optimizer")}
     rows = [
         timing(f"full, offloaded, {name}", shape.name, "ours", Quantiles.of(seconds), peak_memory_gb=peak, note=note)
         for name, seconds in steps.items()
     ]
-    late = {"status": f"done in part: time for {chosen} of {layers} layers"} if limit == "time" else {}
-    return {"rows": rows} | late
+    return {"rows": rows}
 
 
 def cells(session: Session) -> Iterator[Cell]:

@@ -8,9 +8,8 @@ Parity comes first: on two layers of full width the fused forward may be no furt
 diffusers in the same type (P2 of `peers.py`), in velocities and in LoRA gradients. At full size, where float64 does not
 fit, velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
 
-Where a kernel is wrong on this device, the fused forward is timed with the plain twin of that op, and its rows say so:
-of the ops whose own parity is red, or, where none is and the forward is wrong all the same, of those that a bisection
-finds.
+Where a kernel is wrong on this device (its own parity is red), the fused forward is timed with the plain twin of that
+op, and its rows say so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from benchmarks import harness, peers, workload
 from benchmarks.errors import against_p2, pooled_error, relative_error
 from benchmarks.peers import Velocity
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, failure, p2_errors, peer_parity, timing
+from benchmarks.session import Cell, Session, Suite, failure, peer_parity, timing
 from benchmarks.steps import STEPS
 from benchmarks.suites import attention, kernels
 from benchmarks.workload import Inputs
@@ -34,7 +33,6 @@ from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
-from sage_kernels.registry import specs
 
 SUITE = "transformer"
 FULL_DEPTH = 0.5
@@ -274,33 +272,12 @@ class TwoLayers:
             errors = {kind: max(error, kept[kind]) for kind, error in errors.items()}
         return against_p2(errors, p2)
 
-    def bisect(self, p2: dict[str, float] | None) -> Record:
-        """Leave out one kernel after another; the ones without which the fused forward is right are named and stay out.
-        Where no single one is to blame, all are tried.
-        """
-        tried = [(op,) for op in specs()]
-        found: list[str] = []
-        for ops in [*tried, tuple(specs())]:
-            self.model.reference_ops = ops
-            if (len(ops) == 1 or not found) and self.check("ours", p2)["passed"]:
-                found += ops
-        self.model.reference_ops = tuple(found)
-        return {"reference_ops": found, "note": f"right without the kernels of {', '.join(found) or 'no op'}"}
-
 
 def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Cell]:
     """Parity of every contender, then the measurements at full size."""
     model = Model(session=session)
     layers = cache(lambda: TwoLayers(model))
     yield from peer_parity(session, SUITE, lambda contender, p2: layers().check(contender, p2))
-    if session.cells[model.parity["ours"]].get("passed") is False:
-        p2 = p2_errors(session, SUITE)
-        bisection = f"{SUITE} bisection"
-        yield Cell(suite=SUITE, name="bisection", work=lambda: layers().bisect(p2))
-        model.reference_ops = tuple(session.cells[bisection].get("reference_ops", ()))
-        if model.reference_ops:
-            model.parity["ours"] = f"{SUITE} parity ours without wrong kernels"
-            yield Cell(suite=SUITE, name="parity ours without wrong kernels", work=lambda: layers().check("ours", p2))
     layers.cache_clear()
     harness.release()
     for timed in ORDER if order is None else order:

@@ -56,10 +56,9 @@ def test_every_suite_has_its_ratios() -> None:
     assert found["kernels adaln forward B / copy"].value == pytest.approx(16 * 6e-5 / 8e-4)
     assert found["block forward B / P2"].value == pytest.approx(0.016 / 0.022)
     assert found["decode B / stock"].value == pytest.approx(2.0 / 2.2)
-    assert found["host forward of 54 narrow blocks / P2"].value == pytest.approx(0.4)
     assert found["transformer train B GB of memory"].value == 55.0
     assert not any("P2c" in name or "wrong" in name for name in found)
-    assert len(found) == 3 + (2 + 1 + 1 + 1) + 4 + 4 + 3
+    assert len(found) == 3 + (2 + 1 + 1 + 1) + 4 + 4 + 2
 
 
 def test_the_same_run_holds() -> None:
@@ -69,7 +68,7 @@ def test_the_same_run_holds() -> None:
 def test_a_slower_machine_is_no_regression() -> None:
     """Every timing 30 % longer, ours and the peers': the ratios stay."""
     text = re.sub(
-        r'"(minimum|q20|median|q80|maximum)": ([\d.e-]+)',
+        r'"(q20|median|q80)": ([\d.e-]+)',
         lambda m: f'"{m[1]}": {1.3 * float(m[2])}',
         json.dumps(gpu_result()),
     )
@@ -81,7 +80,6 @@ SLOWER: dict[str, list[str]] = {
     FORWARD: [f"transformer forward B / {other}" for other in ("P1", "P2", "matmul")],
     "block forward B ours": ["block forward B / P2"],
     "decode B ours": ["decode B / stock"],
-    "host forward of 54 narrow blocks ours": ["host forward of 54 narrow blocks / P2"],
 }
 
 
@@ -169,7 +167,7 @@ def test_a_run_against_its_baseline(folder: Folder) -> None:
     folder.write("2030-01-01-a.json", gpu_result())
     folder.name("2030-01-01-a.json")
     good = folder.compare(folder.write("2030-01-02-b.json", gpu_result()))
-    assert good.ok and "19 of 19 ratios compared, 0 regressed" in good.message
+    assert good.ok and "18 of 18 ratios compared, 0 regressed" in good.message
 
     slower = changed(FORWARD, seconds=1.2)
     bad = folder.compare(folder.write("2030-01-03-c.json", slower))
@@ -196,10 +194,10 @@ def test_a_missing_baseline_and_a_smoke_run_are_refused(folder: Folder) -> None:
     folder.name("2030-01-01-a.json")
     with pytest.raises(ValueError, match="names 2030-01-01-a.json as the baseline"):
         folder.compare(run)
-    with pytest.raises(ValueError, match="is a smoke run"):
+    with pytest.raises(ValueError, match="is not a full run"):
         folder.compare(folder.write("2030-01-03-c.json", gpu_result() | {"smoke": True}))
-    with pytest.raises(ValueError, match="does not say on which device"):
-        folder.compare(folder.write("2030-01-04-d.json", {"levers": []}))
+    with pytest.raises(ValueError, match="is not a full run"):
+        folder.compare(folder.write("2030-01-04-d.json", {"cells": {}}))
 
 
 def test_the_command_compares_a_given_run(
@@ -212,9 +210,6 @@ def test_the_command_compares_a_given_run(
     command = ["--only", "kernels", "--result", str(slower)]
     assert guard.main(command) == 1
     assert "block forward B / P2" in capsys.readouterr().out
-    assert guard.main([*command, "--json"]) == 1
-    printed = json.loads(capsys.readouterr().out)
-    assert not printed["ok"] and {row["status"] for row in printed["baseline"]["rows"]} == {"ok", "REGRESSED"}
 
 
 def test_every_named_baseline_is_committed() -> None:

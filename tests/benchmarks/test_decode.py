@@ -22,6 +22,10 @@ def decoder() -> VAEDecoder:
     return VAEDecoder(decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0)
 
 
+def contest_of(decoder: VAEDecoder, latent: tuple[int, int, int, int]) -> Contest:
+    return Contest(decoder, decode.random_vae(decode.TINY, CPU, torch.float32), latent)
+
+
 def test_stock_asks_its_own_mask_and_ours_never(
     decoder: VAEDecoder, session: MakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +36,7 @@ def test_stock_asks_its_own_mask_and_ours_never(
         "prepare_causal_attention_mask",
         staticmethod(lambda *arguments, **options: masks.append(1) or own(*arguments, **options)),
     )
-    contest = Contest(decoder, (4, 2, 2, 3))
+    contest = contest_of(decoder, (4, 2, 2, 3))
     assert contest.check() == {"errors": {"levels": 0.0}, "bounds": {"levels": 0}, "passed": True}
     blocks = len(decoder.vae.decoder.mid_block.attentions)
     assert len(masks) == blocks
@@ -55,7 +59,7 @@ def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.Mo
 
 def test_both_decode_in_tiles_where_one_sample_does_not_fit(decoder: VAEDecoder) -> None:
     decoder.memory_gib = 1e-6
-    contest = Contest(decoder, (4, 1, 17, 2))
+    contest = contest_of(decoder, (4, 1, 17, 2))
     assert contest.tiled and contest.check()["passed"]
 
 

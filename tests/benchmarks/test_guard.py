@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import __main__, budgets, guard
 from benchmarks.budgets import judge, read_budgets
-from benchmarks.counts import compiled, processes
+from benchmarks.counts import processes
 from sage_fast.gradient import TwoPhaseGradient
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -25,7 +25,7 @@ from sage_fast.single_pass import SinglePassGradient
 
 Patch = pytest.MonkeyPatch
 
-BANDED = ("imports.seconds/", "imports.standard_modules/", "memory.")
+BANDED = ("imports.seconds/", "imports.standard_modules/")
 """Budgets that do not count exactly, so their limits have room."""
 
 
@@ -33,7 +33,7 @@ BANDED = ("imports.seconds/", "imports.standard_modules/", "memory.")
 def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
     """A limit one per cent above what is counted would hide a small step back."""
     found = judge(read_budgets(), [group])
-    assert found or group in budgets.NEEDS_PROC
+    assert found
     assert guard.regressions(found) == ""
     for verdict in found:
         if verdict.measured and not verdict.budget.name.startswith(BANDED):
@@ -187,11 +187,11 @@ def rewritten_kernels(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Cal
     """Records of compiled kernels in which every row of sm_90 is changed."""
 
     def apply(patch: Patch, folder: Path) -> None:
-        content = json.loads(compiled.RECORDS.read_text("utf-8"))
+        content = json.loads(budgets.RECORDS.read_text("utf-8"))
         changed = [row | change(row) if row["arch"] == 90 else row for row in content["builds"]]
         assert changed != content["builds"]
         (folder / "aot.json").write_text(json.dumps(content | {"builds": changed}))
-        patch.setattr(compiled, "RECORDS", folder / "aot.json")
+        patch.setattr(budgets, "RECORDS", folder / "aot.json")
 
     return apply
 
@@ -217,15 +217,6 @@ def changed_code(*changes: tuple[str, str]) -> Callable[[Patch, Path], None]:
 
     return apply
 
-
-HOARD = """
-def _hoarding(self, iterate=Trainer.iterate):
-    hoard = torch.ones(200 * 2**18)
-    return iterate(self) | {"hoard": float(hoard[0])}
-
-
-Trainer.iterate = _hoarding
-"""
 
 Mutation = tuple[Callable[[Patch, Path], None], list[str]]
 
@@ -262,7 +253,6 @@ MUTATIONS: dict[str, Mutation] = {
         ["imports.project_modules/*", "imports.third_party/*", "imports.standard_modules/*"],
     ),
     "a slow import": (changed_code(("__init__.py", "import time\ntime.sleep(1.6)")), ["imports.seconds/*"]),
-    "more memory": (changed_code(("trainer.py", HOARD)), ["memory.toy_run"]),
 }
 """Regression -> (how it is done, the budgets that must see it in every case)."""
 
@@ -277,8 +267,6 @@ def test_a_deliberate_regression_is_seen_and_named(name: str, monkeypatch: Patch
     apply, patterns = MUTATIONS[name]
     expected = seen_by(patterns)
     groups = sorted({budget.split(".")[0] for budget in expected})
-    if set(groups) <= set(budgets.NEEDS_PROC) and not Path("/proc/self/status").exists():
-        pytest.skip("needs /proc")
     apply(monkeypatch, tmp_path)
     found = judge(read_budgets(), groups)
     failed = {verdict.budget.name for verdict in found if not verdict.ok}
@@ -349,24 +337,17 @@ def test_rules(tmp_path: Path, rule: str, allowed: list[int], refused: list[int]
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
     assert __main__.main(["guard", "--only", "kernels"]) == 0
     assert "All 11 budgets hold." in capsys.readouterr().out
-    assert guard.main(["--only", "kernels", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["ok"] and printed["baseline"] is None
-    assert {"name", "unit", "limit", "rule", "guards", "source", "measured", "ok"} == printed["budgets"][0].keys()
-
     MUTATIONS["a spill"][0](monkeypatch, tmp_path)
     assert guard.main(["--only", "kernels"]) == 1
     lines = capsys.readouterr().out.split("REGRESSED\n")[1].splitlines()
     assert [line.split()[0] for line in lines] == ["budget", "kernels.spills", "guards"]
-    assert guard.main(["--only", "kernels", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["ok"]
 
 
 def test_records_without_the_architecture_are_refused(monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "aot.json").write_text('{"builds": []}')
-    monkeypatch.setattr(compiled, "RECORDS", tmp_path / "aot.json")
+    monkeypatch.setattr(budgets, "RECORDS", tmp_path / "aot.json")
     with pytest.raises(ValueError, match="no build for sm_90"):
-        compiled.compiled_kernels(90)
+        budgets.measure_kernels()
 
 
 def test_a_program_that_fails_says_why(monkeypatch: Patch) -> None:

@@ -18,7 +18,7 @@ from benchmarks import session as sessions
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.peers import Velocity
 from benchmarks.session import Session, Suite
-from benchmarks.suites import attention, iteration, kernels, transformer
+from benchmarks.suites import attention, iteration, transformer
 from benchmarks.suites.transformer import Timed
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, adapt, forward_work, random_inputs, random_transformer
 from sage_fast import accelerate
@@ -221,11 +221,9 @@ def test_goals() -> None:
     found = {outcome.name: outcome for outcome in goals.outcomes(result)}
     assert (found["forward B vs P2"].measured, found["forward B vs P2"].verdict) == ("1.33x", "target met")
     assert found["single pass B vs P2's rollout + train step"].text == "1.90x"
-    assert found["MFU forward B with cudnn"].text == "64.0 %, within floor"
-    assert found["MFU train step B with cudnn"].text == "64.0 %, target met"
-    assert found["MFU forward B with flash3"].text == "not measured" and found["MFU forward B"].text == "64.0 %"
+    assert found["MFU forward B"].text == "64.0 %"
     assert found["share of its roofline bound, forward B"].measured.endswith(" %")
-    assert found["peak memory B, pair"].text == "55.0 GB, target met"
+    assert found["peak memory B, train"].text == "55.0 GB, target met"
     assert found["video B: rollout, anchor, train"].text == "172 s, target met"
     assert found["forward A vs P2"].text == "not measured"
     result["cells"]["transformer forward B P2"]["rows"][0]["seconds"]["median"] = 1.1
@@ -298,24 +296,6 @@ def test_a_wrong_kernel_costs_its_op(session: MakeSession, monkeypatch: pytest.M
     cells = run(session({"kernels parity gelu_tanh": {"status": "done", "passed": False}}), "forward B ours")
     (row,) = cells["transformer forward B ours"]["rows"]
     assert row["note"] == "without the kernels of gelu_tanh" and cells["transformer parity ours"]["passed"]
-
-
-def test_a_bisection_names_the_wrong_op(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the forward is wrong and no op's own check is red."""
-
-    def check(layers: transformer.TwoLayers, contender: str, p2: object) -> dict[str, Any]:
-        return {
-            "passed": contender != "ours" or "gelu_tanh" in layers.model.reference_ops,
-            "errors": {"velocity": 0.01},
-        }
-
-    monkeypatch.setattr(transformer.TwoLayers, "check", check)
-    cells = run(session(), "forward B ours")
-    assert not cells["transformer parity ours"]["passed"]
-    assert cells["transformer bisection"]["reference_ops"] == ["gelu_tanh"]
-    assert kernels.red_ops({"cells": cells}) == ("gelu_tanh",), "other suites leave it out too"
-    assert cells["transformer parity ours without wrong kernels"]["passed"]
-    assert cells["transformer forward B ours"]["rows"][0]["note"] == "without the kernels of gelu_tanh"
 
 
 def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from sage_fast.commands.cli import COMMANDS
+from sage_fast.commands.cli import add_commands
 from sage_fast.config.load import meanings, type_name
 from sage_fast.config.resumable import FIXED, FREE
 from sage_fast.config.schema import RunConfig
@@ -18,30 +18,25 @@ GENERATED = "*Generated from the source by `make docs`.*\n"
 def commands() -> str:
     """Markdown of every command: usage, options and examples, from the parsers of the command line."""
     parsers = argparse.ArgumentParser(prog="sage-fast").add_subparsers(prog="sage-fast")
-    for command in COMMANDS.values():
-        command.add_parser(parsers)
+    add_commands(parsers)
     summaries = {action.dest: action.help for action in parsers._choices_actions}
     parts = ["# Commands\n", GENERATED, "| command | what it does |\n|---|---|"]
     parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {summaries[name]} |" for name in parsers.choices]
     for parser in parsers.choices.values():
-        parts += _command(parser, 2)
+        parts += _command(parser)
     return "\n".join(parts) + "\n"
 
 
-def _command(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
-    yield f"\n{'#' * level} {parser.prog}\n"
+def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"\n## {parser.prog}\n"
     yield f"{parser.description or ''}\n"
     yield f"```text\n{parser.format_usage().removeprefix('usage: ').rstrip()}\n```\n"
     rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help is not None]
-    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if rows and not nested:
+    if rows:
         yield "| option | meaning |\n|---|---|"
         yield from rows
     if parser.epilog:
         yield f"\n```text\n{parser.epilog.rstrip()}\n```\n"
-    for action in nested:
-        for inner in action.choices.values():
-            yield from _command(inner, level + 1)
 
 
 def _option(action: argparse.Action) -> str:

@@ -31,18 +31,11 @@ from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, report_error, world_size
 
 COMMANDS = {
-    "train": train,
-    "status": status,
-    "generate": generate,
-    "evaluate": evaluate,
-    "compare": compare,
-    "export": export,
-    "plan": plan,
-    "profile": profile,
-    "doctor": doctor,
-    "configs": configs,
-    "reproduce": reproduce,
+    module.__name__.rpartition(".")[2]: module
+    for module in (train, status, generate, evaluate, compare, export, plan, profile, doctor, configs, reproduce)
 }
+
+USAGE = "CONFIG [MORE.yaml ...] [options] [--section.key=value ...]"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,9 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add_parser(commands)
+    add_commands(commands)
     return parser
+
+
+def add_commands(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare every command; its module's docstring is its help."""
+    for name, module in COMMANDS.items():
+        summary, _, more = (module.__doc__ or "").partition("\n\n")
+        usage = f"sage-fast {name} {getattr(module, 'USAGE', USAGE)}"
+        parser = parsers.add_parser(name, usage=usage, help=summary.rstrip("."), description=summary, epilog=more)
+        module.add_arguments(parser)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -106,8 +107,8 @@ def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence
         report_error(f"error: {error}")
         return 2
     except (RuntimeError, OSError, MemoryError) as error:
-        if not _is_expected(error):
-            raise
+        if not (isinstance(error, SageError | OSError) or _is_out_of_memory(error)):
+            raise  # with its traceback: the message alone does not tell the user what happened
         command = (sys.argv[1:] if arguments is None else [*arguments])[0]
         report_error(f"error: {_describe(error, command)}")
         return 1
@@ -124,11 +125,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             f"same. Start it without torchrun: sage-fast {command} ..."
         )
     return COMMANDS[command].run(options, overrides)
-
-
-def _is_expected(error: Exception) -> bool:
-    """Whether the message alone tells the user what happened; anything else keeps its traceback."""
-    return isinstance(error, SageError | OSError) or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -80,21 +80,10 @@ def load_run_config(
 
 
 def _check_file_word(word: str) -> None:
-    """ConfigError for what is meant as an override but is written as other programs have it."""
+    """ConfigError for an override with one hyphen, or with the dash that word processors make of two."""
     from sage_fast.config.errors import ConfigError
 
-    if os.path.lexists(word):
-        return
-    if word.startswith("~"):
-        raise ConfigError(f"There is no file {word!r}. A key cannot be removed; give it the value that you want.")
-    if word.startswith("+"):
-        key, _, value = word.lstrip("+").partition("=")
-        raise ConfigError(
-            f"There is no file {word!r}. Every key exists already: write --{key}={value} to set one, and "
-            f"--{key}+={value} to append to a list."
-        )
-    if "=" in word or word.startswith(tuple(DASHES)):
-        # Word processors and chat windows make other dashes of two hyphens.
+    if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
         raise ConfigError(
             f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
         )

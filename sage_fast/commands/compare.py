@@ -1,10 +1,5 @@
-"""`sage-fast compare`: several trainings beside each other, those that differ in their seed alone as one arm."""
+"""Compare runs: curves and final scores, with seed bands and a paired test.
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
-
-EPILOG = """\
 examples:
   sage-fast compare runs/sage_grpo runs/sage_exact
   sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output runs/study/compared
@@ -13,16 +8,15 @@ The first run's arm is what the others are compared with. --output gets comparis
 comparison.json, and the pictures as PNG and SVG. Runs that are still training can be compared, too.
 """
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "compare",
-        usage="sage-fast compare RUN RUN [RUN ...] [--output FOLDER]",
-        help="curves and final scores of several runs, with seed bands and a paired test",
-        description="Compare runs: reward, its components, KL and gradient norms, and a paired test of their scores.",
-        epilog=EPILOG,
-    )
+USAGE = "RUN RUN [RUN ...] [--output FOLDER]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument(
         "--output", type=Path, default=Path("comparison"), help="folder to write to; default comparison"

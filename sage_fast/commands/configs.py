@@ -1,9 +1,5 @@
-"""`sage-fast configs`: the presets that ship."""
+"""List the presets that ship, or show one.
 
-import argparse
-from collections.abc import Sequence
-
-EPILOG = """\
 examples:
   sage-fast configs                          every preset with one line
   sage-fast configs show toy_cpu             the whole of one; `> mine.yaml` starts one of your own
@@ -13,22 +9,15 @@ over another: `sage-fast train toy_cpu ablations/kl_none`. Other files that ship
 prompts/general_train.csv and launch/slurm.sbatch.
 """
 
+import argparse
+from collections.abc import Sequence
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command and its action."""
-    parser = commands.add_parser(
-        "configs",
-        help="list the presets, or show one",
-        description="List the presets that ship, or print one.",
-        epilog=EPILOG,
-    )
-    parser.set_defaults(config=[], name=None)
-    actions = parser.add_subparsers(dest="action", metavar="{show}")
-    show = actions.add_parser(
-        "show", help="print all keys that a preset sets, those of the one that it extends included"
-    )
-    show.set_defaults(config=[])
-    show.add_argument("name", metavar="NAME", help="a preset, or another file that ships")
+USAGE = "[show NAME]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words."""
+    parser.add_argument("config", nargs="*", metavar="show NAME", help="print all of a preset, or another file")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -36,19 +25,21 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.presets import find_shipped, preset_names, preset_summary
 
-    if overrides or options.config:
-        raise ConfigError(f"configs does not take {' '.join([*options.config, *overrides])}; see --help.")
-    if options.name is not None:
-        file = find_shipped(options.name)
-        text = file.read_text("utf-8")
-        if file.suffix == ".yaml" and "\nextends: " in text:
-            from sage_fast.config.load import dump_tree, read_config_file
+    match options.config:
+        case []:
+            names = preset_names()
+            width = max(map(len, names))
+            text = "".join(f"{name:{width}}  {preset_summary(name)}\n" for name in names)
+        case ["show", name]:
+            file = find_shipped(name)
+            text = file.read_text("utf-8")
+            if file.suffix == ".yaml" and "\nextends: " in text:
+                from sage_fast.config.load import dump_tree, read_config_file
 
-            text = text.partition("\nextends: ")[0] + "\n" + dump_tree(read_config_file(file))
-        print(text, end="")
-        return 0
-    names = preset_names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}}  {preset_summary(name)}")
+                text = text.partition("extends: ")[0] + dump_tree(read_config_file(file))
+        case words:
+            raise ConfigError(f"configs does not take {' '.join(words)}. Write: sage-fast configs show NAME")
+    if overrides:
+        raise ConfigError(f"configs does not take {overrides[0]}. Write: sage-fast configs show NAME")
+    print(text, end="")
     return 0

@@ -1,13 +1,5 @@
-"""`sage-fast doctor`: what is installed, what a configuration needs, what to do."""
+"""Check the machine, and whether a configuration could run on it.
 
-import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
-
-from sage_fast.commands.common import add_config_argument, load_run_config
-
-EPILOG = """\
 examples:
   sage-fast doctor                               the machine alone
   sage-fast doctor hv15_352x624_lora_1gpu        files, memory and disk for this configuration
@@ -18,16 +10,18 @@ Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Ex
 run, 1 if something is missing or, with --deep, does not do what it should.
 """
 
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "doctor",
-        usage="sage-fast doctor [CONFIG [MORE.yaml ...]] [--deep] [--scores FILE] [--json] [--section.key=value ...]",
-        help="check the machine, and whether a configuration could run on it",
-        description="Check versions, GPU, attention backends, weights, memory and disk, and say what to do.",
-        epilog=EPILOG,
-    )
+from sage_fast.commands.common import add_config_argument, load_run_config
+
+USAGE = "[CONFIG [MORE.yaml ...]] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_config_argument(parser, nargs="*")
     parser.add_argument(
         "--deep",

@@ -1,4 +1,15 @@
-"""`sage-fast evaluate`: score a trained model against its base model, in pairs, and write a report."""
+r"""Score a trained model against its base model, in pairs, and write a report.
+
+examples:
+  sage-fast evaluate runs/mine --output runs/mine/scores
+  sage-fast evaluate runs/mine --output scores --prompts held_out.csv --rewards clip_score,pick_score \
+      --reward.options.clip_score.path=models/clip-vit-large-patch14
+  sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
+  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864 --sampler cps
+
+--output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
+(before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -12,28 +23,11 @@ from sage_fast.commands.common import (
     with_prompt_options,
 )
 
-EPILOG = """\
-examples:
-  sage-fast evaluate runs/mine --output runs/mine/scores
-  sage-fast evaluate runs/mine --output scores --prompts held_out.csv --rewards clip_score,pick_score \\
-      --reward.options.clip_score.path=models/clip-vit-large-patch14
-  sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
-  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864 --sampler cps
-
---output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
-(before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
-"""
+USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "evaluate",
-        usage="sage-fast evaluate CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]",
-        help="score a checkpoint against the base model, in pairs",
-        description="Score a trained model and its base model on the same prompts and noise, and write a report.",
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_config_argument(parser)
     add_weights_arguments(parser)
     add_prompt_arguments(parser)

@@ -1,12 +1,5 @@
-"""`sage-fast export`: trained weights for other programs."""
+"""Write the trained weights for diffusers, the official code or ComfyUI.
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
-
-from sage_fast.commands.common import add_trust_argument
-
-EPILOG = """\
 examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
   sage-fast export runs/mine/checkpoints/update-000040 --output exported
@@ -18,16 +11,17 @@ FOLDER/README.md says how to load it. With training.ema_decay set it is the aver
 that the run evaluated.
 """
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "export",
-        usage="sage-fast export CHECKPOINT_OR_RUN --output FOLDER [options] [--section.key=value ...]",
-        help="write the trained weights for diffusers, the official code or ComfyUI",
-        description="Write the trained weights so that diffusers, the official code or ComfyUI loads them.",
-        epilog=EPILOG,
-    )
+from sage_fast.commands.common import add_trust_argument
+
+USAGE = "CHECKPOINT_OR_RUN --output FOLDER [options] [--section.key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
     add_trust_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")

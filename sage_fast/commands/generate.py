@@ -1,18 +1,5 @@
-"""`sage-fast generate`: write videos for prompts, given one by one or in a file."""
+"""Write videos for prompts, with the base model, a checkpoint or an adapter.
 
-import argparse
-from collections.abc import Sequence
-
-from sage_fast.commands.common import (
-    SAMPLERS,
-    add_config_argument,
-    add_prompt_arguments,
-    add_weights_arguments,
-    load_run_config,
-    with_prompt_options,
-)
-
-EPILOG = """\
 examples:
   sage-fast generate runs/mine --prompt "a red fox in the snow" --prompt "a kite at sea" --seed 3 --output videos
   sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output videos
@@ -27,16 +14,23 @@ interruption. A video made with other settings is an error; --overwrite makes al
 size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --evaluation.num_frames=121.
 """
 
+import argparse
+from collections.abc import Sequence
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "generate",
-        usage="sage-fast generate CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]",
-        help="write videos for prompts",
-        description="Generate one video (or several) per prompt with the base model, a checkpoint or an adapter.",
-        epilog=EPILOG,
-    )
+from sage_fast.commands.common import (
+    SAMPLERS,
+    add_config_argument,
+    add_prompt_arguments,
+    add_weights_arguments,
+    load_run_config,
+    with_prompt_options,
+)
+
+USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_config_argument(parser)
     add_weights_arguments(parser, ", none (the base model),")
     parser.add_argument(

@@ -1,14 +1,5 @@
-"""`sage-fast plan`: memory, work and time of a configuration, before anything is loaded."""
+"""Predict memory, work and time of a configuration, and the changes that make it fit.
 
-import argparse
-import json
-from collections.abc import Sequence
-
-from sage_fast.commands.common import add_config_argument, load_run_config
-
-DEVICES = ("h100", "h200", "a100", "b200", "cpu")
-
-EPILOG = """\
 examples:
   sage-fast plan hv15_480p_lora_1gpu
   sage-fast plan hv15_480p_lora_1gpu --memory 48
@@ -20,16 +11,17 @@ Nothing is loaded or downloaded: shapes run on torch's meta device. Exit status:
 How to read the output: docs/planning.md.
 """
 
+import argparse
+import json
+from collections.abc import Sequence
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "plan",
-        usage="sage-fast plan CONFIG [MORE.yaml ...] [options] [--section.key=value ...]",
-        help="memory, work and time of a configuration, and what makes it fit",
-        description="Say what a configuration needs, how long it takes, and which changes make it fit.",
-        epilog=EPILOG,
-    )
+from sage_fast.commands.common import add_config_argument, load_run_config
+
+DEVICES = ("h100", "h200", "a100", "b200", "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_config_argument(parser)
     parser.add_argument(
         "--device", choices=DEVICES, help="default: h100, or cpu for a small model and with model.device cpu"

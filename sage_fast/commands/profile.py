@@ -1,12 +1,5 @@
-"""`sage-fast profile`: one training update under torch.profiler."""
+"""Show where one training update spends its time.
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
-
-from sage_fast.commands.common import add_config_argument, load_run_config
-
-EPILOG = """\
 examples:
   sage-fast profile toy_cpu --output profile
   sage-fast profile hv15_352x624_lora_1gpu --output profile --rollout.num_steps=2 --rollout.batch_size=4
@@ -16,16 +9,17 @@ changed. The first iteration of a run compiles kernels and needs no forward for 
 second one. An update of the real model takes many minutes, and its trace gigabytes: two or three steps show the same.
 """
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "profile",
-        usage="sage-fast profile CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]",
-        help="where one training update spends its time",
-        description="Run one rollout and its optimizer updates under torch.profiler; name the top costs by phase.",
-        epilog=EPILOG,
-    )
+from sage_fast.commands.common import add_config_argument, load_run_config
+
+USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_config_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--top", type=int, default=10, help="operators per phase in the table; default 10")

@@ -1,4 +1,18 @@
-"""`sage-fast reproduce`: the paper's tables and figures, measured, judged and written down."""
+r"""Measure the paper's tables and figures, and judge each claim.
+
+examples:
+  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
+                                                       no training, minutes on two cores
+  sage-fast reproduce --tier standard                  adds trainings: a night on two cores; Ctrl-C, then the same again
+  sage-fast reproduce --only fig4
+  sage-fast reproduce --tier quick --publish docs      and write the page, its figures and results into docs/
+  sage-fast reproduce --tier standard --commands --config hv15_480p_lora_1gpu
+  sage-fast reproduce --tier standard --config hv15_480p_lora_8gpu \
+      --launcher 'configs/launch/torchrun.sh hosts.txt'
+
+Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
+results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
+"""
 
 import argparse
 import shlex
@@ -18,32 +32,11 @@ if TYPE_CHECKING:
 RESULTS, PAGE = "results.jsonl", "reproduction.md"
 
 DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
-
-EPILOG = """\
-examples:
-  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
-                                                       no training, minutes on two cores
-  sage-fast reproduce --tier standard                  adds trainings: a night on two cores; Ctrl-C, then the same again
-  sage-fast reproduce --only fig4
-  sage-fast reproduce --tier quick --publish docs      and write the page, its figures and results into docs/
-  sage-fast reproduce --tier standard --commands --config hv15_480p_lora_1gpu
-  sage-fast reproduce --tier standard --config hv15_480p_lora_8gpu \\
-      --launcher 'configs/launch/torchrun.sh hosts.txt'
-
-Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
-results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
-"""
+USAGE = "[--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "reproduce",
-        usage="sage-fast reproduce [--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]",
-        help="the paper's tables and figures, with a verdict on each claim",
-        description="Run the experiments of the SAGE-GRPO paper, and write down what they find.",
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument(
         "--tier",
         choices=("quick", "standard", "full"),

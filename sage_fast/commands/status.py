@@ -1,15 +1,5 @@
-"""`sage-fast status`: a table of runs, from what they and their leases say."""
+"""Tell how runs are doing: alive, phase, update, reward, time left.
 
-import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sage_fast.run.run_status import RunState
-
-EPILOG = """\
 examples:
   sage-fast status runs                     every run in a folder
   sage-fast status runs/demo runs/mine
@@ -28,16 +18,19 @@ state     running   it makes progress
 Exit status: 1 where a run hangs, was killed or has failed, else 0. Nothing is written.
 """
 
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "status",
-        usage="sage-fast status RUN [RUN ...] [--json]",
-        help="how runs are doing: alive, phase, update, reward, time left",
-        description="Tell how runs are doing, from their directories alone.",
-        epilog=EPILOG,
-    )
+if TYPE_CHECKING:
+    from sage_fast.run.run_status import RunState
+USAGE = "RUN [RUN ...] [--json]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     # Named as the run directories and files of the other commands, for the words that argparse leaves over.
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directory, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print the runs as a JSON list")

@@ -298,7 +298,8 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
     try:
         reward = found(**options)
     except (TypeError, ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"reward.rewards: {name!r} cannot be set up: {error}") from error
+        given = f" with reward.options.{name} = {options}" if options else ""
+        raise ConfigError(f"reward.rewards: {name!r} cannot be set up{given}: {error}") from error
     if not callable(getattr(reward, "score", None)):
         raise ConfigError(
             f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {wanted}"

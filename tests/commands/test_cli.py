@@ -14,7 +14,6 @@ import torch
 
 from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import SAMPLERS, split_words
-from sage_fast.commands.train import words_to_go_on
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models import video_files
@@ -74,15 +73,6 @@ def test_an_override_with_spaces_is_no_file(words: list[str]) -> None:
     assert sorted(overrides) == ["--reward.weights={VQ: 1, MQ: 2}", "--seed=1"]
     options, overrides = parse(["train", "a.yaml", "--reward.weights", "{VQ: 1, MQ: 2}"])
     assert (options.config, overrides) == (["a.yaml"], ["--reward.weights", "{VQ: 1, MQ: 2}"])
-
-
-def test_what_goes_on_is_the_same_call_with_another_resume() -> None:
-    words = ["train", "runs/theirs", "--resume=none", "--seed=1", "--allow-cpu", "--trust-config"]
-    given = words_to_go_on(*parse([*words, "--allow-changes=a,b", "--resume", "runs/theirs/checkpoints/update-000002"]))
-    options, overrides = parse(given)
-    assert given[-2:] == ["--resume", "auto"] and overrides == ["--seed=1", "--resume", "auto"]
-    assert options.config == ["runs/theirs"] and options.allow_changes == ["a,b"]
-    assert options.allow_cpu and options.trust_config
 
 
 @pytest.mark.parametrize("command", COMMANDS)

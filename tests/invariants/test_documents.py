@@ -12,7 +12,7 @@ import pytest
 import sage_fast
 from benchmarks import report
 from docs.tools import diagrams, reference
-from sage_fast.commands.cli import COMMANDS
+from sage_fast.commands.cli import add_commands
 from sage_fast.config.load import describe_keys
 from sage_fast.sde import SDE_TYPES
 from tests.commands.programs import check_command, check_extras
@@ -123,8 +123,7 @@ def test_a_diagram_is_what_the_code_says(name: str) -> None:
 def subparsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command."""
     added = argparse.ArgumentParser().add_subparsers()
-    for command in COMMANDS.values():
-        command.add_parser(added)
+    add_commands(added)
     return dict(added.choices)
 
 

@@ -37,7 +37,8 @@ INSTALL_REQUIRES = [
     # Student's t of `compare` and `reproduce`.
     "scipy>=1.11",
     "tqdm>=4.66",
-    # Contact sheets, reward curves, mp4 files and event files of a run.
+    # Pages, contact sheets, reward curves, mp4 files and event files of a run.
+    "jinja2>=3.1",
     "pillow>=10.1",
     "matplotlib>=3.8",
     "av>=14",
@@ -84,7 +85,13 @@ setup(
     packages=find_packages(include=["sage_fast", "sage_fast.*"]) + list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={
-        "sage_fast": ["py.typed", "models/toy/assets/*", "rewards/videoalign/prompt.txt", "study/*.toml"],
+        "sage_fast": [
+            "py.typed",
+            "models/toy/assets/*",
+            "rewards/videoalign/prompt.txt",
+            "run/templates/*",
+            "study/*.toml",
+        ],
         "sage_fast.configs": ["*.yaml", "*/*"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -120,19 +120,25 @@ def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, E
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """Difference of two evaluations of the same prompts and noise.
+    """One score of two evaluations of the same prompts and noise.
 
-    mean: mean of (after - before). stderr: its standard error, from the sample std of the differences. wins: share of
-    the prompts that score better afterwards, which is higher unless `lower_is_better`. count: number of pairs.
+    before, after: means over the prompts, with standard errors. mean, stderr: of the differences after - before, the
+    latter from their sample std. low, high: the 95 % bootstrap interval of the mean. wins, ties: shares of the prompts
+    that score better afterwards, which is higher unless `lower_is_better`, or exactly the same. count: number of pairs.
 
-    Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, count 3.
+    Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, ties 0.0, count 3.
     """
 
     before: float
+    before_stderr: float
     after: float
+    after_stderr: float
     mean: float
     stderr: float
+    low: float
+    high: float
     wins: float
+    ties: float
     count: int
     lower_is_better: bool = False
 
@@ -143,78 +149,10 @@ class PairedTest:
             return math.copysign(math.inf, self.mean) if self.mean else 0.0
         return self.mean / self.stderr
 
-
-def paired_test(before: Sequence[float], after: Sequence[float], *, lower_is_better: bool = False) -> PairedTest:
-    """Paired comparison of scores of the same samples. ValueError unless both lists have the same length >= 2."""
-    if len(before) != len(after) or len(before) < 2:
-        raise ValueError(
-            f"A paired test needs two equally long lists of at least 2 scores, got {len(before)} and {len(after)}."
-        )
-    b = torch.tensor(before, dtype=torch.float64)
-    a = torch.tensor(after, dtype=torch.float64)
-    difference = a - b
-    return PairedTest(
-        before=float(b.mean()),
-        after=float(a.mean()),
-        mean=float(difference.mean()),
-        stderr=float(difference.std(unbiased=True)) / math.sqrt(len(difference)),
-        wins=float(((difference < 0) if lower_is_better else (difference > 0)).double().mean()),
-        count=len(difference),
-        lower_is_better=lower_is_better,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A mean over prompts: its standard error, and the 95 % bootstrap interval low .. high.
-
-    Example: `Estimate(mean=0.41, stderr=0.05, low=0.31, high=0.51)`
-    """
-
-    mean: float
-    stderr: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreComparison:
-    """One score of the base and the trained model on the same prompts and noise.
-
-    difference: trained minus base, prompt by prompt. win_rate, tie_rate: shares of the prompts on which the trained
-    model scores better, which is higher unless `lower_is_better`, or exactly the same. count: number of prompts.
-
-    Example: `ScoreComparison(name="VQ", base=..., trained=..., difference=..., win_rate=0.8, tie_rate=0.0, count=24)`
-    """
-
-    name: str
-    base: Estimate
-    trained: Estimate
-    difference: Estimate
-    win_rate: float
-    tie_rate: float
-    count: int
-    lower_is_better: bool = False
-
-    @property
-    def sign(self) -> int:
-        """What a difference is multiplied by to be positive where the trained model is better."""
-        return -1 if self.lower_is_better else 1
-
-    @property
-    def label(self) -> str:
-        """Its name, with an arrow where lower is better."""
-        return direction_label(self.name, self.lower_is_better)
-
     @property
     def significant(self) -> bool:
         """Whether the interval of the difference excludes zero, with enough prompts to trust it."""
-        return self.count >= ENOUGH_PROMPTS and not self.difference.low <= 0.0 <= self.difference.high
-
-
-def direction_label(name: str, lower_is_better: bool) -> str:
-    """The name of a score in tables and plots: with an arrow where lower is better."""
-    return f"{name} \N{DOWNWARDS ARROW}" if lower_is_better else name
+        return self.count >= ENOUGH_PROMPTS and not self.low <= 0.0 <= self.high
 
 
 ENOUGH_PROMPTS = 10
@@ -222,78 +160,96 @@ ENOUGH_PROMPTS = 10
 interval of two prompts that both improve always excludes zero."""
 
 
-def compare(
-    base: Evaluation,
-    trained: Evaluation,
-    weights: Mapping[str, float],
+def paired_test(
+    before: Sequence[float],
+    after: Sequence[float],
     *,
+    lower_is_better: bool = False,
     resamples: int = 10_000,
     seed: int = 0,
-) -> list[ScoreComparison]:
-    """Compare two evaluations score by score, by a bootstrap over prompts.
+) -> PairedTest:
+    """Paired comparison of scores of the same samples.
 
-    Each resample draws as many prompts as there are, with replacement, and takes both models' scores of them, so pairs
-    and scores stay together. An interval runs from the 2.5th to the 97.5th percentile of the resampled means (the
-    percentile bootstrap; Efron 1979).
+    Each of the bootstrap's resamples draws as many pairs as there are, with replacement; the interval runs from the
+    2.5th to the 97.5th percentile of their mean differences (the percentile bootstrap; Efron 1979).
 
     Args:
-        weights: score name -> weight in the reward; these scores come first, in this order.
-        resamples: number of bootstrap samples.
-        seed: of the resampling.
-
-    Returns:
-        The reward, the overall where there is one, then one entry per score.
+        before, after: P scores each, P >= 2.
+        seed: of the resampling; with the same one all scores of an evaluation are resampled alike.
 
     Raises:
-        ValueError: the evaluations differ in their prompts or scores, or have fewer than 2 prompts.
+        ValueError: lists of different lengths, or of fewer than 2.
     """
-    count = len(base.prompts)
-    if base.prompts != trained.prompts or set(base.scores) != set(trained.scores):
-        raise ValueError("The two evaluations are not of the same prompts and scores, so they cannot be paired.")
-    if count < 2:
-        raise ValueError(f"A paired comparison needs at least 2 prompts, got {count}.")
-    before, after = base.columns(), trained.columns()
-    totals = [n for n in before if n not in base.scores]
-    weighed = [n for n in weights if n in base.scores]
-    names = [*totals, *weighed, *(n for n in base.scores if n not in weights)]
-    columns = [(before[n], after[n]) for n in names]
-    # (P, 3 K): base, trained and difference of every score.
-    values = torch.tensor(
-        [[[b, a, a - b] for b, a in zip(*column, strict=True)] for column in columns], dtype=torch.float64
-    )
-    flat = values.permute(1, 0, 2).reshape(count, -1)
+    count = len(before)
+    if count != len(after) or count < 2:
+        raise ValueError(
+            f"A paired test needs two equally long lists of at least 2 scores, got {count} and {len(after)}."
+        )
+    b, a = (torch.tensor(scores, dtype=torch.float64) for scores in (before, after))
+    difference = a - b
     generator = torch.Generator().manual_seed(seed)
-    means = torch.cat(
-        [
-            flat[torch.randint(count, (min(500, resamples - start), count), generator=generator)].mean(1)
-            for start in range(0, resamples, 500)
-        ]
+    # In parts: all indices at once would take 80 MB for 1,000 prompts.
+    sizes = [min(500, resamples - start) for start in range(0, resamples, 500)]
+    means = [difference[torch.randint(count, (size, count), generator=generator)].mean(1) for size in sizes]
+    low, high = torch.cat(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return PairedTest(
+        before=float(b.mean()),
+        before_stderr=float(b.std()) / math.sqrt(count),
+        after=float(a.mean()),
+        after_stderr=float(a.std()) / math.sqrt(count),
+        mean=float(difference.mean()),
+        stderr=float(difference.std()) / math.sqrt(count),
+        low=low,
+        high=high,
+        wins=float(((difference < 0) if lower_is_better else (difference > 0)).double().mean()),
+        ties=float((difference == 0).double().mean()),
+        count=count,
+        lower_is_better=lower_is_better,
     )
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
-    estimates = [
-        Estimate(mean=m, stderr=e, low=lo, high=hi)
-        for m, e, lo, hi in zip(
-            flat.mean(0).tolist(),
-            (flat.std(0) / math.sqrt(count)).tolist(),
-            low.tolist(),
-            high.tolist(),
-            strict=True,
+
+
+def paired_tests(
+    before: Evaluation,
+    after: Evaluation,
+    *,
+    weights: Collection[str] = (),
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> dict[str, PairedTest]:
+    """The paired tests of the reward, the overall where there is one, and every score that both evaluations have.
+
+    Args:
+        weights: scores of the reward; they come before others, in this order.
+        resamples, seed: of the bootstrap.
+
+    Raises:
+        ValueError: the evaluations are not of the same prompts, or share fewer than 2 scored ones.
+    """
+    before, after = scored_in_both(before, after)
+    first, second = before.columns(), after.columns()
+    lower = {*before.lower_is_better, *after.lower_is_better}
+    totals = [name for name in first if name not in before.scores]
+    return {
+        name: paired_test(first[name], second[name], lower_is_better=name in lower, resamples=resamples, seed=seed)
+        for name in dict.fromkeys([*totals, *weights, *first])
+        if name in first and name in second
+    }
+
+
+def direction_label(name: str, lower_is_better: bool) -> str:
+    """The name of a score in tables and plots: with an arrow where lower is better."""
+    return f"{name} \N{DOWNWARDS ARROW}" if lower_is_better else name
+
+
+def format_comparison(tests: Mapping[str, PairedTest]) -> str:
+    """Paired tests as a small table for a terminal."""
+    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"]
+    for name, test in tests.items():
+        lines.append(
+            f"{direction_label(name, test.lower_is_better):<24}{test.before:>10.4f}{test.after:>10.4f}"
+            f"{test.mean:>+12.4f}{test.stderr:>12.4f}{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
         )
-    ]
-    lower = {*base.lower_is_better, *trained.lower_is_better}
-    return [
-        ScoreComparison(
-            name=name,
-            base=estimates[3 * k],
-            trained=estimates[3 * k + 1],
-            difference=estimates[3 * k + 2],
-            win_rate=float(((values[k, :, 2] < 0) if name in lower else (values[k, :, 2] > 0)).double().mean()),
-            tie_rate=float((values[k, :, 2] == 0).double().mean()),
-            count=count,
-            lower_is_better=name in lower,
-        )
-        for k, name in enumerate(names)
-    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,23 +339,3 @@ def evaluate(
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
     ), dict(sorted(videos.items()))
-
-
-def paired_tests(before: Evaluation, after: Evaluation) -> dict[str, PairedTest]:
-    """The paired test of the reward, the overall and every score that both evaluations have. ValueError as its own."""
-    first, second = before.columns(), after.columns()
-    lower = {*before.lower_is_better, *after.lower_is_better}
-    return {
-        name: paired_test(first[name], second[name], lower_is_better=name in lower) for name in first if name in second
-    }
-
-
-def format_comparison(before: Evaluation, after: Evaluation) -> str:
-    """The paired test of the reward, the overall and every score, as a small table."""
-    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"]
-    for name, test in paired_tests(before, after).items():
-        lines.append(
-            f"{direction_label(name, test.lower_is_better):<24}{test.before:>10.4f}{test.after:>10.4f}"
-            f"{test.mean:>+12.4f}{test.stderr:>12.4f}{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
-        )
-    return "\n".join(lines)

@@ -16,6 +16,7 @@ from sage_fast.evaluation import (
     evaluate,
     format_comparison,
     paired_test,
+    paired_tests,
     scored_in_both,
 )
 from sage_fast.rollout import VideoScoring
@@ -51,7 +52,7 @@ def test_the_standard_error_is_that_of_the_mean_difference() -> None:
         common = 10 * torch.randn(60, generator=generator, dtype=torch.float64)
         before = common + torch.randn(60, generator=generator, dtype=torch.float64)
         after = common + 0.3 + torch.randn(60, generator=generator, dtype=torch.float64)
-        test = paired_test(before.tolist(), after.tolist())
+        test = paired_test(before.tolist(), after.tolist(), resamples=1)
         means.append(test.mean)
         errors.append(test.stderr)
     observed = torch.tensor(means).std()
@@ -75,7 +76,7 @@ def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:
     after = Evaluation(prompts=["a", "b"], scores={"VQ": [0.5, 1.5]}, reward=[0.5, 1.5])
     before.save(tmp_path / "deep/before.json")
     assert Evaluation.load(tmp_path / "deep/before.json") == before
-    table = format_comparison(before, after).splitlines()
+    table = format_comparison(paired_tests(before, after)).splitlines()
     assert len(table) == 3 and table[1].split()[:4] == ["Reward", "0.5000", "1.0000", "+0.5000"]
 
 

@@ -26,13 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare and write the page."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.tools.comparison import check_several, compare_runs, to_text, write_comparison
+    from sage_fast.tools.comparison import compare_runs, to_text, write_comparison
 
     if overrides:
         raise ConfigError(f"compare reads runs and takes no configuration keys, got {overrides[0]}.")
-    folders = [Path(folder) for folder in options.config]
-    check_several(folders)
-    comparison = compare_runs(folders)
+    comparison = compare_runs([Path(folder) for folder in options.config])
     paths = write_comparison(options.output, comparison)
     print(to_text(comparison))
     print(f"Wrote {', '.join(path.name for path in paths if path.suffix != '.svg')} to {options.output}/")

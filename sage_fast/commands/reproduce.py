@@ -111,11 +111,11 @@ def _print_commands(study: "Study", experiments: "Sequence[Experiment]") -> int:
 def _write(folder: Path, findings: "Findings") -> None:
     """Page, figures and results of a study's folder."""
     from sage_fast.config.files import write_text
+    from sage_fast.run.plots import save_figure
     from sage_fast.study.document import IMAGES, render
     from sage_fast.study.drawings import draw_experiment
     from sage_fast.study.experiments import EXPERIMENTS
     from sage_fast.study.findings import read_findings, write_findings
-    from sage_fast.tools.curves import save_figure
 
     write_findings(folder / RESULTS, findings.rows)
     kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file

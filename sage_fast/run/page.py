@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
@@ -47,7 +47,7 @@ def number(value: float) -> str:
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
+    autoescape=select_autoescape(["html"]),
     trim_blocks=True,
     undefined=StrictUndefined,
 )
@@ -262,4 +262,4 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
             row = scored.get(int(file.name.partition("-")[0]))
             prompt, gain = (row[0], row[2] - row[1]) if row is not None else (file.stem, None)
             pairs.append((prompt, gain, *(f"samples/{folder.name}/{file.name}" for folder in (first, last))))
-    return {"update": int(last.name.removeprefix("update-")), "pairs": pairs} if pairs else None
+    return {"last": int(last.name.removeprefix("update-")), "pairs": pairs} if pairs else None

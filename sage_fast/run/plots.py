@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,9 @@ def _thinned(values: Sequence[float]) -> np.ndarray:
     return np.array([part.mean() for part in parts])
 
 
-def line_chart(lines: Sequence[Line], *, level: float | None = None, from_zero: bool = False, wide: bool = False) -> str:
+def line_chart(
+    lines: Sequence[Line], *, level: float | None = None, from_zero: bool = False, wide: bool = False
+) -> str:
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
@@ -127,24 +130,36 @@ def line_chart(lines: Sequence[Line], *, level: float | None = None, from_zero: 
     """
     if not any(line.x for line in lines):
         return ""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    width, height = (5.4, 2.6) if wide else (3.5, 1.9)
-    # Fixed margins: a constrained layout takes most of the time of a small figure.
-    figure = Figure(figsize=(width, height))
-    axes = figure.add_axes((0.62 / width, 0.3 / height, 1 - 0.72 / width, 1 - 0.4 / height))
-    style_axes(axes)
+    figure = _chart_figure(wide)
+    (axes,) = figure.axes
+    for artist in (*axes.lines, *axes.collections):
+        artist.remove()
+    axes.relim()
+    axes.autoscale()
     draw_lines(axes, lines)
     if level is not None:
         axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
-    if from_zero:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if min(map(min, (n.y for n in lines if n.x))) < 0 else 0.0)
+    if from_zero and min(min(line.y, default=0.0) for line in lines) >= 0:
+        axes.set_ylim(bottom=0.0)
+    return inline_svg(figure)
+
+
+@cache
+def _chart_figure(wide: bool) -> "Figure":
+    """The figure of all charts of a page: to make axes and ticks takes as long as to draw them."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    width, height = (4.4, 2.2) if wide else (3.5, 1.9)
+    figure = Figure(figsize=(width, height))
+    # Fixed margins: a constrained layout would be computed for every chart.
+    axes = figure.add_axes((0.62 / width, 0.3 / height, 1 - 0.72 / width, 1 - 0.4 / height))
+    style_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.tick_params(colors=FAINT, labelsize=8)
+    axes.tick_params(left=False, bottom=False, labelcolor=FAINT, labelsize=8)
     axes.spines[:].set_color(FAINT)
-    return inline_svg(figure)
+    return figure
 
 
 def reward_figure(rows: Rows, lower_is_better: Collection[str] = ()) -> "Figure":

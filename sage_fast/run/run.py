@@ -27,6 +27,7 @@ from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, l
 from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.distributed import check_heads
 from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
+from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
@@ -40,23 +41,23 @@ from sage_fast.records import Prompt
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
-from sage_fast.run import media
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
+from sage_fast.run.page import FILE_NAME as PAGE
+from sage_fast.run.page import write_run_page
+from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.progress import Pace, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
-from sage_fast.run.run_page import FILE_NAME as PAGE
-from sage_fast.run.run_page import write_run_page
 from sage_fast.run.run_status import State, Status, StatusFile
 from sage_fast.trainer import Trainer
 
-SECONDS_BETWEEN_PAGES = 60.0
-"""The page of a run is written after an evaluation, and after an update where that was so long ago."""
+SECONDS_BETWEEN_PAGES = 30.0
+"""The page of a run is written at its end, and after an update where it is older than that: it takes a second."""
 
 logger = logging.getLogger(__name__)
 
@@ -332,10 +333,10 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
+        if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
+            self._write_page()
         if evaluates:
             self._show_evaluation()
-        elif time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
-            self._write_page()
         total = self.config.training.num_updates
         self.callbacks.update(UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
@@ -343,6 +344,7 @@ class Run:
 
     def _tell_of_evaluation(self, metrics: Mapping[str, Any]) -> None:
         """Tell the callbacks of the evaluation that has just been made."""
+        assert self.evaluation.latest is not None
         update, evaluation = self.evaluation.latest
         self.callbacks.evaluation(
             EvaluationRecord(
@@ -356,8 +358,7 @@ class Run:
         self.progress.phase(phase, done, total, self.trainer.update)
 
     def _show_evaluation(self) -> None:
-        """Bring the page up to date, and hand the trackers what the last evaluation shows."""
-        self._write_page()
+        """Hand the trackers the media of the last evaluation."""
         if self.world.is_main:
             page = self.directory / PAGE
             self.metrics.show(self.trainer.update, self.evaluation.media(page if page.exists() else None))
@@ -576,7 +577,9 @@ class Run:
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
-                media.plot_reward(self.directory / "reward.png", rows, self.trainer.reward.lower_is_better)
+                picture = to_png(reward_figure(rows, self.trainer.reward.lower_is_better))
+                with replacing(self.directory / "reward.png") as partial:
+                    partial.write_bytes(picture)
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,

@@ -10,17 +10,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.evaluation import REWARD, direction_label
-from sage_fast.run import pages
+from sage_fast.run.page import charts, render
+from sage_fast.run.plots import Line, draw_lines, new_figure, save_figure, style_axes
 from sage_fast.tools.arms import Arm, TrainedRun, final_difference, group_into_arms, last_shared_update, paired_runs
-from sage_fast.tools.curves import draw_arms, new_figure, save_figure, style_axes
 from sage_fast.tools.effects import LEVEL, Effect, holm
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything that the files are made of.
+    """The content of the files.
 
     update: of the evaluations that are compared; None where there are none that all runs have. means: arm -> column ->
-    mean over seeds and prompts. differences: of every arm but the first. notes: what limits the comparison.
+    mean over seeds and prompts. differences: of every arm but the first. lower_is_better: columns that fall as videos
+    get better. notes: what limits the comparison.
 
     Example: `compare_runs([Path("runs/sage/seed-0"), Path("runs/cps/seed-0")])`
     """
@@ -63,6 +64,7 @@ class Comparison:
     update: int | None
     means: dict[str, dict[str, float]]
     differences: Sequence[Difference]
+    lower_is_better: set[str]
     notes: Sequence[str]
 
 
@@ -70,25 +72,41 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read runs, group them into arms and compare their last shared evaluations.
 
     Raises:
-        ConfigError: a folder is no run, two runs are the same, or their evaluations are of different prompts.
+        ConfigError: fewer than two runs, a folder that holds none, the same run twice, or evaluations of different
+            prompts.
         RunDirectoryError: a file of a run is damaged.
     """
+    if len(folders) < 2:
+        raise ConfigError(f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare runs/one runs/other")
     arms = group_into_arms([TrainedRun(folder) for folder in folders])
     update = last_shared_update(arms)
-    notes = _notes(arms, update)
     means: dict[str, dict[str, float]] = {}
     differences: list[Difference] = []
+    lower: set[str] = set()
     if update is not None:
-        means = {arm.name: _means(arm, update) for arm in arms}
-        shared = [c for c in means[arms[0].name] if all(c in columns for columns in means.values())]
-        for column in shared if len(arms) > 1 else []:
+        for arm in arms:
+            evaluations = [run.evaluation(update) for run in arm.runs]
+            lower.update(*(evaluation.lower_is_better for evaluation in evaluations))
+            columns = [evaluation.columns() for evaluation in evaluations]
+            shared = [name for name in columns[0] if all(name in other for other in columns)]
+            means[arm.name] = {name: fmean(fmean(c[name]) for c in columns) for name in shared}
+        for column in means[arms[0].name] if len(arms) > 1 else []:
+            if not all(column in found for found in means.values()):
+                continue
             effects = [final_difference(arms[0], arm, update, column) for arm in arms[1:]]
             adjusted = holm([effect.p for effect in effects])
             differences += [
                 Difference(arm=arm.name, column=column, effect=effect, p=p)
                 for arm, effect, p in zip(arms[1:], effects, adjusted, strict=True)
             ]
-    return Comparison(arms=arms, update=update, means=means, differences=differences, notes=notes)
+    return Comparison(
+        arms=arms,
+        update=update,
+        means=means,
+        differences=differences,
+        lower_is_better=lower,
+        notes=_notes(arms, update),
+    )
 
 
 def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
@@ -109,25 +127,20 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     return notes
 
 
-def _means(arm: Arm, update: int) -> dict[str, float]:
-    columns = [run.evaluation(update).columns() for run in arm.runs]
-    shared = [name for name in columns[0] if all(name in other for other in columns)]
-    return {name: sum(sum(c[name]) / len(c[name]) for c in columns) / len(columns) for name in shared}
-
-
 def write_comparison(folder: Path, comparison: Comparison) -> list[Path]:
     """Write all files and return their paths. OSError when the folder cannot be written."""
-    figures = draw_comparison(comparison)
+    panels = _panels(comparison.arms)
+    figures = {name: _figure(comparison.arms, keys) for name, keys in panels.items()}
     texts = {
-        "comparison.html": to_html(comparison),
-        "comparison.json": json.dumps(to_json(comparison), indent=1) + "\n",
+        "comparison.html": _html(comparison, [key for keys in panels.values() for key in keys]),
+        "comparison.json": json.dumps(_json(comparison), indent=1) + "\n",
     }
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts] + [p for n, f in figures.items() for p in save_figure(folder, n, f)]
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def _json(comparison: Comparison) -> dict[str, Any]:
     """All numbers as JSON values."""
     return {
         "sage_fast": __version__,
@@ -142,131 +155,93 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def sentence(difference: Difference, first: str) -> str:
-    """What was found of an arm, in a sentence."""
-    e = difference.effect
-    size = f"{e.mean:+.4f}, 95 % interval {e.low:+.4f} to {e.high:+.4f}"
-    if difference.verdict == "not told apart":
-        return (
-            f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.4f} would have "
-            "been seen in four of five such studies."
-        )
-    return f"{difference.arm} is {difference.verdict} than {first}: {size}."
-
-
-# ------------------------------------------------------------------------------------------------ pictures
-
-
-def panels(comparison: Comparison) -> dict[str, list[str]]:
+def _panels(arms: Sequence[Arm]) -> dict[str, list[str]]:
     """Metrics that are shown, by the name of their picture: rewards, their components, KL and gradient norm."""
-    keys = {key for arm in comparison.arms for run in arm.runs for row in run.rows for key in row}
-    components = sorted(k for k in keys if k.startswith("eval/") and k.endswith("_mean") and k != "eval/reward_mean")
+    keys = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
     wanted = ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm")
-    found: dict[str, list[str]] = {
+    found = {
         "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
-        "components": components,
+        "components": sorted(k for k in keys - {"eval/reward_mean"} if k.startswith("eval/") and k.endswith("_mean")),
         "kl_and_gradient": [k for k in wanted if k in keys],
     }
     return {name: shown for name, shown in found.items() if shown}
 
 
-def draw_comparison(comparison: Comparison) -> dict[str, "Figure"]:
-    """Figures by file name."""
-    return {name: _panels(comparison.arms, shown) for name, shown in panels(comparison).items()}
+def _lines(arms: Sequence[Arm], key: str) -> list[Line]:
+    """A metric of every arm over its updates: the mean over its seeds, in a band of one standard deviation of them."""
+    return [
+        Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15)
+        for number, arm in enumerate(arms)
+        for updates, means, spreads in [arm.band(key)]
+    ]
 
 
-def _panels(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
+def _figure(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
     columns = min(len(keys), 3)
     rows = math.ceil(len(keys) / columns)
-    width = {1: 9.0, 2: 11.0}.get(columns, 12.0)
-    figure = new_figure(width, 3.4 * rows + 0.3 * len(arms) / columns)
+    figure = new_figure({1: 9.0, 2: 11.0}.get(columns, 12.0), 3.4 * rows + 0.3 * len(arms) / columns)
     for place, key in enumerate(keys):
         axes = figure.add_subplot(rows, columns, place + 1)
         style_axes(axes, key, "optimizer update")
-        draw_arms(axes, arms, key)
+        draw_lines(axes, _lines(arms, key))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(arms)), frameon=False, fontsize=9)
     return figure
 
 
-# ------------------------------------------------------------------------------------------------ page
-
-
-def to_html(comparison: Comparison) -> str:
+def _html(comparison: Comparison, keys: Sequence[str]) -> str:
     """One self-contained page."""
-    first = comparison.arms[0].name
-    rewards = [d for d in comparison.differences if d.column == REWARD]
-    of_update = "" if comparison.update is None else f" after update {comparison.update}"
-    drawn = [
-        pages.line_chart(key, [_series(arm, number, key) for number, arm in enumerate(comparison.arms)])
-        for keys in panels(comparison).values()
-        for key in keys
-    ]
-    sections = [
-        "<h1>Comparison of runs</h1>",
-        *(f"<p>{escape(sentence(d, first))}</p>" for d in rewards),
-        *(f'<p class="faint">{escape(note)}</p>' for note in comparison.notes),
-        f"<h2>Arms{escape(of_update)}</h2>",
-        pages.table(*_arm_rows(comparison), row_headers=True),
-        f"<h2>Differences to {escape(first)}</h2>" if comparison.differences else "",
-        pages.table(*_difference_rows(comparison), row_headers=True) if comparison.differences else "",
-        '<p class="faint">Runs that differ in their seed alone are one arm. Differences are of the same prompts, noise '
-        "and seeds; their intervals are for other seeds and prompts (crossed random effects, Student's t over the "
-        "seeds). p is adjusted by Holm over the arms. Detectable: the smallest difference that four of five such "
-        "studies would find.</p>",
-        "<h2>Over the updates</h2>",
-        '<p class="faint">Mean over the seeds; the band is one standard deviation of the seeds.</p>',
-        pages.charts(drawn),
-    ]
-    return pages.page("Comparison of runs", sections)
-
-
-def _series(arm: Arm, number: int, key: str) -> pages.Series:
-    updates, means, spreads = arm.band(key)
-    banded = len(arm.runs) > 1
-    return pages.Series(
-        label=arm.name,
-        x=updates,
-        y=means,
-        low=[m - s for m, s in zip(means, spreads, strict=True)] if banded else None,
-        high=[m + s for m, s in zip(means, spreads, strict=True)] if banded else None,
-        colour=number % pages.NUM_COLOURS,
+    columns = list(comparison.means.get(comparison.arms[0].name, {}))
+    labels = {name: direction_label(name, name in comparison.lower_is_better) for name in columns}
+    means = {arm.name: comparison.means.get(arm.name, {}) for arm in comparison.arms}
+    return render(
+        "comparison.html",
+        "Comparison of runs",
+        sentences=_sentences(comparison),
+        notes=comparison.notes,
+        update=comparison.update,
+        first=comparison.arms[0].name,
+        head=["arm", "seeds", *labels.values()],
+        arms=[
+            [
+                arm.name,
+                ", ".join(map(str, arm.seeds)),
+                *(f"{means[arm.name][c]:.4f}" if c in means[arm.name] else "" for c in columns),
+            ]
+            for arm in comparison.arms
+        ],
+        differences=[
+            [
+                d.arm,
+                labels[d.column],
+                f"{d.effect.mean:+.4f} ± {d.effect.stderr:.4f}",
+                f"{d.effect.low:+.4f} .. {d.effect.high:+.4f}",
+                f"{d.p:.3f}",
+                f"{d.effect.detectable:.4f}",
+                d.verdict,
+            ]
+            for d in comparison.differences
+        ],
+        charts=charts(*((key, _lines(comparison.arms, key), {}) for key in keys)),
     )
 
 
-def _arm_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    columns = list(comparison.means.get(comparison.arms[0].name, {}))
-    rows = []
-    for arm in comparison.arms:
-        found = comparison.means.get(arm.name, {})
-        cells = [f"{found[c]:.4f}" if c in found else "" for c in columns]
-        rows.append([arm.name, ", ".join(map(str, arm.seeds)), *cells])
-    lower = _lower_is_better(comparison)
-    return ["arm", "seeds", *(direction_label(name, name in lower) for name in columns)], rows
-
-
-def _lower_is_better(comparison: Comparison) -> set[str]:
-    if comparison.update is None:
-        return set()
-    runs = [run for arm in comparison.arms for run in arm.runs]
-    return {name for run in runs for name in run.evaluation(comparison.update).lower_is_better}
-
-
-def _difference_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    lower = _lower_is_better(comparison)
-    rows = [
-        [
-            d.arm,
-            direction_label(d.column, d.column in lower),
-            f"{d.effect.mean:+.4f} ± {d.effect.stderr:.4f}",
-            f"{d.effect.low:+.4f} .. {d.effect.high:+.4f}",
-            f"{d.p:.3f}",
-            f"{d.effect.detectable:.4f}",
-            d.verdict,
-        ]
-        for d in comparison.differences
-    ]
-    return ["arm", "score", "difference", "95 %", "p", "detectable", ""], rows
+def _sentences(comparison: Comparison) -> list[str]:
+    """The finding about the reward of every arm but the first."""
+    found = []
+    for difference in comparison.differences:
+        e, first = difference.effect, comparison.arms[0].name
+        size = f"{e.mean:+.4f}, 95 % interval {e.low:+.4f} to {e.high:+.4f}"
+        if difference.column != REWARD:
+            continue
+        if difference.verdict == "not told apart":
+            found.append(
+                f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.4f} would "
+                "have been seen in four of five such studies."
+            )
+        else:
+            found.append(f"{difference.arm} is {difference.verdict} than {first}: {size}.")
+    return found
 
 
 def to_text(comparison: Comparison) -> str:
@@ -276,12 +251,4 @@ def to_text(comparison: Comparison) -> str:
         mean = comparison.means.get(arm.name, {}).get(REWARD)
         seeds = f"{len(arm.runs)} seed{'s' if len(arm.runs) > 1 else ''}"
         lines.append(f"{arm.name}: {seeds}" + ("" if mean is None else f", reward {mean:.4f}"))
-    first = comparison.arms[0].name
-    lines += [sentence(d, first) for d in comparison.differences if d.column == REWARD]
-    return "\n".join([*lines, *comparison.notes])
-
-
-def check_several(folders: Sequence[Path]) -> None:
-    """ConfigError for fewer than two runs."""
-    if len(folders) < 2:
-        raise ConfigError(f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare runs/one runs/other")
+    return "\n".join([*lines, *_sentences(comparison), *comparison.notes])

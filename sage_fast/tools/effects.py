@@ -1,4 +1,4 @@
-"""Differences with their uncertainty over seeds and prompts, and the smallest that a study of this size would have seen.
+"""Differences with their uncertainty over seeds and prompts, and the smallest that a study of their size would see.
 
 A number that was measured once per seed gets Student's interval over the seeds. A score that was measured for every
 seed and prompt varies with both: seeds and prompts are crossed random effects, and the variance of the grand mean is

@@ -193,8 +193,9 @@ def generate(
                 if bar.disable:
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
-    shown = list(zip((prompt.text for prompt, _ in plan.values()), paths, strict=True))[:SHEET_ROWS]
-    media.contact_sheet(output / "contact_sheet.png", [(text, video_files.read_video(path)) for text, path in shown])
+    shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
+    rows = [(prompt.text, {"": video_files.read_video(path)}) for (prompt, _), path in shown]
+    media.contact_sheet(output / "contact_sheet.png", rows)
     return paths, len(kept)
 
 

@@ -20,7 +20,7 @@ from sage_fast.config.files import write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.evaluation import Evaluation, EvaluationSampling, compare, evaluate
+from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate, paired_tests
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
@@ -83,7 +83,7 @@ class PairedEvaluation:
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         return Report(
-            scores=compare(base, trained, weights, resamples=resamples, seed=seed),
+            scores=paired_tests(base, trained, weights=weights, resamples=resamples, seed=seed),
             base=base,
             trained=trained,
             weights=weights,

@@ -14,13 +14,13 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.run.plots import to_png, to_svg
 from sage_fast.study.document import render
 from sage_fast.study.drawings import draw_experiment
 from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training, training
 from sage_fast.study.findings import COST, Finding, Findings, read_findings
 from sage_fast.study.runner import Job, Study, run_jobs
 from sage_fast.study.trainings import Trainings
-from sage_fast.tools.curves import to_png, to_svg
 from tests.made_runs import make_run
 
 MakeRun = Callable[..., RunConfig]

@@ -86,7 +86,7 @@ def test_the_command_writes_one_page_and_pictures(
     pictures = {f"{name}.{kind}" for name in ("reward", "kl_and_gradient") for kind in ("png", "svg")}
     assert written == {"comparison.html", "comparison.json"} | pictures
     page = (output / "comparison.html").read_text("utf-8")
-    assert page.count('class="plot"') == 5  # two rewards, a KL, its share, a gradient norm
+    assert page.count('class="chart"') == 5  # two rewards, a KL, its share, a gradient norm
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     tree = json.loads((output / "comparison.json").read_text("utf-8"))
     assert tree["differences"][0]["effect"]["mean"] == pytest.approx(1.5)

@@ -15,7 +15,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
-from sage_fast.evaluation import OVERALL, Evaluation, compare, format_comparison
+from sage_fast.evaluation import OVERALL, REWARD, Evaluation, format_comparison, paired_test, paired_tests
 from sage_fast.models import video_files
 from sage_fast.rewards.base import reward_scales
 from sage_fast.tools.report import (
@@ -23,9 +23,8 @@ from sage_fast.tools.report import (
     ShownVideo,
     headline,
     spread_over_ranks,
-    to_html,
     to_json,
-    to_markdown,
+    to_text,
     write_report,
 )
 from tests.browser import CHROMIUM, Browser, Page, wide_elements
@@ -50,49 +49,39 @@ def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
 def test_a_comparison_by_hand() -> None:
     base = Evaluation(prompts=["a", "b", "c", "d"], scores={"VQ": [0.0, 1.0, 2.0, 3.0]}, reward=[0.0, 1.0, 2.0, 3.0])
     trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
-    overall, vq = compare(base, trained, {"VQ": 1.0})
-    assert (overall.name, vq.name) == ("Reward", "VQ") and overall.difference == vq.difference
-    assert (vq.base.mean, vq.trained.mean, vq.difference.mean) == (1.5, 2.0, 0.5) and vq.count == 4
-    assert vq.difference.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
-    assert (vq.win_rate, vq.tie_rate) == (0.5, 0.25)
-    assert -1.0 <= vq.difference.low < 0.5 < vq.difference.high <= 2.0 and not vq.significant
+    tests = paired_tests(base, trained)
+    assert list(tests) == ["Reward", "VQ"] and tests["Reward"] == tests["VQ"]
+    vq = tests["VQ"]
+    assert (vq.before, vq.after, vq.mean, vq.count, vq.wins, vq.ties) == (1.5, 2.0, 0.5, 4, 0.5, 0.25)
+    assert vq.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
+    assert vq.before_stderr == pytest.approx(torch.tensor(base.reward).std().item() / 2)
+    assert -1.0 <= vq.low < 0.5 < vq.high <= 2.0 and not vq.significant
 
 
 def test_the_interval_is_the_normal_one_where_that_holds() -> None:
-    """With many prompts the bootstrap's interval is mean +- 1.96 standard errors."""
-    overall = compare(scores(1, 0.0, 400), scores(2, 0.2, 400), {"VQ": 2.0})[0]
-    for estimate in (overall.base, overall.trained, overall.difference):
-        assert (estimate.high - estimate.low) / (2 * 1.96 * estimate.stderr) == pytest.approx(1.0, abs=0.04)
-        assert (estimate.high + estimate.low) / 2 == pytest.approx(estimate.mean, abs=0.1 * estimate.stderr)
+    """With many prompts the bootstrap's interval is mean +- 1.96 standard errors of the pairs."""
+    test = paired_tests(scores(1, 0.0, 400), scores(2, 0.2, 400))[REWARD]
+    assert (test.high - test.low) / (2 * 1.96 * test.stderr) == pytest.approx(1.0, abs=0.04)
+    assert (test.high + test.low) / 2 == pytest.approx(test.mean, abs=0.1 * test.stderr)
+    assert test.stderr < 0.6 * test.before_stderr
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     covered = 0
     for seed in range(200):
         noise = torch.randn(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        prompts = [str(i) for i in range(60)]
-        before, after = noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist()
-        base = Evaluation(prompts=prompts, scores={"x": before}, reward=before)
-        trained = Evaluation(prompts=prompts, scores={"x": after}, reward=after)
-        d = compare(base, trained, {"x": 1.0}, resamples=500)[0].difference
-        covered += d.low <= 0.3 <= d.high
+        test = paired_test(noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist(), resamples=500)
+        covered += test.low <= 0.3 <= test.high
     assert 0.90 <= covered / 200 <= 0.985
 
 
-def test_pairs_stay_together() -> None:
-    """What prompts have in common cancels in the difference: its interval is far narrower than the models' own."""
-    overall = compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})[0]
-    assert overall.difference.high - overall.difference.low < 0.6 * (overall.base.high - overall.base.low)
-
-
 def test_the_same_seed_gives_the_same_interval() -> None:
-    first, again = (compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0}, seed=5) for _ in range(2))
-    assert first == again
-    assert compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0}, seed=6)[0].difference != first[0].difference
+    first, again, other = (paired_tests(scores(1, 0.0), scores(2, 0.2), seed=seed) for seed in (5, 5, 6))
+    assert first == again and other[REWARD].low != first[REWARD].low
 
 
 def test_the_scores_of_the_reward_come_first() -> None:
-    assert [s.name for s in compare(scores(1, 0.0), scores(2, 0.2), {"VQ": 2.0})] == ["Reward", "VQ", "CLIPScore"]
+    assert list(paired_tests(scores(1, 0.0), scores(2, 0.2), weights={"VQ": 2.0})) == ["Reward", "VQ", "CLIPScore"]
 
 
 def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
@@ -101,23 +90,21 @@ def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
     weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
     reward = sum(weights[name] * value for name, value in row.items())
     trained = Evaluation(prompts=["a", "b"], scores={n: [v, v] for n, v in row.items()}, reward=[reward] * 2)
-    compared = compare(trained, trained, weights)
-    assert [s.name for s in compared] == ["Reward", OVERALL, "VQ", "MQ", "TA"] and OVERALL == "Overall (VQ + MQ + TA)"
-    assert compared[1].trained.mean == pytest.approx(0.8067) and compared[0].trained.mean == pytest.approx(1.16415)
-    assert OVERALL in format_comparison(trained, trained)
+    tests = paired_tests(trained, trained, weights=weights)
+    assert list(tests) == ["Reward", OVERALL, "VQ", "MQ", "TA"] and OVERALL == "Overall (VQ + MQ + TA)"
+    assert tests[OVERALL].after == pytest.approx(0.8067) and tests[REWARD].after == pytest.approx(1.16415)
+    assert OVERALL in format_comparison(tests)
 
 
-@pytest.mark.parametrize("fault", ["prompts", "scores", "one"])
-def test_what_cannot_be_paired_is_refused(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["prompts", "one"])
+def test_evaluations_that_do_not_pair_are_refused(fault: str) -> None:
     base, trained = scores(1, 0.0), scores(2, 0.2)
     if fault == "prompts":
         trained.prompts[0] = "another"
-    elif fault == "scores":
-        del trained.scores["VQ"]
     else:
         base = trained = scores(1, 0.0, count=1)
     with pytest.raises(ValueError, match="cannot be paired|at least 2"):
-        compare(base, trained, {"VQ": 2.0})
+        paired_tests(base, trained)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +132,7 @@ def report(tmp_path: Path) -> Report:
             video_files.write_video(path, torch.randint(256, (5, 3, 16, 24), generator=generator, dtype=torch.uint8), 4)
         videos.append(ShownVideo(prompt=base.prompts[i], base=paths[0], trained=paths[1], difference=0.5 - i))
     return Report(
-        scores=compare(base, trained, {"VQ": 2.0}),
+        scores=paired_tests(base, trained, weights={"VQ": 2.0}),
         base=base,
         trained=trained,
         weights={"VQ": 2.0},
@@ -157,10 +144,10 @@ def report(tmp_path: Path) -> Report:
 
 
 def test_the_page_is_well_formed_and_needs_nothing_but_its_videos(report: Report) -> None:
-    text = to_html(report)
+    text = to_text("evaluation.html", report)
     page = Page(text)
     assert page.fetched == ["base/0.mp4", "trained/0.mp4", "base/1.mp4", "trained/1.mp4"]
-    assert not [word for word in ("url(", "@import", "fetch(", "XMLHttpRequest", "http:", "https:") if word in text]
+    assert not [word for word in ("@import", "fetch(", "XMLHttpRequest", "https:") if word in text]
     assert len(page.images) == 4
     for data in page.images:
         picture = Image.open(io.BytesIO(data))
@@ -178,33 +165,30 @@ def test_a_score_that_falls_is_a_gain_where_lower_is_better(report: Report, lowe
     """CLIPScore falls on every prompt: tables, chart and win rate say what that means."""
     base = replace(scores(1, 0.0), lower_is_better=["CLIPScore"] if lower else [])
     trained = replace(base, scores=base.scores | {"CLIPScore": [value - 5 for value in base.scores["CLIPScore"]]})
-    clip = compare(base, trained, {"VQ": 2.0})[2]
-    assert clip.name == "CLIPScore" and clip.significant and clip.difference.mean == pytest.approx(-5)
-    assert (clip.win_rate, clip.tie_rate, clip.lower_is_better) == (float(lower), 0.0, lower)
+    tests = paired_tests(base, trained)
+    clip = tests["CLIPScore"]
+    assert clip.significant and clip.mean == pytest.approx(-5)
+    assert (clip.wins, clip.ties, clip.lower_is_better) == (float(lower), 0.0, lower)
 
-    fallen = replace(report, base=base, trained=trained, scores=[clip], videos=[])
+    fallen = replace(report, base=base, trained=trained, scores=tests, videos=[])
     label, wins, way = ("CLIPScore ↓", "100%", "gain") if lower else ("CLIPScore", "0%", "loss")
-    cells = [line.split("|")[2].strip() for line in to_markdown(fallen).splitlines() if line.startswith("|")]
-    assert cells[0] == label and cells[4].startswith("**-5.0000") and cells[6] == wins
-    page = to_html(fallen)
-    assert f'<td class="{way}">-5.0000' in page and f'class="dot {way}"' in page and f">{label}</text>" in page
-    zero, place = (float(page.split(mark)[1].split('"')[0]) for mark in ('class="axis" x1="', 'cx="'))
-    assert (place > zero) is lower, "better is to the right"
+    row = next(line for line in to_text("evaluation.md", fallen).splitlines() if line.startswith("| CLIPScore"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[1] == label and cells[4].startswith("**-5.0000") and cells[6] == wins
+    page = to_text("evaluation.html", fallen)
+    assert f'<td class="{way}">-5.0000' in page and f"stroke: var(--{way})" in page and f">{label}</text>" in page
     assert ("arrow down" in page) is lower
-    line = format_comparison(base, trained).splitlines()[2]
+    line = format_comparison(tests).splitlines()[2]
     assert line.startswith(label) and line.endswith(f" {wins}")
-    assert to_json(fallen)["scores"][0]["lower_is_better"] is lower
+    assert to_json(fallen)["scores"]["CLIPScore"]["lower_is_better"] is lower
 
 
-def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> None:
-    lines = to_markdown(report).splitlines()
-    rows = [line for line in lines if line.startswith("|")]
-    assert {row.count("|") for row in rows} == {len(report.scores) + 2}
-    assert [row.split("|")[1].strip() for row in rows] == [
-        "", "---", "base", "trained", "difference", "95 %", "win rate",
-    ]  # fmt: skip
-    overall, vq, clip = rows[4].split("|")[2:5]
-    assert overall.strip().startswith("**+") and vq.strip().startswith("**") and not clip.strip().startswith("**")
+def test_the_markdown_is_a_table_with_clear_differences_in_bold(report: Report) -> None:
+    lines = to_text("evaluation.md", report).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert {len(row) for row in rows} == {7}
+    assert [row[0] for row in rows] == ["score", "---", "Reward", "VQ", "CLIPScore"]
+    assert [row[3].startswith("**+") for row in rows[2:]] == [True, True, False]
     assert any("Reward = 2 VQ" in line for line in lines)
 
 
@@ -212,14 +196,11 @@ def test_the_markdown_is_a_table_with_what_is_clear_in_bold(report: Report) -> N
 def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
     """Two prompts that both improve leave out zero in every resample."""
     base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
-    compared = compare(base, trained, {"VQ": 2.0})
-    few = Report(**{**report.__dict__, "scores": compared, "base": base, "trained": trained, "videos": []})
-    assert compared[0].difference.low > 0
-    markdown, page = to_markdown(few), to_html(few)
-    table = next(line for line in page.splitlines() if "<thead>" in line)
-    assert ("**+" in markdown) is ('class="gain"' in table) is ('class="bar gain"' in page) is enough
+    few = replace(report, scores=paired_tests(base, trained), base=base, trained=trained, videos=[])
+    assert few.scores[REWARD].low > 0
+    markdown, page = to_text("evaluation.md", few), to_text("evaluation.html", few)
+    assert ("**+" in markdown) is ('<td class="gain"' in page) is ("stroke: var(--gain)" in page) is enough
     assert ("fewer than 10 prompts is not to be relied on" in markdown) is not enough
-    assert ("fewer than 10 prompts is not to be relied on" in page) is not enough
     assert ("too few prompts to tell" in headline(few)) is not enough
 
 
@@ -228,19 +209,18 @@ def test_the_json_holds_every_number(report: Report) -> None:
     assert tree["prompts"] == 40 == len(tree["per_prompt"])
     first = tree["per_prompt"][0]
     assert first["trained"]["Reward"] == report.trained.reward[0]
-    assert set(first["base"]) == {"Reward", "VQ", "CLIPScore"} == {s["name"] for s in tree["scores"]}
-    assert tree["scores"][0]["difference"]["low"] == report.scores[0].difference.low
+    assert set(first["base"]) == {"Reward", "VQ", "CLIPScore"} == set(tree["scores"])
+    assert tree["scores"]["Reward"]["low"] == report.scores[REWARD].low
 
 
 def test_the_page_and_the_document_have_the_scales_of_the_paper(report: Report) -> None:
     scales = reward_scales(list(REWARDS))
     assert {"VQ", "MQ", "TA", "CLIPScore", "PickScore"} == set(scales)
     assert scales["PickScore"].factor * 19.23 == pytest.approx(0.7397, abs=1e-3)
-    scaled = Report(**{**report.__dict__, "scales": scales})
-    page = Page(to_html(scaled))
-    clip = next(s for s in report.scores if s.name == "CLIPScore")
-    for text in (page.text, to_markdown(scaled)):
-        assert scales["CLIPScore"].published in text and f"{0.025 * clip.trained.mean:.4f}" in text
+    scaled = replace(report, scales=scales)
+    for text in (Page(to_text("evaluation.html", scaled)).text, to_text("evaluation.md", scaled)):
+        assert scales["CLIPScore"].published in text
+        assert f"{0.025 * report.scores['CLIPScore'].after:.4f}" in text
     assert to_json(scaled)["scales"]["CLIPScore"]["factor"] == 0.025
     document = (ROOT / "docs/rewards.md").read_text("utf-8")
     for name, scale in scales.items():
@@ -249,12 +229,11 @@ def test_the_page_and_the_document_have_the_scales_of_the_paper(report: Report) 
 
 def test_a_score_without_spread_and_a_report_without_videos(tmp_path: Path, report: Report) -> None:
     flat = Evaluation(prompts=["a", "b"], scores={"x": [1.0, 1.0]}, reward=[1.0, 1.0])
-    same = Report(**{**report.__dict__, "scores": compare(flat, flat, {"x": 1.0}), "base": flat, "trained": flat,
-                     "weights": {"x": 1.0}, "videos": []})  # fmt: skip
+    same = replace(report, scores=paired_tests(flat, flat), base=flat, trained=flat, weights={"x": 1.0}, videos=[])
     paths = write_report(tmp_path, same)
     assert [p.name for p in paths] == ["evaluation.json", "evaluation.md", "evaluation.html"]
     assert "nan" not in paths[2].read_text().lower() and "stays" in headline(same)
-    assert "| ties | 100% | 100% |" in paths[1].read_text()
+    assert "| 0% | 100% |" in paths[1].read_text()
 
 
 # ------------------------------------------------------------------------------------------ the command
@@ -279,11 +258,11 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     }  # fmt: skip
     assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
     printed = capsys.readouterr().out
-    assert "4 prompts, same noise, sampler ode" in printed and "Overall" in printed and "win rate" in printed
+    assert "4 prompts, same noise, sampler ode" in printed and "Overall" in printed and "in s.e." in printed
     tree = json.loads((output / "evaluation.json").read_text())
     assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
     reward = json.loads((output / "after.json").read_text())["reward"]
-    assert tree["scores"][0]["trained"]["mean"] == pytest.approx(sum(reward) / 4)
+    assert tree["scores"]["Reward"]["after"] == pytest.approx(sum(reward) / 4)
 
     # Again, with another bootstrap: nothing is loaded, and the sheet of more videos comes from the files.
     def refuse(*_: object) -> None:
@@ -347,7 +326,7 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
         sys.path.remove(str(tmp_path))
         sys.modules.pop("brightness_of_report", None)
     tree = json.loads((output / "evaluation.json").read_text())
-    assert "brightness" in [s["name"] for s in tree["scores"]] and "brightness" not in tree["weights"]
+    assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
     # The adapter of the checkpoint is the checkpoint.
     assert main(["evaluate", str(run), "--output", str(tmp_path / "other")]) == 0
     by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]

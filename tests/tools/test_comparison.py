@@ -1,7 +1,6 @@
 """Runs beside each other: which are one arm, how their final scores differ, and a page that is complete in itself."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.tools.arms import TrainedRun, group_into_arms
 from sage_fast.tools.comparison import compare_runs, to_text
+from tests.browser import Page
 from tests.made_runs import make_run
 
 CPS = "--rollout.sde_type=cps"
@@ -87,7 +87,7 @@ def test_the_command_writes_one_page_and_pictures(
     assert written == {"comparison.html", "comparison.json"} | pictures
     page = (output / "comparison.html").read_text("utf-8")
     assert page.count('class="chart"') == 5  # two rewards, a KL, its share, a gradient norm
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert not Page(page).fetched
     tree = json.loads((output / "comparison.json").read_text("utf-8"))
     assert tree["differences"][0]["effect"]["mean"] == pytest.approx(1.5)
 

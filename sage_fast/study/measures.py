@@ -189,10 +189,7 @@ def _iterate(config: RunConfig) -> tuple[dict[str, float], list[float]]:
         return norms[-1]
 
     trainer.engine.clip_gradients = noting  # type: ignore[method-assign]
-    try:
-        return trainer.iterate(), norms
-    finally:
-        trainer.reward.close()
+    return trainer.iterate(), norms
 
 
 def log_slope(x: Sequence[float], y: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import yaml
+from sage_fast.config.load import read_config_file
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs/images"
@@ -257,7 +257,7 @@ def block() -> Drawing:
 
 def ranks() -> Drawing:
     """The ranks of the preset for 64 GPUs."""
-    config = yaml.safe_load((ROOT / RANKS_OF).read_text("utf-8"))
+    config = read_config_file(ROOT / RANKS_OF)
     degrees, rollout = config["distributed"], config["rollout"]
     replicas, shards, sp = (degrees[name] for name in ("dp_replicate", "dp_shard", "sp"))
     own, group = rollout["batch_size"], rollout["num_generations"]

@@ -161,7 +161,7 @@ def read_yaml(text: str, where: str) -> Any:
         ConfigError: the text is not YAML, or holds something that `_Loader` refuses; the message names the line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and "\n" in text else ""

@@ -88,6 +88,7 @@ setup(
         "sage_fast": [
             "py.typed",
             "models/toy/assets/*",
+            "tools/*.md",
             "rewards/videoalign/prompt.txt",
             "run/templates/*",
             "study/*.toml",

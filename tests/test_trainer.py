@@ -16,7 +16,8 @@ from torch import Tensor
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.transformer import dead_modules, is_dead
+from sage_fast.models.hunyuan15.backbone import dead_modules
+from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KL_MODES, kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rollout import rollout_table

@@ -49,7 +49,7 @@ from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-from sage_fast.models.hunyuan15.fused import choose_forward
+from sage_fast.models.hunyuan15.backbone import choose_forward
 from sage_fast.optim import OptimizerSet
 from sage_fast.planning.devices import host_memory
 from sage_fast.planning.trace import meta_transformer

@@ -30,7 +30,7 @@ from benchmarks.steps import STEPS
 from benchmarks.suites import attention, kernels
 from benchmarks.workload import Inputs
 from sage_fast.kernels import select_kernels
-from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
+from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 

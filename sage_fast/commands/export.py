@@ -4,11 +4,10 @@ examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
   sage-fast export runs/mine/checkpoints/update-000040 --output exported
   sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
-  sage-fast export runs/mine --output official --layout official      for `generate.py --lora_path official`
-  sage-fast export runs/mine --output exported --push-to-hub me/mine     the folder as a repository of the hub
+  sage-fast export runs/mine --output official --layout official         for `generate.py --lora_path official`
 
-FOLDER/README.md says how to load it. With training.ema_decay set it is the averaged weights that are exported: those
-that the run evaluated.
+FOLDER/README.md says how to load it; `hf upload me/mine FOLDER` publishes the folder. With
+training.ema_decay set the averaged weights are exported: those that the run evaluated.
 """
 
 import argparse
@@ -34,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=["diffusers", "official", "comfyui"],
         default="diffusers",
-        help="program that it is for; default diffusers",
+        help="program that an adapter is for; default diffusers",
     )
-    parser.add_argument("--push-to-hub", metavar="REPO", help="publish the folder in this repository of the hub too")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of a full export; default: model.dtype of the run"
     )
@@ -56,7 +54,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         options.output,
         format=options.format,
         layout=options.layout,
-        push_to_hub=options.push_to_hub,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         overrides=overrides,
         trust_config=options.trust_config,
@@ -66,6 +63,4 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"Wrote the {kind} after update {result.update}{' (averaged weights)' if result.averaged else ''} to "
         f"{result.folder}/; README.md there says how to load it."
     )
-    if result.repository:
-        print(f"Published as {result.repository}.")
     return 0

@@ -19,16 +19,14 @@ class ModelConfig:
     `Components`."""
     path: str | None = free(None, PLACE)
     """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
-    variant: str | None = fixed(None, SHAPES)
-    """Which transformer of a folder that holds several, such as 480p_t2v; null takes the only one that can be used."""
     cache_dir: str | None = free(None, PLACE)
-    """Where prompt embeddings and converted weights are kept; null keeps them in `.sage_fast` inside `path`, or in
+    """Where prompt embeddings are kept; null keeps them in `.sage_fast` inside `path`, or in
     ~/.cache/sage_fast where `path` is not a folder that can be written to."""
     dtype: Literal["float32", "bfloat16"] = fixed("float32", SHAPES)
     """Data type of the frozen transformer weights. Trained weights are always float32."""
     adapter: str | None = fixed(None, SHAPES)
-    """LoRA adapter to start from: the folder or .safetensors file of another run's export, the lora/ folder of a
-    checkpoint, or a file of the official trainer. It is loaded before training (training.mode lora; lora.rank and
+    """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
+    checkpoint. It is loaded before training (training.mode lora; lora.rank and
     target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
     the paired evaluation."""
     text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)

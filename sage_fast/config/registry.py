@@ -21,7 +21,7 @@ MODEL_FAMILIES = {
 """`model.family` -> `ModelFamily`."""
 
 TRANSFORMERS = {
-    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:HunyuanVideo15Backbone",
+    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:BACKBONE",
 }
 """Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
 

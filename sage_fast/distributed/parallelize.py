@@ -32,7 +32,7 @@ from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
 from sage_fast.models.stored import StoredWeights, allocate
-from sage_fast.models.transformer import adaln_layers, choose_forward
+from sage_fast.models.transformer import backbone, transformer_blocks
 from sage_fast.policy.lora import always_read_glyphs
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def parallelize(
     if (sharded or zero) and model.adaln == "auto":
         # `auto` would make a table whenever the weights happen to be gathered.
         model = replace(model, adaln="weights")
-    acceleration = choose_forward(transformer, model)
+    acceleration = backbone(transformer).choose_forward(transformer, model)
     # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
     if world.sp > 1:
         if acceleration is None:
@@ -144,7 +144,7 @@ def shard_weights(
         "reshard_after_forward": True,
     }
     # Block after block from CPU memory, so that a GPU never holds more than its shards and one block.
-    blocks: list[Any] = list(transformer.transformer_blocks)
+    blocks = transformer_blocks(transformer)
     root: Any = transformer
     for module in (*blocks, root):
         allocate((p for p in module.parameters() if p not in whole), device)
@@ -165,7 +165,7 @@ def gather_second_block_when_due(transformer: HunyuanVideo15Transformer3DModel) 
 
     Weights that were gathered and not used would wait, and be stale once their shards have changed.
     """
-    first: Any = transformer.transformer_blocks[0]
+    first = transformer_blocks(transformer)[0]
     if isinstance(first, FSDPModule):
         first.set_modules_to_forward_prefetch([])
 
@@ -181,7 +181,7 @@ def _left_whole(
     for adapter in whole:
         adapter.data = adapter.data.to(device)
     if model.adaln in ("table", "offload"):
-        layers = adaln_layers(transformer)
+        layers = backbone(transformer).adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
         whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_fast.models.transformer import transformer_blocks
+
 
 class BlockGathering:
     """Gathers the weights of a ZeRO-3 transformer where they are needed.
@@ -34,7 +36,7 @@ class BlockGathering:
 
     def __init__(self, transformer: nn.Module) -> None:
         self._statuses = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
-        blocks: Any = transformer.transformer_blocks
+        blocks = transformer_blocks(transformer)
         self._blocks: list[list[Any]] = [list(block.parameters()) for block in blocks]
         within = {id(p) for block in self._blocks for p in block}
         self._rest: list[Any] = [p for p in transformer.parameters() if id(p) not in within]

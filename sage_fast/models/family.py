@@ -153,10 +153,9 @@ class ModelDescription:
 class WeightFacts:
     """What weights that are here say of themselves.
 
-    variant: the transformer of a folder that holds several. guidance_distilled, shift: as in `Components`.
+    guidance_distilled, shift: as in `Components`.
     """
 
-    variant: str | None
     guidance_distilled: str | None
     shift: float | None
 
@@ -187,9 +186,9 @@ class ModelFamily(ABC):
         """The files it loads."""
         return []
 
-    def cache(self, model: ModelConfig) -> tuple[Path, float] | None:
-        """The folder in which it keeps what it computes from files and prompts, and the gigabytes (1e9 bytes) still to
-        be written there besides prompts. None where it keeps nothing. ValueError: the folder cannot be written to.
+    def cache(self, model: ModelConfig) -> Path | None:
+        """The folder in which it keeps encoded prompts; None where it keeps nothing. ValueError: the folder cannot be
+        written to.
         """
         return None
 
@@ -199,15 +198,6 @@ class ModelFamily(ABC):
         ValueError, OSError: weights that `load` would refuse, and why.
         """
         return None
-
-    def variant(self, model: ModelConfig) -> str | None:
-        """Which of several transformers `model.path` means; None where there is one, or nobody can tell any more."""
-        return model.variant
-
-    def open_transformer(self, model: ModelConfig) -> tuple[Any, Mapping[str, Tensor]]:
-        """The base transformer's modules, possibly without memory, and its weights by name. Raises as `load`."""
-        transformer = load_components(model).transformer
-        return transformer, transformer.state_dict()
 
     def licence(self) -> tuple[str, str] | None:
         """Name and address of the licence of its weights, which binds what is trained from them; None for none."""

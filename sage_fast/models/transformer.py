@@ -1,16 +1,14 @@
-"""What sampling, training and planning need of a video transformer, whichever class it is.
+"""The seam between SAGE-Fast and a class of video transformers.
 
 A model family brings weights; the code that computes with them depends on the transformer's class alone. That code is a
-`Backbone`, which `TRANSFORMERS` in `sage_fast/config/registry.py` names for every class. The functions below take a
-transformer and ask the backbone of its class.
+`Backbone`, which `TRANSFORMERS` in `sage_fast/config/registry.py` names for every class.
 
-Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens.
+Shapes: B batch, C channels, F frames, H, W.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,156 +16,82 @@ from torch import Tensor, nn
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import TRANSFORMERS, resolve
 from sage_fast.models.attention.joint import SequenceLayout
-from sage_fast.models.reuse import FeatureCache
-from sage_fast.records import PromptEmbeds
 
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
-"""What a block keeps for its backward pass."""
+"""Activations that a block keeps for its backward pass."""
 
 Layout = Literal["diffusers", "official", "comfyui"]
-"""Programs that an export is for, each with names of its own for the same weights."""
+"""Programs that an adapter is exported for, each with its names for the same weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """One tensor of a layout.
-
-    sources: place -> name of our tensor; `parts` of them stand one below the other. change: of the result.
-
-    Example: `StoredTensor(sources={0: "attn.to_q.weight", 1: "attn.to_k.weight", 2: "attn.to_v.weight"}, parts=3)`
-    """
-
-    sources: dict[int, str]
-    parts: int = 1
-    change: Callable[[Tensor], Tensor] | None = None
-
-    def make(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor, from ours by name."""
-        ours = [read(self.sources[place]) for place in range(self.parts)]
-        whole = torch.cat(ours) if self.parts > 1 else ours[0]
-        return self.change(whole) if self.change else whole
-
-
-class FusedForward(Protocol):
+class FusedForward:
     """The handle of a transformer that runs a fused forward in place of its own."""
 
-    sequence: SequenceLayout | None
-    """Which video tokens are computed here; None is all of them."""
-
-    @property
-    def transformer(self) -> Any:
-        """The transformer."""
-        ...
-
-    @property
-    def adaln(self) -> str:
-        """Where the modulation comes from, see `ModelConfig.adaln`."""
-        ...
+    transformer: Any
+    adaln: str
+    """Source of the modulation, see `ModelConfig.adaln`."""
+    sequence: SequenceLayout | None = None
+    """Layout of the video tokens that are computed here; None for all of them."""
 
     def forget(self) -> None:
         """Forget what was computed from the weights, after they have changed behind its back."""
-        ...
+        raise NotImplementedError
 
     def undo(self) -> None:
         """Restore the transformer's own forward."""
-        ...
+        raise NotImplementedError
 
 
-class Backbone(Protocol):
-    """What one class of transformers can do."""
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """The code for one class of transformers.
 
-    def build(self, config: Mapping[str, Any]) -> Any:
-        """A transformer with random weights, on the current default device."""
-        ...
+    build: `config.json` -> a transformer with random weights, on the current default device.
+    blocks: attribute with the list of its blocks, which are fused, sharded and given adapters one by one.
+    velocity: (transformer, latents (B, C, F, H, W) float32, sigma (B,) float32 in [0, 1], B prompts) -> dx/dsigma,
+        noise minus data, (B, C, F, H, W) in `velocity_dtype`.
+    dead_modules: modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+        Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+    adaln_layers: layers of all blocks whose output is a function of the noise level alone.
+    choose_forward: gives the transformer the fused forward, or leaves it its own (`model.forward: stock`, None).
+        `undo` of the handle is needed before an adapter is added. ConfigError for an attention backend that cannot run;
+        ValueError for options or a variant that the fused forward does not support.
+    named_adapter: a LoRA adapter by diffusers' names, with alpha = rank, by the names of a layout.
 
-    def velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        sigma: Tensor,
-        prompts: Sequence[PromptEmbeds],
-        cache: FeatureCache | None = None,
-    ) -> Tensor:
-        """See `velocity`."""
-        ...
+    Example: `BACKBONE` in `sage_fast/models/hunyuan15/backbone.py`
+    """
 
-    def dead_modules(self, transformer: Any) -> tuple[str, ...]:
-        """See `dead_modules`."""
-        ...
-
-    def adaln_layers(self, transformer: Any) -> list[nn.Module]:
-        """See `adaln_layers`."""
-        ...
-
-    def choose_forward(self, transformer: Any, model: ModelConfig) -> FusedForward | None:
-        """See `choose_forward`."""
-        ...
-
-    def stored_weights(self, names: Iterable[str], layout: Layout) -> dict[str, StoredTensor]:
-        """The tensors of a layout by their names there. ValueError for a name that the class does not have."""
-        ...
-
-    def stored_config(self, config: Mapping[str, Any], layout: Layout) -> dict[str, Any] | None:
-        """config.json of a layout; None where it has none. ValueError for a model that is not of that program."""
-        ...
-
-    def stored_adapter(self, values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        """A LoRA adapter with alpha = rank as a file of a layout has it."""
-        ...
-
-    def own_adapter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A LoRA adapter by diffusers' names, from diffusers' or the official layout. ValueError for another's."""
-        ...
+    build: Callable[[Mapping[str, Any]], Any]
+    blocks: str
+    velocity: Callable[..., Tensor]
+    dead_modules: Callable[[Any], tuple[str, ...]]
+    adaln_layers: Callable[[Any], list[nn.Module]]
+    choose_forward: Callable[[Any, ModelConfig], FusedForward | None]
+    named_adapter: Callable[[Mapping[str, Tensor], Layout], dict[str, Tensor]]
 
 
-@cache
-def _backbone(name: str) -> Backbone:
-    found: Backbone = resolve(name, TRANSFORMERS, "_class_name")()
+def backbone(transformer: nn.Module | None = None, *, name: str | None = None) -> Backbone:
+    """The code for a transformer, or for a class by its name; for neither that of the first class.
+
+    ValueError for a class that the registry does not know.
+    """
+    names = [name or next(iter(TRANSFORMERS))]
+    if transformer is not None:
+        # FSDP2 puts a subclass in place of the class.
+        names = [kind.__name__ for kind in type(transformer).__mro__]
+    known = next((name for name in names if name in TRANSFORMERS), None)
+    if known is None:
+        raise ValueError(
+            f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} can be trained. Another class needs "
+            "a Backbone (sage_fast/models/transformer.py) and a line in sage_fast/config/registry.py."
+        )
+    found: Backbone = resolve(known, TRANSFORMERS, "_class_name")
     return found
 
 
-def backbone(transformer: nn.Module | None = None) -> Backbone:
-    """The code for a transformer; None is the first class. ValueError for a class that the registry does not know."""
-    if transformer is None:
-        return _backbone(next(iter(TRANSFORMERS)))
-    # FSDP2 puts a subclass of its own in place of the class.
-    for kind in type(transformer).__mro__:
-        if kind.__name__ in TRANSFORMERS:
-            return _backbone(kind.__name__)
-    raise ValueError(
-        f"The transformer is a {type(transformer).__name__}, and only {', '.join(TRANSFORMERS)} can be trained. A "
-        "further class needs a Backbone (sage_fast/models/transformer.py) and a line in sage_fast/config/registry.py."
-    )
-
-
-def build_transformer(config: Mapping[str, Any]) -> Any:
-    """A transformer with random weights, on the current default device.
-
-    Args:
-        config: its `config.json`; without a `_class_name` it is of the first class of `TRANSFORMERS`.
-    """
-    return _backbone(config.get("_class_name", next(iter(TRANSFORMERS)))).build(config)
-
-
-def velocity(
-    transformer: nn.Module,
-    latents: Tensor,
-    sigma: Tensor,
-    prompts: Sequence[PromptEmbeds],
-    cache: FeatureCache | None = None,
-) -> Tensor:
-    """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
-
-    Args:
-        latents: (B, C, F, H, W) float32.
-        sigma: (B,) float32 in [0, 1], one noise level per sample.
-        prompts: B records.
-        cache: features of earlier steps, which the fused forward may use again; no gradient then.
-
-    Returns:
-        (B, C, F, H, W) in `velocity_dtype`.
-    """
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts, cache)
+def transformer_blocks(transformer: nn.Module) -> list[Any]:
+    """The blocks of a transformer, in their order."""
+    return list(getattr(transformer, backbone(transformer).blocks))
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:
@@ -175,32 +99,6 @@ def velocity_dtype(transformer: Any) -> torch.dtype:
     return torch.promote_types(transformer.dtype, torch.float32)
 
 
-def dead_modules(transformer: nn.Module) -> tuple[str, ...]:
-    """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
-
-    Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
-    """
-    return backbone(transformer).dead_modules(transformer)
-
-
 def is_dead(name: str, dead: Sequence[str]) -> bool:
     """Whether a module's or parameter's qualified name lies in one of the `dead` modules."""
     return any(name == module or name.startswith(module + ".") for module in dead)
-
-
-def adaln_layers(transformer: nn.Module) -> list[nn.Module]:
-    """The layers of all blocks whose output is a function of the noise level alone."""
-    return backbone(transformer).adaln_layers(transformer)
-
-
-def choose_forward(transformer: nn.Module, model: ModelConfig) -> FusedForward | None:
-    """Give the transformer the fused forward, or leave it its own (`model.forward: stock`).
-
-    Returns:
-        The handle whose `undo()` restores the stock forward, as is needed before an adapter is added; None for stock.
-
-    Raises:
-        ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
-        not support.
-    """
-    return backbone(transformer).choose_forward(transformer, model)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.transformer import Checkpointing, build_transformer, choose_forward
+from sage_fast.models.transformer import Checkpointing, backbone
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
@@ -178,7 +178,7 @@ def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: 
     """A transformer without memory for its weights, frozen, in evaluation mode."""
     layers = {} if num_layers is None else {"num_layers": num_layers}
     with torch.device("meta"):
-        transformer = build_transformer({**config, **layers})
+        transformer = backbone(name=config.get("_class_name")).build({**config, **layers})
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     return transformer.requires_grad_(False).eval()
@@ -203,7 +203,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
         checkpointing=call.checkpointing,
         adaln=call.adaln,
     )
-    choose_forward(transformer, model)
+    backbone(transformer).choose_forward(transformer, model)
     prompt = PromptEmbeds(
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.transformer import adaln_layers
+from sage_fast.models.transformer import backbone, transformer_blocks
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
@@ -63,8 +63,8 @@ def _count(
 ) -> Weights:
     transformer = meta_transformer(dict(key), torch.float32, layers)
     total = sum(p.numel() for p in transformer.parameters())
-    block = sum(p.numel() for p in transformer.transformer_blocks[-1].parameters())
-    adaln = sum(p.numel() for layer in adaln_layers(transformer) for p in layer.parameters())
+    block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())
+    adaln = sum(p.numel() for layer in backbone(transformer).adaln_layers(transformer) for p in layer.parameters())
     if modules is None:
         train_all(transformer)
     else:

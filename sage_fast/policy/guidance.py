@@ -17,8 +17,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.models.reuse import FeatureCache, ReuseRule
-from sage_fast.models.transformer import velocity as model_velocity
-from sage_fast.models.transformer import velocity_dtype
+from sage_fast.models.transformer import backbone, velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
@@ -62,6 +61,7 @@ class GuidedPolicy:
         reuse: ReuseRule | None = None,
     ) -> None:
         self.transformer = transformer.eval()
+        self._model_velocity = backbone(transformer).velocity
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
@@ -95,7 +95,7 @@ class GuidedPolicy:
             (B, C, F, H, W) float32 (float64 of a float64 transformer).
         """
         cache, uncond_cache = caches or (None, None)
-        conditional = model_velocity(self.transformer, latents, sigma, prompts, cache)
+        conditional = self._model_velocity(self.transformer, latents, sigma, prompts, cache)
         if self.guidance_scale == 1.0:
             return conditional
         return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache))
@@ -132,7 +132,7 @@ class GuidedPolicy:
             return output.detach()
 
         with torch.enable_grad():
-            output = model_velocity(self.transformer, latents, sigma, prompts)
+            output = self._model_velocity(self.transformer, latents, sigma, prompts)
         conditional = output.detach()
         if callable(cotangents):
             with torch.no_grad():
@@ -148,7 +148,7 @@ class GuidedPolicy:
     def _uncond_velocity(self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache)
+            return self._model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache)
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

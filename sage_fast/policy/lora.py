@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sage_fast.config.model_sections import LoraConfig
-from sage_fast.models.transformer import dead_modules, is_dead
+from sage_fast.models.transformer import backbone, is_dead, transformer_blocks
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
@@ -46,13 +46,14 @@ def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: 
 
     ValueError when a name of `target_modules` matches no linear layer of the transformer blocks.
     """
-    dead = dead_modules(transformer)
+    code = backbone(transformer)
+    dead = code.dead_modules(transformer)
     targets: list[str] = []
     for suffix in target_modules:
-        pattern = re.compile(rf"transformer_blocks\.\d+\.{re.escape(suffix)}")
+        pattern = re.compile(rf"{code.blocks}\.\d+\.{re.escape(suffix)}")
         matches = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
         if not matches:
-            block = transformer.transformer_blocks[0]
+            block = transformer_blocks(transformer)[0]
             known = sorted(n for n, m in block.named_modules() if isinstance(m, nn.Linear))
             raise ValueError(
                 f"lora.target_modules has {suffix!r}, which is no linear layer of a transformer block. "
@@ -99,7 +100,7 @@ def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
             f"training.mode full needs float32 master weights, but model.dtype is {transformer.dtype}. "
             "Set model.dtype to float32, or training.mode to lora."
         )
-    dead = dead_modules(transformer)
+    dead = backbone(transformer).dead_modules(transformer)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(not is_dead(name, dead))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config.model_sections import LoraConfig
 from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
-from sage_fast.models.transformer import backbone, dead_modules, is_dead
+from sage_fast.models.transformer import backbone, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters
 
 
@@ -47,7 +47,7 @@ def use_weights(
 
 def whole_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, nn.Parameter]:
     """The weights that training.mode full trains, by name: all that can influence a velocity."""
-    dead = dead_modules(transformer)
+    dead = backbone(transformer).dead_modules(transformer)
     return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
 
 
@@ -63,19 +63,19 @@ def adapter_file(path: Path) -> Path:
 
 
 def read_adapter(file: Path) -> dict[str, Tensor]:
-    """A LoRA adapter by diffusers' names, in float32, from a file in diffusers' or the official layout.
+    """A LoRA adapter by diffusers' names, in float32, from a file in diffusers' layout.
 
     Its scale is 1: alpha / rank, where the file tells them, is multiplied into lora_B. A file that does not has alpha =
-    rank, as diffusers and the official class take it. ValueError for a file of another kind.
+    rank, as diffusers takes it. ValueError for a file of another kind.
     """
     try:
         values = load_file(file)
         with safe_open(file, "pt") as opened:
             described = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
         scale = float(described.get("lora_alpha", 1)) / float(described.get("r", 1))
-        adapter = backbone().own_adapter(values)
     except (ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"{file} is no LoRA adapter in diffusers' or the official layout: {error}") from error
+        raise ValueError(f"{file} is not a LoRA adapter in diffusers' layout: {error}") from error
+    adapter = {name.removeprefix("transformer."): value for name, value in values.items()}
     return {name: value.float() * (scale if ".lora_B." in name else 1) for name, value in adapter.items()}
 
 
@@ -85,7 +85,7 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
     dtype).
 
     Args:
-        path: its folder, or the .safetensors file, in diffusers' or the official layout.
+        path: its folder, or the .safetensors file, in diffusers' layout.
 
     Raises:
         ValueError: there is no such file, or it is for another transformer.
@@ -96,9 +96,7 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
     unknown = sorted(modules - {name for name, _ in transformer.named_modules()})
     if unknown or not values:
         what = f"has an adapter for {unknown[0]!r}, which the model lacks" if unknown else "is empty"
-        raise ValueError(
-            f"{file} {what}. Give a LoRA adapter of HunyuanVideo-1.5 in diffusers' or the official layout."
-        )
+        raise ValueError(f"{file} {what}. Give a LoRA adapter of HunyuanVideo-1.5 in diffusers' layout.")
     try:
         transformer.load_lora_adapter(values, prefix=None)
     except RuntimeError as error:  # shapes that differ
@@ -116,7 +114,7 @@ def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> N
     lora_B is divided by this run's scale (alpha / rank), so that the model is the one that the adapter made.
 
     Args:
-        path: its folder, or the .safetensors file, in diffusers' or the official layout.
+        path: its folder, or the .safetensors file, in diffusers' layout.
 
     Raises:
         ValueError: there is no such file, or its layers or rank are not those of this run.

@@ -32,7 +32,7 @@ from sage_fast.config.training_sections import TrainOnConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, VideoDecoder, load_components, shift_difference
 from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes
-from sage_fast.models.transformer import choose_forward, velocity
+from sage_fast.models.transformer import backbone
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.planning.devices import gpu_memory_gb
@@ -316,12 +316,13 @@ class _Examination:
         latents = self._noise(components)
         sigma = sigma_schedule(NUM_STEPS, self.config.rollout.shift)[1:2].float()
         with torch.no_grad():
-            stock = velocity(transformer, latents, sigma, [embeds])
-            forward = choose_forward(transformer, replace(model, compile=False))
+            code = backbone(transformer)
+            stock = code.velocity(transformer, latents, sigma, [embeds])
+            forward = code.choose_forward(transformer, model)
             if forward is None:
                 yield _info("velocity", "model.forward is stock: there is one forward")
                 return
-            fused = velocity(transformer, latents, sigma, [embeds])
+            fused = code.velocity(transformer, latents, sigma, [embeds])
             forward.undo()
         transformer.cpu()  # as the trainer takes it
         yield _close("velocity", fused, stock, f"fused against diffusers' forward in {model.dtype}", transformer.dtype)

@@ -279,7 +279,7 @@ def _weights(config: RunConfig, family: ModelFamily) -> Iterator[Check]:
     except ValueError as error:
         yield Check(section, name, "missing", str(error), fix="--rollout.guidance_scale=1")
         return
-    yield Check(section, name, "ok", facts.variant or "can be trained")
+    yield Check(section, name, "ok", "can be trained")
     if (difference := shift_difference(facts.shift, config.rollout.shift)) is not None:
         yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
 
@@ -406,19 +406,18 @@ def _downloads(config: RunConfig) -> Iterator[Check]:
 
 
 def _cache(config: RunConfig, description: ModelDescription) -> Iterator[Check]:
-    """Room for encoded prompts and converted weights, and whether they can be written."""
+    """Room for encoded prompts, and whether they can be written."""
     name, fix = "model.cache_dir", "--model.cache_dir=FOLDER on a larger disk that you may write to"
     try:
-        cache = model_family(config.model.family).cache(config.model)
+        folder = model_family(config.model.family).cache(config.model)
     except ValueError as error:
         yield Check("disk", name, "missing", str(error), fix=fix)
         return
     texts: set[str] = set()
     with suppress(ConfigError):  # `_settings` says so
         texts = {prompt.text for prompts in load_prompts(config) for prompt in prompts}
-    if cache is None:
+    if folder is None:
         return
-    folder, converted = cache
     width = description.transformer.get("text_embed_dim", 0)
-    needed = converted * 1e9 + 2.0 * len(texts) * description.text_tokens * width
-    yield _space(name, folder, needed, f"for {len(texts)} prompts{' and converted weights' if converted else ''}", fix)
+    needed = 2.0 * len(texts) * description.text_tokens * width
+    yield _space(name, folder, needed, f"for {len(texts)} prompts", fix)

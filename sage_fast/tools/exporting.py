@@ -1,39 +1,62 @@
-"""Trained weights for diffusers, the official code or ComfyUI: a LoRA adapter, or a whole transformer.
+"""Trained weights for other programs: a LoRA adapter, or a whole transformer in diffusers' layout.
 
 FOLDER/
     pytorch_lora_weights.safetensors               format lora
-    config.json  diffusion_pytorch_model*          format full; ComfyUI's is one file without config.json
-    README.md  config.yaml  *.png  export.json     the model card (`model_card.py`); what it was made from
+    config.json  diffusion_pytorch_model*          format full
+    README.md  config.yaml  *.png  export.json     the model card (template `model_card.md`); its source
 """
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import save_file
+from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import Checkpoint, SavedTensors, list_checkpoints, newest_checkpoint, open_checkpoint
+from sage_fast.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
-from sage_fast.config.load import check_trust, load_config, named_code
+from sage_fast.config.load import check_trust, load_config, named_code, save_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.snapshot import check_same_shapes, shapes_of
 from sage_fast.models.family import load_components, model_family
 from sage_fast.models.hub import is_repository
-from sage_fast.models.streamed import save_transformer
 from sage_fast.models.transformer import Layout, backbone
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import read_adapter, use_weights, whole_parameters
-from sage_fast.tools.model_card import Export, Format, write_card
+from sage_fast.policy.trained import read_adapter, use_weights
+
+Format = Literal["lora", "full"]
 
 RECORD = "export.json"
+TEMPLATE = Path(__file__).with_name("model_card.md")
+PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts and noise, before and after"}
+"""Files of a run that the card shows, where they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A written export.
+
+    averaged: the weights are the moving average that the run evaluated with. dtype: in which the transformer is to be
+    loaded, such as bfloat16; a full export is stored in it.
+
+    Example: `Export(folder=Path("exported"), format="lora", layout="diffusers", update=200, averaged=True, ...)`
+    """
+
+    folder: Path
+    format: Format
+    layout: Layout
+    update: int
+    averaged: bool
+    dtype: str
 
 
 def export(
@@ -43,7 +66,6 @@ def export(
     format: Format | None = None,
     layout: Layout = "diffusers",
     dtype: torch.dtype | None = None,
-    push_to_hub: str | None = None,
     overrides: Sequence[str] = (),
     trust_config: bool = False,
 ) -> Export:
@@ -54,14 +76,13 @@ def export(
         folder: where to write; new, empty, or an earlier export, whose files are removed.
         format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None is `lora` for a
             run that trained adapters, and `full` for one that trained every weight.
-        layout: the program that it is for.
+        layout: the program that it is for; a whole transformer is for diffusers.
         dtype: of a full export; None keeps the one that the run computed with (model.dtype).
-        push_to_hub: repository of the Hugging Face hub that gets the folder, created where it is missing.
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint that is no part of SAGE-Fast may be imported and called.
 
     Raises:
-        ConfigError: a format or layout that the run does not have, a folder with other files, or a hub that refuses.
+        ConfigError: a format or layout that the run does not have, or a folder with other files.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
     checkpoint = _open(source)
@@ -76,18 +97,10 @@ def export(
         )
     if chosen == "lora" and dtype is not None:
         raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
-    if push_to_hub is not None and not is_repository(push_to_hub):
-        raise ConfigError(f"--push-to-hub is {push_to_hub!r}, which is no repository of the form owner/name.")
+    if chosen == "full" and layout != "diffusers":
+        raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
     _make_room(folder)
     averaged = "ema" in checkpoint.tensors
-    if chosen == "lora":
-        adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
-        with replacing(folder / ADAPTER_FILE) as partial:
-            save_file(backbone().stored_adapter(adapter, layout), partial, metadata={"format": "pt"})
-    else:
-        weights = checkpoint.tensors["ema" if averaged else "weights"]
-        save = _save_merged_transformer if config.training.mode == "lora" else _save_trained_transformer
-        save(config, weights, folder, dtype or getattr(torch, config.model.dtype), layout)
     result = Export(
         folder=folder,
         format=chosen,
@@ -95,13 +108,16 @@ def export(
         update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
         dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
-        repository=push_to_hub,
     )
-    write_card(result, config, checkpoint.folder.parent.parent)
-    record = _record(result, config, checkpoint.folder)
-    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
-    if push_to_hub is not None:
-        _publish(folder, push_to_hub)
+    if chosen == "lora":
+        adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
+        with replacing(folder / ADAPTER_FILE) as partial:
+            save_file(backbone().named_adapter(adapter, layout), partial, metadata={"format": "pt"})
+    else:
+        transformer = _whole_transformer(config, checkpoint.tensors["ema" if averaged else "weights"], result.dtype)
+        transformer.save_pretrained(folder)
+    _write_card(result, config, checkpoint.folder.parent.parent)
+    write_text(folder / RECORD, json.dumps(_record(result, config, checkpoint.folder), indent=1) + "\n")
     return result
 
 
@@ -111,7 +127,12 @@ def _make_room(folder: Path) -> None:
         raise ConfigError(f"--output {folder} is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
-    files = set(_read_record(record).get("files", ())) | {RECORD} if record.is_file() else set()
+    files = {RECORD}
+    if record.is_file():
+        try:
+            files |= set(json.loads(record.read_text(encoding="utf-8"))["files"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{record} is not the record of an export ({error}). Give another --output.") from error
     others = sorted(path.name for path in folder.iterdir() if path.name not in files)
     if others:
         raise ConfigError(
@@ -121,28 +142,6 @@ def _make_room(folder: Path) -> None:
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):
         path.unlink(missing_ok=True)
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no record of an export ({error}). Give another --output.") from error
-
-
-def _publish(folder: Path, repository: str) -> None:
-    """Make the repository what the folder is: files of an earlier export that are gone here are deleted there."""
-    try:
-        api = HfApi()
-        api.create_repo(repository, exist_ok=True)
-        api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Export of SAGE-Fast", delete_patterns="*"
-        )
-    except OSError as error:  # as all its errors are
-        raise ConfigError(
-            f"--push-to-hub {repository}: the hub refused or was not reached ({error}). The export is in {folder}. Log "
-            "in with `hf auth login` as somebody who may write there, and export again."
-        ) from error
 
 
 def _open(source: Path) -> Checkpoint:
@@ -167,64 +166,37 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         return load_config(file, overrides)
 
 
-def _save_trained_transformer(
-    config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype, layout: Layout
-) -> None:
-    """Write the transformer of a run that trained every weight; what cannot be trained is the base model's."""
-    with _naming_the_model():
-        transformer, base = model_family(config.model.family).open_transformer(config.model)
-    with _naming_the_checkpoint():
-        check_same_shapes(shapes_of(whole_parameters(transformer)), shapes_of(weights.meta), "weights")
-    _save(transformer, lambda name: (weights if name in weights else base)[name], folder, dtype, layout)
-
-
-def _save_merged_transformer(
-    config: RunConfig, weights: SavedTensors, folder: Path, dtype: torch.dtype, layout: Layout
-) -> None:
-    """Write the base transformer with the trained adapter merged into it."""
-    with _naming_the_model():
-        transformer = load_components(config.model).transformer
-    cast_weights(transformer, getattr(torch, config.model.dtype))
-    with _naming_the_checkpoint():
+def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor], dtype: str) -> Any:
+    """The base transformer with the trained weights: in place of its own, or an adapter merged into them."""
+    lora = config.training.mode == "lora"
+    # Weights that replace the base model's need it in no wider type than they are written in.
+    model = config.model if lora else replace(config.model, dtype=dtype)
+    with _naming("A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."):
+        transformer = load_components(model).transformer
+    cast_weights(transformer, getattr(torch, model.dtype))
+    with _naming("The checkpoint does not fit its base model."):
         use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
-    # Before the merge, with the adapter still in float32: the sum is rounded once.
-    for name, parameter in transformer.named_parameters():
-        if ".lora_" not in name:
-            parameter.data = parameter.data.to(dtype)
-    transformer.fuse_lora(safe_fusing=True)
-    transformer.unload_lora()
-    _save(transformer, transformer.state_dict().__getitem__, folder, dtype, layout)
-
-
-def _save(
-    transformer: Any, read: Callable[[str], torch.Tensor], folder: Path, dtype: torch.dtype, layout: Layout
-) -> None:
-    try:
-        save_transformer(transformer, read, folder, dtype, layout=layout)
-    except ValueError as error:
-        raise ConfigError(f"--layout {layout}: {error}. Give --layout diffusers.") from error
+    if lora:
+        # Before the merge, with the adapter still in float32: the sum is rounded once.
+        for name, parameter in transformer.named_parameters():
+            if ".lora_" not in name:
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        transformer.fuse_lora(safe_fusing=True)
+        transformer.unload_lora()
+    return transformer
 
 
 @contextmanager
-def _naming_the_model() -> Iterator[None]:
+def _naming(cause: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
-        ) from error
-
-
-@contextmanager
-def _naming_the_checkpoint() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"The checkpoint does not fit its base model: {error}") from error
+        raise ConfigError(f"{error} {cause}") from error
 
 
 def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """What an export was made from, as JSON values."""
+    """The source of an export, as JSON values."""
+    lora = config.lora
     record: dict[str, Any] = {
         "sage_fast": __version__,
         "diffusers": metadata.version("diffusers"),
@@ -234,19 +206,53 @@ def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, An
         "checkpoint": str(checkpoint),
         "update": result.update,
         "averaged": result.averaged,
-        "base_model": {
-            "family": config.model.family,
-            "path": config.model.path,
-            "variant": model_family(config.model.family).variant(config.model),
-        },
+        "dtype": result.dtype if result.format == "full" else "float32",
+        "base_model": {"family": config.model.family, "path": config.model.path},
     }
     if config.training.mode == "lora":
-        lora = config.lora
-        record["lora"] = {
-            "rank": lora.rank,
-            "alpha": lora.rank if lora.alpha is None else lora.alpha,
-            "target_modules": lora.target_modules,
-        }
-    if result.format == "full":
-        record["dtype"] = result.dtype
+        alpha = lora.rank if lora.alpha is None else lora.alpha
+        record["lora"] = {"rank": lora.rank, "alpha": alpha, "target_modules": lora.target_modules}
     return record
+
+
+def _write_card(result: Export, config: RunConfig, run: Path) -> None:
+    """Write README.md, config.yaml and the pictures of a run that the card shows."""
+    folder, lora = result.folder, result.format == "lora"
+    save_config(config, folder / "config.yaml")
+    pictures = {name: caption for name, caption in PICTURES.items() if (run / name).is_file()}
+    for name in pictures:
+        with replacing(folder / name) as partial:
+            shutil.copyfile(run / name, partial)
+    family, paired = model_family(config.model.family), run / "evaluation" / "result.json"
+    base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
+    data = ModelCardData(
+        base_model=base if base is not None and is_repository(base) else None,
+        base_model_relation="adapter" if lora else "finetune",
+        library_name="diffusers" if result.layout == "diffusers" else None,
+        license="other" if licence else None,
+        license_name=licence[0] if licence else None,
+        license_link=licence[1] if licence else None,
+        pipeline_tag="text-to-video",
+        tags=["grpo", "reinforcement-learning", "sage-fast", *(["lora"] if lora else [])],
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=TEMPLATE.read_text(encoding="utf-8"),
+        folder=repr(str(folder)),
+        layout=result.layout,
+        lora=lora,
+        merged=not lora and config.training.mode == "lora",
+        update=result.update,
+        averaged=result.averaged,
+        dtype=result.dtype,
+        base=base,
+        config=config,
+        adapter_file=ADAPTER_FILE,
+        version=__version__,
+        diffusers=diffusers,
+        # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other.
+        pipeline_dtype="dtype" if tuple(map(int, diffusers.split(".")[:2])) >= (0, 40) else "torch_dtype",
+        paired=json.loads(paired.read_text(encoding="utf-8")) if paired.is_file() else None,
+        pictures=pictures,
+    )
+    write_text(folder / "README.md", str(card))

@@ -19,7 +19,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, open_components
-from sage_fast.models.transformer import FusedForward, choose_forward
+from sage_fast.models.transformer import FusedForward, backbone
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
@@ -75,7 +75,7 @@ class Generator:
         except ValueError as error:
             raise ConfigError(f"{what}: {error}") from error
         transformer.to(self.device)
-        self.acceleration = choose_forward(transformer, self.config.model)
+        self.acceleration = backbone(transformer).choose_forward(transformer, self.config.model)
 
     def table(self, sampler: str) -> TransitionTable:
         """The steps of a sampler with the evaluation's number of steps and noise scale."""
@@ -107,7 +107,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
         transformer = components.transformer.to(device).requires_grad_(False)
-        acceleration = choose_forward(transformer, config.model)
+        acceleration = backbone(transformer).choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return Generator(
@@ -205,7 +205,6 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
     return {
         "family": config.model.family,
         "path": config.model.path,
-        "variant": config.model.variant,
         "dtype": config.model.dtype,
         "vae_dtype": config.model.vae_dtype,
         "weights": weights,

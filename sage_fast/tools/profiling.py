@@ -16,6 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sage_fast.config.files import replacing, write_text
+from sage_fast.models.transformer import transformer_blocks
 from sage_fast.trainer import PHASE_PREFIX, Trainer
 
 TRACE, TABLE_TEXT, TABLE_JSON = "trace.json.gz", "top.txt", "top.json"
@@ -139,7 +140,7 @@ def named_blocks(transformer: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, arguments: object, result: object) -> None:
         ranges.pop().__exit__(None, None, None)
 
-    blocks: Any = transformer.transformer_blocks
+    blocks = transformer_blocks(transformer)
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
     handles += [block.register_forward_hook(leave) for block in blocks]
     try:

@@ -23,7 +23,7 @@ from benchmarks.suites.transformer import Timed
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, adapt, forward_work, random_inputs, random_transformer
 from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
-from sage_fast.models.hunyuan15.velocity import velocity as diffusers_velocity
+from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 from sage_kernels.ops import gelu_tanh

@@ -228,17 +228,6 @@ def test_another_transformer_of_a_folder_makes_other_videos(config_file: Path) -
         table = transition_table("ode", sigma_schedule(2, 5.0), 1.0)
         return _settings(cast(Generator, generator), table, "base", "ode")
 
-    assert settings("--model.variant=480p_t2v") != settings("--model.variant=720p_t2v")
-
-
-def test_a_checkpoint_is_of_one_variant(
-    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = str(finished_run / "checkpoints/update-000002")
-    words = ["--checkpoint", checkpoint, "--model.variant=720p_t2v"]
-    assert generate(config_file, prompts, tmp_path / "videos", *words) == 2
-    assert "model.variant: None in the checkpoint, '720p_t2v' now" in capsys.readouterr().err
-
 
 def test_a_strangers_file_under_the_same_name_is_not_touched(
     config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.parallelize import Gathering, _resolve_keep_gathered, parallelize
 from sage_fast.distributed.world import World
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.hunyuan15.backbone import velocity
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from sage_fast import accelerate
 from sage_fast.distributed.ulysses import all_to_all_bytes, shard_sequence, share_of
-from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
+from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
 from tests.distributed.ulysses_support import (
     LAYERS,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
 from sage_fast.distributed.ulysses import shard_sequence
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora

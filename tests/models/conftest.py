@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from diffusers import HunyuanVideo15Pipeline
 
-from tests.tiny.checkpoints import build_pipeline, save_official_layout
+from tests.tiny.checkpoints import build_pipeline
 
 
 @pytest.fixture(scope="session")
 def pipeline() -> HunyuanVideo15Pipeline:
-    """The stock pipeline whose weights both checkpoints hold."""
+    """The stock pipeline whose weights the checkpoint holds."""
     return build_pipeline()
 
 
@@ -18,11 +18,4 @@ def pipeline() -> HunyuanVideo15Pipeline:
 def diffusers_checkpoint(pipeline: HunyuanVideo15Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("diffusers")
     pipeline.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def official_checkpoint(pipeline: HunyuanVideo15Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("official") / "ckpts"
-    save_official_layout(folder, pipeline)
     return folder

@@ -10,7 +10,7 @@ from torch import Tensor
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.reuse import FeatureCache, ReuseRule
 from sage_fast.records import Trajectory
 from sage_fast.run.run import build_trainer

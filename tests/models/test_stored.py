@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from sage_fast.config.load import load_config
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import load_components, open_components
-from sage_fast.models.hunyuan15.loading import open_transformer
 from sage_fast.models.stored import StoredWeights
-from sage_fast.models.streamed import save_transformer
 from sage_fast.policy.lora import add_lora, base_digest
 from sage_fast.run.run import build_trainer
 from tests.conftest import TINY_RUN
@@ -33,24 +33,12 @@ def write_wide_model(tiny: Path, folder: Path) -> Path:
     copy_tree(tiny, folder)
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | WIDE))
-    transformer = with_config(folder)
-    shapes = {name: weight.shape for name, weight in transformer.state_dict().items()}
-    generator = torch.Generator().manual_seed(0)
-
-    def read(name: str) -> Tensor:
-        return torch.empty(shapes[name]).uniform_(-0.02, 0.02, generator=generator)
-
-    save_transformer(transformer, read, folder / "transformer", torch.float32, max_shard_size="300MB")
+    transformer = HunyuanVideo15Transformer3DModel.from_config(
+        HunyuanVideo15Transformer3DModel.load_config(folder / "transformer")
+    )
+    shutil.rmtree(folder / "transformer")
+    transformer.save_pretrained(folder / "transformer", max_shard_size="300MB")
     return folder
-
-
-def with_config(folder: Path) -> Any:
-    from diffusers import HunyuanVideo15Transformer3DModel
-
-    with torch.device("meta"):
-        return HunyuanVideo15Transformer3DModel.from_config(
-            HunyuanVideo15Transformer3DModel.load_config(folder / "transformer")
-        )
 
 
 def write_run(model: Path, folder: Path) -> str:
@@ -142,9 +130,9 @@ def test_all_ranks_have_the_weights_of_the_files(
 
 def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
-    transformer, weights = open_transformer(model / "transformer")
-    held = {name: weight.clone() for name, weight in weights.items()}
-    save_transformer(transformer, held.__getitem__, model / "transformer", torch.float32, max_shard_size="90KB")
+    transformer = HunyuanVideo15Transformer3DModel.from_pretrained(model / "transformer")
+    shutil.rmtree(model / "transformer")
+    transformer.save_pretrained(model / "transformer", max_shard_size="90KB")
     *_, damaged = sorted((model / "transformer").glob("*-of-*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-10])
     run = write_run(model, tmp_path / "run")

@@ -56,7 +56,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
 
 
 def test_the_adapter_of_a_checkpoint_loads_into_a_stock_transformer(tiny_run: MakeRun) -> None:
-    from sage_fast.models.hunyuan15.velocity import velocity
+    from sage_fast.models.hunyuan15.backbone import velocity
     from sage_fast.models.toy.components import load_components
     from sage_fast.policy.lora import ADAPTER_FILE
 

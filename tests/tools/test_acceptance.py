@@ -27,7 +27,7 @@ from sage_fast.tools import acceptance
 from sage_fast.tools.acceptance import examine_deeply, one_update, read_scores
 from sage_fast.tools.machine import Check
 from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
-from tests.tiny.checkpoints import build_pipeline, copy_tree, save_official_layout
+from tests.tiny.checkpoints import build_pipeline, copy_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 FPS = 8
@@ -40,14 +40,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both layouts of a tiny model, VideoAlign, scores of its examples, and a prompt."""
+    """A tiny model, VideoAlign, scores of its examples, and a prompt."""
     root = tmp_path_factory.mktemp("world")
     pipeline = build_pipeline()
     pipeline.save_pretrained(root / "model")
     pipeline.transformer.save_pretrained(root / "model/transformer", max_shard_size="60KB")
     (root / "model/transformer/diffusion_pytorch_model.safetensors").unlink()
     record_download(root / "model")
-    save_official_layout(root / "ckpts", pipeline)
     checkpoint, base = build_attentive_videoalign(root / "rewards")
     reward = VideoAlignReward(str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16")
     rows = []
@@ -108,13 +107,6 @@ def test_a_whole_model_passes(world: Path, capsys: pytest.CaptureFixture[str]) -
     ):
         assert re.search(rf"^  ok +{re.escape(part)}  ", table, re.MULTILINE), part
     assert "as the hub is not reachable" in table and not (world / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_official_layout_passes(world: Path) -> None:
-    checks = examine_deeply(configure(world, world / "ckpts"))
-    assert not failed(checks)
-    assert {"velocity", "prompt", "decode"} <= {check.name for check in checks if check.status == "ok"}
 
 
 Fault = Callable[[Path, pytest.MonkeyPatch], list[str]]

@@ -19,7 +19,6 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.models.hunyuan15.loading import load_components
-from sage_fast.models.hunyuan15.requirements import hunyuan15_requirements
 from sage_fast.planning.estimate import make_memory_plan
 from sage_fast.planning.text import summary
 from sage_fast.planning.weights import count_weights
@@ -30,7 +29,7 @@ from sage_fast.tools import machine
 from sage_fast.tools.diagnosis import can_run, examine, to_text
 from sage_fast.tools.machine import Check
 from tests.commands.programs import check_command
-from tests.tiny.checkpoints import build_pipeline, copy_tree, save_diffusers_layout, save_official_layout
+from tests.tiny.checkpoints import copy_tree, save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,34 +275,6 @@ def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path:
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
 
 
-def test_a_transformer_of_the_official_layout_is_named_by_its_path(tmp_path: Path) -> None:
-    pipeline = build_pipeline()
-    for variant in ("480p_t2v", "720p_t2v"):
-        save_official_layout(tmp_path / "ckpts", pipeline, variant)
-    checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts/transformer/720p_t2v'}"))))
-    names = ("HunyuanVideo-1.5", "text encoder", "ByT5", "glyph encoder", "model weights")
-    assert [checks[name].status for name in names] == ["ok"] * 5, checks
-    assert checks["model weights"].detail == "720p_t2v" and checks["rollout.shift"].fix == "--rollout.shift=9"
-    assert not (tmp_path / "ckpts/.sage_fast").exists(), "nothing is converted"
-    several = by_name(list(doctor._files(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}"))))["model weights"]
-    assert several.status == "missing" and "Set model.variant to one of 480p_t2v, 720p_t2v" in several.detail
-
-
-def test_the_official_layout_needs_encoders_from_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "ckpts/transformer/480p_t2v").mkdir(parents=True)
-    (tmp_path / "ckpts/transformer/480p_t2v/config.json").write_text("{}")
-    found = {r.name: r for r in hunyuan15_requirements(preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}").model)}
-    root = tmp_path / "ckpts"
-    assert found["HunyuanVideo-1.5"].fetch == (
-        f"hf download tencent/HunyuanVideo-1.5 --include 'transformer/480p_t2v/*' --include 'vae/*' --local-dir {root}"
-    )
-    assert found["text encoder"].fetch.startswith("hf download Qwen/Qwen2.5-VL-7B-Instruct")
-    assert found["glyph encoder"].fetch.startswith("modelscope download")
-    for requirement in found.values():
-        check_command(requirement.fetch)
-    assert found["HunyuanVideo-1.5"].missing[0].startswith("transformer/")
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [("owner/name", True), ("models/name", False), ("/abs/name", False), ("./name", False), ("name", False)],
@@ -336,14 +307,8 @@ def test_what_has_to_be_fetched_needs_room(
     assert checks[str(tmp_path / "VideoReward")].status == "ok"
 
 
-def test_the_cache_needs_room_for_prompts_and_converted_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_needs_room_for_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_space(monkeypatch, 30)
-    save_official_layout(tmp_path / "ckpts", build_pipeline())
-    official = preset(tmp_path, f"--model.path={tmp_path / 'ckpts'}")
-    found = by_name(list(doctor._disk(official)))["model.cache_dir"]
-    assert found.status == "missing" and "536 prompts and converted weights" in found.detail
     written = by_name(list(doctor._disk(preset(tmp_path, "--model.cache_dir=/dev/null/cache"))))["model.cache_dir"]
     assert written.status == "missing" and "cannot be created" in written.detail
     # 536 texts of 250 tokens, 3,584 numbers each, in 16 bits.

@@ -7,39 +7,28 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import LocalTokenNotFoundError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.models.hunyuan15.layouts import stored_config
-from sage_fast.models.hunyuan15.official_layout import convert_transformer
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import load_components
-from sage_fast.models.transformer import Layout
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import use_adapter, whole_parameters
+from sage_fast.policy.trained import use_adapter
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
-from tests.tiny.checkpoints import (
-    build_pipeline,
-    official_name,
-    official_transformer,
-    save_diffusers_layout,
-    save_official_layout,
-)
+from tests.tiny.checkpoints import save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
 
@@ -125,28 +114,6 @@ def test_a_full_run_exports_its_transformer_bit_for_bit(
     assert json.loads((folder / "export.json").read_text())["format"] == "full"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_full_run_of_a_public_model_is_exported_from_disk(
-    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Neither the base model nor the checkpoint is loaded; what cannot be trained is the base model's."""
-    base = save_diffusers_layout(tmp_path / "model").transformer.float()
-    config = tiny_run("--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}", "--training.mode=full")
-    trained = {name: torch.randn(p.shape) for name, p in whole_parameters(base).items()}
-    data = CheckpointData(tensors={"weights": trained}, state={"trainer": {"update": 3}, "config": to_dict(config)})
-    with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
-        folder = writer.save(3, data)
-    with monkeypatch.context() as patch:
-        patch.setattr(HunyuanVideo15Transformer3DModel, "from_pretrained", None)
-        result = export(folder, tmp_path / "o", dtype=dtype)
-    assert result.update == 3 and result.format == "full"
-    exported = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "o", torch_dtype=dtype).state_dict()
-    untrained = base.state_dict().keys() - trained.keys()
-    assert exported.keys() == base.state_dict().keys() and len(untrained) > 10
-    for name, value in (base.state_dict() | trained).items():
-        assert torch.equal(exported[name], value.to(dtype)), name
-
-
 def test_a_checkpoint_of_another_model_is_not_exported(tiny_run: MakeRun, tmp_path: Path) -> None:
     run = trained_run(tiny_run, "--training.mode=full")
     save_diffusers_layout(tmp_path / "model")
@@ -223,37 +190,21 @@ HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 
 
 @pytest.mark.parametrize(
-    ("path", "variant", "base", "recorded"),
-    [
-        (None, None, f"{HUB}480p_t2v", None),
-        (f"{HUB}720p_t2v", None, f"{HUB}720p_t2v", None),
-        ("someone/tuned", None, "someone/tuned", None),
-        ("/gone/ckpts", "720p_t2v", f"{HUB}720p_t2v", "720p_t2v"),
-        ("/gone/ckpts/transformer/720p_t2v_distilled", None, f"{HUB}720p_t2v_distilled", "720p_t2v_distilled"),
-        ("/gone/model", None, "/gone/model", None),
-    ],
-    ids=["default", "hub", "hub-of-another", "variant", "path-of-a-transformer", "gone"],
+    ("path", "base"),
+    [(None, f"{HUB}480p_t2v"), ("someone/tuned", "someone/tuned"), ("/gone/model", "/gone/model")],
+    ids=["default", "hub", "gone"],
 )
 def test_the_readme_names_the_base_model_of_the_run(
-    finished_run: Path, tmp_path: Path, path: str | None, variant: str | None, base: str, recorded: str | None
+    finished_run: Path, tmp_path: Path, path: str | None, base: str
 ) -> None:
-    words = [f"--model.path={path or 'null'}", f"--model.variant={variant or 'null'}", "--rollout.shift=9"]
+    words = [f"--model.path={path or 'null'}", "--rollout.shift=9"]
     export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", *words])
     code = code_of(tmp_path / "o")
-    assert f"HunyuanVideo15Pipeline.from_pretrained({base!r}, " in code and "shift=9.0" in code
+    assert f"HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, " in code and "shift=9.0" in code
     deprecated = '_resolve_dtype(kwargs.pop("dtype"' in inspect.getsource(DiffusionPipeline.from_pretrained)
     assert ("torch_dtype" in code) is not deprecated, "the installed diffusers would warn, or ignore it"
     record = json.loads((tmp_path / "o/export.json").read_text())["base_model"]
-    assert record == {"family": "hunyuan15", "path": path, "variant": recorded}
-
-
-def test_the_only_transformer_of_an_official_folder_is_recorded(finished_run: Path, tmp_path: Path) -> None:
-    ckpts = tmp_path / "ckpts"
-    save_official_layout(ckpts, build_pipeline(), "720p_t2v")
-    export(finished_run, tmp_path / "o", overrides=["--model.family=hunyuan15", f"--model.path={ckpts}"])
-    assert f"{HUB}720p_t2v" in code_of(tmp_path / "o")
-    assert json.loads((tmp_path / "o/export.json").read_text())["base_model"]["variant"] == "720p_t2v"
-    assert not (ckpts / ".sage_fast").exists(), "nothing is converted for a README"
+    assert record == {"family": "hunyuan15", "path": path}
 
 
 def test_a_transformer_without_its_pipeline_is_known_by_its_size(finished_run: Path, tmp_path: Path) -> None:
@@ -267,8 +218,7 @@ def test_a_transformer_without_its_pipeline_is_known_by_its_size(finished_run: P
     ("source", "more", "status", "expected"),
     [
         ("", ["--dtype", "bfloat16"], 2, "--dtype is for --format full"),
-        ("", ["--push-to-hub", "my adapter"], 2, "no repository of the form owner/name"),
-        ("", ["--format", "full", "--layout", "official"], 2, "none that the official class can build"),
+        ("", ["--format", "full", "--layout", "official"], 2, "--layout official is for adapters"),
         ("", ["--format", "full", "--model.path=/moved"], 2, "--model.path=FOLDER"),
         ("checkpoints", [], 2, "such as"),
         ("samples", [], 2, "no checkpoint and no run"),
@@ -276,8 +226,7 @@ def test_a_transformer_without_its_pipeline_is_known_by_its_size(finished_run: P
     ],
     ids=[
         "dtype-of-an-adapter",
-        "repository",
-        "toy-for-the-official-class",
+        "whole-for-the-official-class",
         "model-moved",
         "one-level-too-high",
         "no-checkpoint",
@@ -360,13 +309,32 @@ def test_diffusers_loads_an_adapter_by_both_prefixes(public_run: Run, tmp_path: 
     close_to_trained(public_run, transformer)
 
 
+OFFICIAL = {
+    "attn.to_q": "img_attn_q",
+    "attn.to_k": "img_attn_k",
+    "attn.to_v": "img_attn_v",
+    "attn.to_out.0": "img_attn_proj",
+    "ff.net.0.proj": "img_mlp.fc1",
+    "ff.net.2": "img_mlp.fc2",
+    "norm1.linear": "img_mod.linear",
+    "attn.add_q_proj": "txt_attn_q",
+    "attn.add_k_proj": "txt_attn_k",
+    "attn.add_v_proj": "txt_attn_v",
+    "attn.to_add_out": "txt_attn_proj",
+    "ff_context.net.0.proj": "txt_mlp.fc1",
+    "ff_context.net.2": "txt_mlp.fc2",
+    "norm1_context.linear": "txt_mod.linear",
+}
+"""Layers of a block in diffusers -> in the official class, from the latter's source."""
+
+
 class OfficialNames(PeftAdapterMixin, nn.Module):
     """The linear layers of a transformer's blocks, under the names of the official class."""
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
         super().__init__()
         self.names = {
-            name: official_name(name)
+            name: "double_blocks.{}.{}".format(name.split(".")[1], OFFICIAL[name.split(".", 2)[2]])
             for name, module in transformer.named_modules()
             if name.startswith("transformer_blocks.") and isinstance(module, nn.Linear)
         }
@@ -399,25 +367,17 @@ def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) ->
     close_to_trained(public_run, transformer)
 
 
-def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The official weights with q, k and v in one, as ComfyUI reads them."""
-    result = dict(weights)
-    for name in weights:
-        if "_attn_q." in name:
-            parts = [result.pop(name.replace("_attn_q.", f"_attn_{part}.")) for part in "qkv"]
-            result[name.replace("_attn_q.", "_attn_qkv.")] = torch.cat(parts)
-    return result
-
-
 def loaded_by_comfyui(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Tensor]:
-    """The weights under the names of ComfyUI's modules."""
-    renamed = {}
-    for name, value in fused(official_transformer(transformer)).items():
-        for ours, theirs in (("_mod.linear", "_mod.lin"), ("_attn_qkv", "_attn.qkv"), ("_attn_proj", "_attn.proj"),
-                             ("mlp.fc1", "mlp.0"), ("mlp.fc2", "mlp.2")):  # fmt: skip
-            name = name.replace(ours, theirs)
-        renamed[f"diffusion_model.{name}"] = value
-    return renamed
+    """The weights of the blocks' linear layers under the names of ComfyUI's modules, q, k and v in one."""
+    found: dict[str, Tensor] = {}
+    for layer, official in OFFICIAL.items():
+        theirs = official.replace("mod.linear", "mod.lin").replace("attn_", "attn.")
+        theirs = re.sub(r"attn\.[qkv]$", "attn.qkv", theirs).replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.2")
+        for number, block in enumerate(transformer.transformer_blocks):
+            name = f"diffusion_model.double_blocks.{number}.{theirs}.weight"
+            weight = block.get_submodule(layer).weight
+            found[name] = torch.cat([found[name], weight]) if name in found else weight
+    return found
 
 
 def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path) -> None:
@@ -435,10 +395,9 @@ def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path)
         torch.testing.assert_close(weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "official"])
-def test_an_adapter_comes_back(public_run: Run, tmp_path: Path, layout: Layout) -> None:
+def test_an_adapter_comes_back(public_run: Run, tmp_path: Path) -> None:
     """By `generate --lora`, and by model.adapter into a run of any alpha."""
-    export(public_run.directory, tmp_path / "o", layout=layout)
+    export(public_run.directory, tmp_path / "o")
     transformer = public_transformer(public_run)
     use_adapter(transformer, tmp_path / "o")
     close_to_trained(public_run, transformer)
@@ -448,50 +407,6 @@ def test_an_adapter_comes_back(public_run: Run, tmp_path: Path, layout: Layout) 
     }
     again = Run(replace(public_run.config, **words, lora=replace(public_run.config.lora, alpha=8)))
     torch.testing.assert_close(trained(again), trained(public_run), rtol=1e-6, atol=1e-6)
-
-
-def test_an_adapter_of_every_official_layer_is_read(public_run: Run, tmp_path: Path) -> None:
-    """The official trainer adapts all linear layers, and writes alpha into the file."""
-    transformer = public_transformer(public_run)
-    weights = official_transformer(transformer)
-    generator = torch.Generator().manual_seed(0)
-    adapter, summed = {}, dict(weights)
-    for name, value in weights.items():
-        if value.ndim == 2 and "cond_type" not in name:
-            up, down = (torch.randn(n, 2, generator=generator) / 10 for n in value.shape)
-            adapter |= {name.replace(".weight", ".lora_A.weight"): down.T.contiguous()}
-            adapter |= {name.replace(".weight", ".lora_B.weight"): up}
-            summed[name] = value + 2.5 * up @ down.T
-    metadata = {"lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 5})}
-    save_file(adapter, tmp_path / "theirs.safetensors", metadata=metadata)
-    (tmp_path / "summed").mkdir()
-    save_file(summed, tmp_path / "summed/diffusion_pytorch_model.safetensors")
-    (tmp_path / "summed/config.json").write_text(json.dumps(stored_config(transformer.config, "official")))
-    converted = convert_transformer(tmp_path / "summed", tmp_path / "converted")
-    expected = HunyuanVideo15Transformer3DModel.from_pretrained(converted)
-    use_adapter(transformer, tmp_path / "theirs.safetensors")
-    assert len(adapter) > 50
-    torch.testing.assert_close(probe(public_run, transformer), probe(public_run, expected), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["official", "comfyui"])
-def test_a_whole_transformer_for_other_programs(public_run: Run, tmp_path: Path, layout: Layout) -> None:
-    for name in ("diffusers", layout):
-        export(public_run.directory, tmp_path / name, format="full", layout=name)
-    plain = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "diffusers")
-    expected = official_transformer(plain)
-    written = load_file(tmp_path / layout / "diffusion_pytorch_model.safetensors")
-    if layout == "comfyui":
-        expected = fused(expected)
-        assert not (tmp_path / layout / "config.json").exists()
-    else:
-        back = convert_transformer(tmp_path / layout, tmp_path / "converted")
-        assert dict(HunyuanVideo15Transformer3DModel.load_config(back)) | {"_name_or_path": ""} == {
-            k: list(v) if isinstance(v, tuple) else v for k, v in plain.config.items()
-        } | {"_name_or_path": "", "_diffusers_version": "0.36.0", "_class_name": type(plain).__name__}
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], value) for name, value in expected.items())
-    assert "ckpts" in (tmp_path / layout / "README.md").read_text() or layout == "comfyui"
 
 
 # ------------------------------------------------------------------------------------------ the model card and the hub
@@ -514,41 +429,3 @@ def test_the_card_says_what_a_stranger_asks(finished_run: Path, tmp_path: Path) 
     for name in re.findall(r"\]\(([\w.]+)\)", card.text):
         assert (tmp_path / "o" / name).is_file(), name
     assert {"reward.png", "before_after.png", "config.yaml"} <= {p.name for p in (tmp_path / "o").iterdir()}
-
-
-class FakeHub:
-    """What the hub was asked for, and the files it was given."""
-
-    calls: ClassVar[list[tuple[str, object]]] = []
-    refuses = False
-
-    def create_repo(self, repository: str, *, exist_ok: bool) -> None:
-        assert exist_ok
-        self.calls.append(("create", repository))
-        if self.refuses:
-            raise LocalTokenNotFoundError("no token")
-
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: str) -> None:
-        assert delete_patterns == "*"
-        self.calls.append((repo_id, sorted(p.name for p in folder_path.iterdir())))
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_an_export_is_published(
-    finished_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    refuses: bool,
-) -> None:
-    monkeypatch.setattr(FakeHub, "calls", [])
-    monkeypatch.setattr(FakeHub, "refuses", refuses)
-    monkeypatch.setattr("sage_fast.tools.exporting.HfApi", FakeHub)
-    words = ["export", str(finished_run), "--output", str(tmp_path / "o"), "--push-to-hub", "me/adapter"]
-    assert main(words) == (2 if refuses else 0)
-    assert FakeHub.calls[0] == ("create", "me/adapter")
-    assert "load_lora_adapter('me/adapter'" in code_of(tmp_path / "o")
-    if refuses:
-        assert "hf auth login" in capsys.readouterr().err and len(FakeHub.calls) == 1
-    else:
-        assert FakeHub.calls[1:] == [("me/adapter", sorted(p.name for p in (tmp_path / "o").iterdir()))]

@@ -280,7 +280,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, other])
         adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
-        for other in ("--model.vae_dtype=bfloat16", "--model.variant=720p_t2v", "--model.text_encoder_dtype=float16"):
+        for other in ("--model.vae_dtype=bfloat16", "--model.text_encoder_dtype=float16"):
             (output / "base/settings.json").write_text(settings)
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, *adapter, other])

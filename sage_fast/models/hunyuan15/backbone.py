@@ -1,31 +1,131 @@
-"""The `Backbone` of diffusers' `HunyuanVideo15Transformer3DModel`."""
+"""The `Backbone` of diffusers' `HunyuanVideo15Transformer3DModel`, and its velocity, fused or by diffusers' forward.
 
-from collections.abc import Mapping
+Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
+* the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
+* the time input is sigma * 1000 and stays float32: rounding it to the model's dtype moves the sampler off the
+  trajectory that the log-probability is computed for;
+* glyph and image tokens that do not exist are passed as zero-length tensors, so nothing is padded but ragged text.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import nn
+from torch import Tensor
 
-from sage_fast.models.hunyuan15 import layouts, modulation
-from sage_fast.models.hunyuan15.fused import choose_forward
-from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
+from sage_fast.config.model_sections import ModelConfig
+from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
+from sage_fast.models.hunyuan15.lora_names import named_adapter
+from sage_fast.models.hunyuan15.modulation import adaln_layers
+from sage_fast.models.reuse import FeatureCache
+from sage_fast.models.transformer import Backbone, transformer_blocks, velocity_dtype
+from sage_fast.records import PromptEmbeds
 
 
-class HunyuanVideo15Backbone:
-    """See `Backbone`, and the functions themselves."""
+def velocity(
+    transformer: HunyuanVideo15Transformer3DModel,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    cache: FeatureCache | None = None,
+) -> Tensor:
+    """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
-    velocity = staticmethod(velocity)
-    dead_modules = staticmethod(dead_modules)
-    choose_forward = staticmethod(choose_forward)
-    stored_weights = staticmethod(layouts.stored_weights)
-    stored_config = staticmethod(layouts.stored_config)
-    stored_adapter = staticmethod(layouts.stored_adapter)
-    own_adapter = staticmethod(layouts.own_adapter)
+    Args:
+        latents: (B, C, F, H, W) float32.
+        sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
+            the GPU, which lets the fused forward look its modulation up in a table.
+        prompts: B records.
+        cache: features of earlier steps, which the fused forward may use again; no gradient then.
 
-    def build(self, config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
-        """See `build_transformer`."""
-        return HunyuanVideo15Transformer3DModel(**config)
+    Returns:
+        (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
+    """
+    if "_acceleration" in transformer.__dict__:
+        # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
+        call: Any = transformer
+        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts, "cache": cache}
+        packed: Tensor = call(**given, return_dict=False)[0]
+        return packed.to(velocity_dtype(transformer))
+    if cache is not None:
+        raise ValueError("A feature cache needs the fused forward; set model.forward to fused.")
+    dtype = transformer.dtype
+    sigma = sigma.to(latents.device)
+    batch, channels, *size = latents.shape
+    condition = latents.new_zeros(batch, channels + 1, *size)
+    text, text_mask = _pad([p.text for p in prompts], dtype)
+    glyph, glyph_mask = _pad([p.glyph for p in prompts], dtype)
+    result: Tensor = transformer(
+        hidden_states=torch.cat([latents, condition], dim=1).to(dtype),
+        timestep=sigma * 1000.0,
+        encoder_hidden_states=text,
+        encoder_attention_mask=text_mask,
+        encoder_hidden_states_2=glyph,
+        encoder_attention_mask_2=glyph_mask,
+        image_embeds=text.new_zeros(batch, 0, transformer.config["image_embed_dim"]),
+        return_dict=False,
+    )[0]
+    return result.to(velocity_dtype(transformer))
 
-    def adaln_layers(self, transformer: Any) -> list[nn.Module]:
-        """The AdaLN projections of all blocks, of the video and of the text."""
-        return [layer for block in transformer.transformer_blocks for layer in modulation.adaln_layers(block)]
+
+def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ragged (L_b, D) tokens to a padded (B, L, D) tensor and its (B, L) validity mask."""
+    lengths = [t.shape[0] for t in tokens]
+    padded = tokens[0].new_zeros(len(tokens), max(lengths), tokens[0].shape[1], dtype=dtype)
+    mask = torch.zeros(padded.shape[:2], dtype=torch.bool, device=padded.device)
+    for row, (t, length) in enumerate(zip(tokens, lengths, strict=True)):
+        padded[row, :length] = t
+        mask[row, :length] = True
+    return padded, mask
+
+
+def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
+    """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+
+    The last block's text output is never read, so what only feeds it is dead; no image token exists. Training them
+    would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+    """
+    last = f"{BACKBONE.blocks}.{len(transformer_blocks(transformer)) - 1}"
+    return (
+        "image_embedder",
+        f"{last}.attn.to_add_out",
+        f"{last}.attn.add_q_proj",
+        f"{last}.attn.norm_added_q",
+        f"{last}.ff_context",
+    )
+
+
+def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig) -> Acceleration | None:
+    """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
+
+    Returns:
+        The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
+
+    Raises:
+        ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
+        not support.
+    """
+    if model.forward == "stock":
+        if model.checkpointing == "full":
+            transformer.enable_gradient_checkpointing()
+        return None
+    return accelerate(
+        transformer,
+        attention=model.attention,
+        kernels=model.kernels,
+        checkpointing=model.settled_checkpointing,
+        deterministic=model.deterministic,
+        adaln=model.adaln,
+    )
+
+
+BACKBONE = Backbone(
+    build=lambda config: HunyuanVideo15Transformer3DModel(**config),
+    blocks="transformer_blocks",
+    velocity=velocity,
+    dead_modules=dead_modules,
+    adaln_layers=lambda transformer: [layer for b in transformer_blocks(transformer) for layer in adaln_layers(b)],
+    choose_forward=choose_forward,
+    named_adapter=named_adapter,
+)

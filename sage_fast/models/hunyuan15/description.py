@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, ModelDescription
-from sage_fast.models.hunyuan15.requirements import model_folder
+from sage_fast.models.hub import local_folder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 
 HUNYUAN_VIDEO_15: dict[str, Any] = {
@@ -142,7 +142,7 @@ def published_model(**changes: Any) -> ModelDescription:
 
 def describe_local(model: ModelConfig) -> ModelDescription:
     """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
-    folder = model_folder(model.path) if model.path else None
+    folder = local_folder(model.path) if model.path else None
     if folder is None:
         return published_model()
     changes: dict[str, Any] = {}

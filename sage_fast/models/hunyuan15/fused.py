@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.config.model_sections import ModelConfig
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import resolve_backend
-from sage_fast.models.attention.joint import JointAttention, SequenceLayout
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
     LocalAttention,
@@ -43,7 +42,7 @@ from sage_fast.models.hunyuan15.block import (
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.reuse import FeatureCache
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.transformer import Checkpointing, FusedForward, transformer_blocks
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ AdaLN = Literal["auto", "weights", "table", "offload"]
 _WEAK_CACHES = ("_glyphs", "_masks", "_images")
 
 
-class Acceleration:
+class Acceleration(FusedForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own.
 
     Made by `accelerate`.
@@ -71,11 +70,9 @@ class Acceleration:
         adaln: AdaLN,
     ) -> None:
         self.transformer = transformer
-        self.blocks: list[Any] = list(transformer.transformer_blocks)
+        self.blocks = transformer_blocks(transformer)
         self.attention_choice, self.deterministic = attention, deterministic
         self.kernels_choice, self.checkpointing = kernels, checkpointing
-        self.sequence: SequenceLayout | None = None
-        """Which video tokens are computed here; None is all of them. Set by `sage_fast.distributed.ulysses`."""
         self.adaln = adaln
         self.table: ModulationTable | None = None
         self.rotary: Rotary
@@ -103,8 +100,9 @@ class Acceleration:
 
         ValueError if a forward has been replaced already.
         """
+        inside = {module for block in self.blocks for module in block.modules()}
         for name, module in self.transformer.named_modules():
-            if "forward" in module.__dict__ and (module is self.transformer or name.startswith("transformer_blocks")):
+            if "forward" in module.__dict__ and (module is self.transformer or module in inside):
                 raise ValueError(
                     f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
                     "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
@@ -449,30 +447,6 @@ def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:
         "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
         f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
         "other models have no fused forward."
-    )
-
-
-def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig) -> Acceleration | None:
-    """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
-
-    Returns:
-        The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
-
-    Raises:
-        ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
-        not support.
-    """
-    if model.forward == "stock":
-        if model.checkpointing == "full":
-            transformer.enable_gradient_checkpointing()
-        return None
-    return accelerate(
-        transformer,
-        attention=model.attention,
-        kernels=model.kernels,
-        checkpointing=model.settled_checkpointing,
-        deterministic=model.deterministic,
-        adaln=model.adaln,
     )
 
 

@@ -1,23 +1,18 @@
-"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints."""
+"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints in diffusers' layout."""
 
-import re
-from collections.abc import Mapping
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
-from sage_fast.models.hub import Requirement
-from sage_fast.models.hunyuan15.requirements import (
-    DEFAULT_REPOSITORY,
-    converted_gigabytes,
-    hunyuan15_requirements,
-)
+from sage_fast.models.hub import Requirement, local_folder, require
 
-PIPELINES = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{variant}"
-"""Published pipelines in diffusers' layout."""
+DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+
+DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
+"""1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of
+parameters in float32, of the language model in bfloat16."""
 
 
 class HunyuanVideo15(ModelFamily):
@@ -34,40 +29,32 @@ class HunyuanVideo15(ModelFamily):
         return describe_local(model)
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
-        return hunyuan15_requirements(model)
+        path = model.path or DEFAULT_REPOSITORY
+        patterns = []
+        for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+            patterns += [f"{part}/config.json", f"{part}/*.safetensors"]
+        patterns += ["tokenizer/tokenizer_config.json", "tokenizer_2/tokenizer_config.json"]
+        repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
+        whole = require("HunyuanVideo-1.5", path, patterns, repository, gigabytes=DOWNLOAD_GB)
+        missing = list(whole.missing)
+        # Shards that an index names and that are not there, as after an interrupted download.
+        for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except ValueError:
+                continue  # damaged and not missing: the loader's checks name it
+            missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
+        return [replace(whole, missing=missing)]
 
-    def cache(self, model: ModelConfig) -> tuple[Path, float]:
+    def cache(self, model: ModelConfig) -> Path:
         from sage_fast.models.hunyuan15.loading import cache_folder
 
-        folder = cache_folder(model)
-        return folder, 0.0 if (folder / "converted").is_dir() else converted_gigabytes(model)
+        return cache_folder(model)
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         from sage_fast.models.hunyuan15.loading import find_model
 
-        return find_model(model, download=False)
-
-    def variant(self, model: ModelConfig) -> str | None:
-        """The transformer of the official layout, such as 720p_t2v; None for another layout.
-
-        A checkpoint may be exported where its base model is not: then model.variant and the path have to tell.
-        """
-        if model.variant is not None or model.path is None:
-            return model.variant
-        path = Path(model.path).expanduser()
-        if path.parent.name == "transformer":
-            return path.name
-        try:
-            found = self.inspect(model) if path.is_dir() else None
-        except ValueError:
-            return None  # of a folder that no longer holds a whole model
-        return None if found is None else found.variant
-
-    def open_transformer(self, model: ModelConfig) -> tuple[Any, Mapping[str, Tensor]]:
-        """Modules on the meta device; the weights stay on disk."""
-        from sage_fast.models.hunyuan15.loading import cache_folder, find_model, model_files, open_transformer
-
-        return open_transformer(model_files(find_model(model), cache_folder(model)).transformer)
+        return find_model(model, download=False)[1]
 
     def licence(self) -> tuple[str, str]:
         return "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
@@ -75,15 +62,12 @@ class HunyuanVideo15(ModelFamily):
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.
 
-        A path that is nothing here any more is returned as it is: code that fails on it is better than another model.
+        A folder without the whole pipeline is of the repository that it most likely came from. A path that no longer
+        exists is returned as it is: code that fails on it is better than another model.
         """
-        if (folder := super().pipeline_base(model)) is not None:
-            return folder
         if model.path is None:
             return DEFAULT_REPOSITORY
-        if published := re.search(r"\d+p_t2v(_distilled)?", self.variant(model) or ""):
-            return PIPELINES.format(variant=published[0])
-        if (Path(model.path) / "transformer" / "config.json").is_file():
+        if super().pipeline_base(model) is None and (Path(model.path) / "transformer" / "config.json").is_file():
             from sage_fast.models.hunyuan15.loading import likely_repository
 
             return likely_repository(Path(model.path))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sage_fast.models.transformer import transformer_blocks
+
 MAX_LEVELS = 512
 """Most noise levels in a table; beyond them it is emptied."""
 
@@ -93,7 +95,7 @@ def can_tabulate(transformer: nn.Module) -> bool:
     True if the time embedding and the AdaLN layers of all blocks are plain, whole on this device, and frozen.
     """
     modules: Any = transformer
-    layers = [layer for block in modules.transformer_blocks for layer in adaln_layers(block)]
+    layers = [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
     return all(isinstance(layer, nn.Linear) for layer in layers) and all(
         type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
         for module in (modules.time_embed, *layers)

@@ -61,7 +61,7 @@ class HunyuanPromptEncoder:
     """Encodes prompts, or finds them in its cache.
 
     Args:
-        text_encoder: folder of Qwen2.5-VL: the text model alone, or the whole model.
+        text_encoder: folder of Qwen2.5-VL's text model.
         tokenizer: folder of its tokenizer.
         glyph_encoder: folder of ByT5's encoder.
         glyph_tokenizer: folder of its tokenizer.
@@ -305,15 +305,11 @@ class HunyuanPromptEncoder:
         return encode
 
     def _load_text_encoder(self) -> tuple[nn.Module, Any]:
-        from transformers import AutoTokenizer, Qwen2_5_VLModel, Qwen2_5_VLTextModel
+        from transformers import AutoTokenizer, Qwen2_5_VLTextModel
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, padding_side="right")
         self._check_template(tokenizer)
-        config = json.loads((self.text_encoder / "config.json").read_text(encoding="utf-8"))
-        if config.get("model_type") == "qwen2_5_vl_text":
-            return self._load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype), tokenizer
-        # The published Qwen2.5-VL: its vision tower and head are not needed.
-        return self._load(Qwen2_5_VLModel, self.text_encoder, self.dtype).language_model, tokenizer
+        return self._load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype), tokenizer
 
     def _load(self, model_class: Any, folder: Path, dtype: str = "auto") -> Any:
         """A transformers model, read straight to the device, ready for inference. ValueError when weights are missing.
@@ -322,7 +318,7 @@ class HunyuanPromptEncoder:
             dtype: `auto` is that of its files.
         """
         verbosity = transformers_logging.get_verbosity()
-        # Missing weights are reported below. The head, which only the whole Qwen2.5-VL has, is not one of them.
+        # Missing weights are reported below.
         transformers_logging.set_verbosity_error()
         try:
             model, info = model_class.from_pretrained(

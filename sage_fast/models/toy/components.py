@@ -78,8 +78,6 @@ def load_components(model: ModelConfig) -> Components:
     ValueError when a file is missing, the weights do not fit the config, or a variant or a type of text encoders is
     asked for.
     """
-    if model.variant is not None:
-        raise ValueError(f"model.variant is {model.variant!r}, but a toy model has none. Leave it out.")
     if model.text_encoder_dtype != "auto":
         raise ValueError(
             f"model.text_encoder_dtype is {model.text_encoder_dtype!r}, but a toy model looks its few words up in a "

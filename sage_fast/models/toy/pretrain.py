@@ -36,7 +36,7 @@ from sage_fast.models.toy.components import (
 from sage_fast.models.toy.exact_policy import ExactPolicy
 from sage_fast.models.toy.manifold import manifold_for
 from sage_fast.models.toy.renderer import COLOURS, HEIGHT, MOTIONS, NUM_FRAMES, SHAPES, WIDTH
-from sage_fast.models.transformer import velocity
+from sage_fast.models.transformer import backbone
 
 MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
 
@@ -285,7 +285,8 @@ def _train(
         latents, sigma = torch.cat([paths.latents, noised]), torch.cat([paths.sigma(), noised_sigma])
         captions = torch.cat([paths.captions, captions])
         with torch.autocast("cpu", torch.bfloat16):
-            predicted = velocity(transformer, latents, sigma, [data.prompts[row] for row in captions.tolist()])
+            prompts = [data.prompts[row] for row in captions.tolist()]
+            predicted = backbone(transformer).velocity(transformer, latents, sigma, prompts)
         predicted = predicted.float()
         error = (predicted - data.exact_velocity(latents, sigma, captions)).square().flatten(1).mean(1)
         # Far from the data the exact velocity is steep: a few latents there would outweigh all others.

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sage_fast import accelerate
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.policy.lora import add_lora
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
 from sage_fast.models.hunyuan15 import block
-from sage_fast.models.hunyuan15.velocity import dead_modules, velocity
+from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import add_lora, cast_weights, copy_lora
 from sage_fast.records import PromptEmbeds

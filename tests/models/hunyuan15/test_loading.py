@@ -16,13 +16,11 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.model_sections import ModelConfig
-from sage_fast.models.family import load_components, model_family
-from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
+from sage_fast.models.family import load_components
 from sage_fast.models.hunyuan15.loading import cache_folder
 from sage_fast.policy.lora import cast_weights
 from sage_fast.run.run import Run, build_trainer
-from sage_fast.tools.generation import load_generator
-from tests.tiny.checkpoints import copy_tree, save_official_layout
+from tests.tiny.checkpoints import copy_tree
 
 PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -41,23 +39,16 @@ def copied(diffusers_checkpoint: Path, tmp_path: Path) -> Path:
     return copy_tree(diffusers_checkpoint, tmp_path / "model")
 
 
-@pytest.fixture
-def official(official_checkpoint: Path, tmp_path: Path) -> Path:
-    """An official ckpts folder that a test may change."""
-    return copy_tree(official_checkpoint, tmp_path / "ckpts")
-
-
 def assert_equal_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     expected, actual = one.state_dict(), other.state_dict()
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", ["diffusers_checkpoint", "official_checkpoint"])
-def test_both_layouts_are_the_same_model(
-    layout: str, pipeline: HunyuanVideo15Pipeline, request: pytest.FixtureRequest, tmp_path: Path
+def test_the_parts_are_those_of_the_pipeline(
+    diffusers_checkpoint: Path, pipeline: HunyuanVideo15Pipeline, tmp_path: Path
 ) -> None:
-    components = load(request.getfixturevalue(layout), cache_dir=str(tmp_path))
+    components = load(diffusers_checkpoint, cache_dir=str(tmp_path))
     assert_equal_weights(pipeline.transformer, components.transformer)
     assert_equal_weights(pipeline.vae.decoder, components.video_decoder.vae.decoder)
     assert not components.transformer.training and components.guidance_distilled is None
@@ -65,10 +56,6 @@ def test_both_layouts_are_the_same_model(
         text, mask, glyph, glyph_mask = pipeline.encode_prompt('a sign with "words"')
     ours = components.prompt_encoder.encode(['a sign with "words"'])[0]
     assert torch.equal(ours.text, text[mask.bool()]) and torch.equal(ours.glyph, glyph[glyph_mask.bool()])
-
-
-def test_it_is_a_family_of_the_registry() -> None:
-    assert isinstance(model_family("hunyuan15"), HunyuanVideo15)
 
 
 # ---------------------------------------------------------------------------------------------- data types
@@ -128,27 +115,6 @@ def test_task_type_counts_only_without_a_pipeline(copied: Path) -> None:
         load(copied)
 
 
-@pytest.mark.parametrize(
-    ("variant", "config", "words"),
-    [
-        ("480p_i2v", {}, ["480p_i2v/config.json says ideal_task i2v"]),
-        ("480p_i2v_step_distilled", {"use_meanflow": True}, ["config.json says use_meanflow", "step-distilled"]),
-        ("720p_t2v_distilled_sparse", {}, ["720p_t2v_distilled_sparse is named so", "sparse attention"]),
-        ("480p_t2v_tiles", {"attn_param": {"tile": 8}}, ["config.json has an attn_param", "sparse attention"]),
-        ("720p_sr_distilled", {}, ["720p_sr_distilled is named so", "enlarges"]),
-        ("1080p_t2v", {}, ["ideal_resolution 1080p"]),
-    ],
-)
-def test_refused_in_the_official_layout(
-    pipeline: HunyuanVideo15Pipeline, tmp_path: Path, variant: str, config: dict[str, Any], words: list[str]
-) -> None:
-    save_official_layout(tmp_path / "ckpts", pipeline, variant, **config)
-    with pytest.raises(ValueError) as error:
-        load(tmp_path / "ckpts")
-    assert all(word in str(error.value) for word in ["Use 480p_t2v, 720p_t2v", *words]), error.value
-    assert not list((tmp_path / "ckpts" / ".sage_fast").glob("converted/*")), "nothing was converted"
-
-
 # ---------------------------------------------------------------------------------------------- guidance, variants
 
 
@@ -160,46 +126,17 @@ def test_distilled_guidance_in_diffusers_layout(copied: Path) -> None:
         components.check_guidance(6.0)
 
 
-def test_distilled_guidance_in_the_official_layout(pipeline: HunyuanVideo15Pipeline, tmp_path: Path) -> None:
-    save_official_layout(tmp_path / "ckpts", pipeline, "480p_t2v_distilled")
-    components = load(tmp_path / "ckpts")
-    components.check_guidance(1.0)
-    with pytest.raises(ValueError, match=r"480p_t2v_distilled says so"):
-        components.check_guidance(6.0)
-
-
 def test_weights_that_are_not_distilled_take_any_guidance(copied: Path) -> None:
     components = load(copied)
     components.check_guidance(1.0)
     components.check_guidance(6.0)
 
 
-def test_variants_of_the_official_layout(official: Path, pipeline: HunyuanVideo15Pipeline) -> None:
-    save_official_layout(official, pipeline, "720p_t2v")
-    save_official_layout(official, pipeline, "720p_i2v")
-    with pytest.raises(ValueError, match="Set model.variant to one of 480p_t2v, 720p_t2v"):
-        load(official)
-    with pytest.raises(ValueError, match=r"model.variant is '720p'.*hf download tencent/HunyuanVideo-1.5"):
-        load(official, variant="720p")
-    assert load(official, variant="480p_t2v").transformer.config.target_size == 640
-    assert load(official, variant="720p_t2v").transformer.config.target_size == 960
-    assert load(official / "transformer" / "720p_t2v").transformer.config.target_size == 960, "named by the path"
-    assert not (official / "transformer" / "720p_t2v" / ".sage_fast").exists()
-
-
-def test_a_variant_is_for_the_official_layout(diffusers_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="Leave model.variant out"):
-        load(diffusers_checkpoint, variant="480p_t2v")
-
-
 # ---------------------------------------------------------------------------------------------- timestep shift
 
 
-def test_the_shift_that_a_model_was_published_with(
-    copied: Path, official: Path, pipeline: HunyuanVideo15Pipeline, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_official_layout(official, pipeline, "720p_t2v")
-    assert load(official, variant="480p_t2v").shift == 5.0 and load(official, variant="720p_t2v").shift == 9.0
+def test_the_shift_that_a_model_was_published_with(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(copied).shift == 5.0
     edit_json(copied / "scheduler" / "scheduler_config.json", shift=7.0)
     components = load(copied)
     components.warn_of_shift(7.0)
@@ -211,19 +148,6 @@ def test_the_shift_that_a_model_was_published_with(
     caplog.clear()
     load(copied).warn_of_shift(5.0)
     assert not caplog.text
-
-
-def test_generating_with_another_shift_is_told(diffusers_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = [
-        "--output_dir=o",
-        "--data.prompts=p",
-        f"--model.path={diffusers_checkpoint}",
-        "--model.family=hunyuan15",
-        "--video.num_frames=5",
-    ]
-    config = load_config(None, [*words, "--video.height=32", "--video.width=32", "--rollout.shift=9"])
-    load_generator(config, [])
-    assert "published with a shift of 5" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- missing files
@@ -257,31 +181,6 @@ def test_missing_and_truncated_weights(copied: Path, part: str) -> None:
         load(copied)
 
 
-@pytest.mark.parametrize(
-    ("file", "command"),
-    [
-        (
-            "transformer/480p_t2v/diffusion_pytorch_model.safetensors",
-            "HunyuanVideo-1.5 --include 'transformer/480p_t2v/*'",
-        ),
-        ("vae/config.json", "hf download tencent/HunyuanVideo-1.5 --include 'vae/*'"),
-        ("vae/diffusion_pytorch_model.safetensors", "hf download tencent/HunyuanVideo-1.5 --include 'vae/*'"),
-        ("text_encoder/llm/config.json", "hf download Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("text_encoder/llm/model.safetensors", "hf download Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("text_encoder/byt5-small/config.json", "hf download google/byt5-small"),
-        (
-            "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt",
-            "modelscope download --model AI-ModelScope/Glyph-SDXL-v2",
-        ),
-    ],
-)
-def test_a_missing_official_file_is_named_with_its_command(official: Path, file: str, command: str) -> None:
-    (official / file).unlink()
-    with pytest.raises(ValueError) as error:
-        load(official)
-    assert str(official / file) in str(error.value) and command in str(error.value), error.value
-
-
 def drop(weights: dict[str, Tensor]) -> None:
     del weights["proj_out.bias"]
 
@@ -313,7 +212,10 @@ def test_a_path_that_is_nothing(path: str, words: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither model_index.json .* nor transformer/<variant>/config.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"nor transformer/config.json.*convert_hunyuan_video1_5_to_diffusers",
+    ):
         load(tmp_path)
 
 
@@ -381,12 +283,12 @@ class Brightness:
 
 
 @pytest.fixture
-def run_file(official: Path, tmp_path: Path) -> Path:
+def run_file(copied: Path, tmp_path: Path) -> Path:
     (tmp_path / "prompts.txt").write_text('a cat\na sign that says "open"\n')
     tree = {
         "output_dir": str(tmp_path / "run"),
         "data": {"prompts": str(tmp_path / "prompts.txt")},
-        "model": {"family": "hunyuan15", "path": str(official), "device": "cpu", "forward": "stock"},
+        "model": {"family": "hunyuan15", "path": str(copied), "device": "cpu", "forward": "stock"},
         "video": {"num_frames": 5, "height": 16, "width": 32},
         "rollout": {"num_steps": 3, "num_generations": 2, "batch_size": 4, "micro_batch_size": 2},
         "reward": {"rewards": ["tests.models.hunyuan15.test_loading:Brightness"], "weights": {"brightness": 1.0}},
@@ -399,7 +301,7 @@ def run_file(official: Path, tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_a_run_trains_the_official_checkpoint(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_trains_the_checkpoint(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run = Run(load_config(run_file))
         assert run.train().finished
@@ -415,18 +317,8 @@ def test_a_run_trains_the_official_checkpoint(run_file: Path, caplog: pytest.Log
         ("--model.path=/nowhere/at/all", "no folder here"),
         ("--video.num_frames=4", "1 or 5"),
         ("--video.width=40", "32 or 48"),
-        ("--model.variant=480p", "model.variant is '480p'"),
     ],
 )
 def test_what_does_not_fit_is_a_configuration_error(run_file: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_trainer(load_config(run_file, [override]))
-
-
-def test_a_run_refuses_to_guide_distilled_weights(
-    run_file: Path, official: Path, pipeline: HunyuanVideo15Pipeline
-) -> None:
-    save_official_layout(official, pipeline, "480p_t2v_distilled")
-    with pytest.raises(ConfigError, match="Set rollout.guidance_scale to 1"):
-        build_trainer(load_config(run_file, ["--model.variant=480p_t2v_distilled"]))
-    build_trainer(load_config(run_file, ["--model.variant=480p_t2v_distilled", "--rollout.guidance_scale=1"]))

@@ -211,7 +211,7 @@ def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
 def test_the_stock_transformer_with_the_adapter_computes_what_was_trained(world: World, tmp_path: Path) -> None:
     """In float32, where a stock pipeline rounds nothing, the velocities are the same bit for bit."""
     from sage_fast.config.load import load_config
-    from sage_fast.models.hunyuan15.velocity import velocity
+    from sage_fast.models.hunyuan15.backbone import velocity
     from sage_fast.policy.lora import ADAPTER_FILE
     from sage_fast.records import Prompt
     from sage_fast.tools.exporting import export

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sage_fast.config.model_sections import ModelConfig
-from sage_fast.models.hunyuan15.velocity import velocity
+from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (
     ASSETS,
@@ -191,7 +191,7 @@ def test_load_errors_name_the_file_and_the_way_out(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"variant": "720p_t2v"}, "model.variant is '720p_t2v'"), ({"text_encoder_dtype": "float16"}, "float32 table")],
+    [({"text_encoder_dtype": "float16"}, "float32 table")],
 )
 def test_settings_that_a_toy_model_does_not_have_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

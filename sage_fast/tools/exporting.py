@@ -223,7 +223,11 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
     for name in pictures:
         with replacing(folder / name) as partial:
             shutil.copyfile(run / name, partial)
-    family, paired = model_family(config.model.family), run / "evaluation" / "result.json"
+    paired: dict[str, Any] = {}
+    if (result_file := run / "evaluation" / "result.json").is_file():
+        paired = json.loads(result_file.read_text(encoding="utf-8"))
+        paired["tests"] = {"reward": paired["reward"], **paired["scores"]}
+    family = model_family(config.model.family)
     base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
@@ -252,7 +256,7 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
         diffusers=diffusers,
         # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other.
         pipeline_dtype="dtype" if tuple(map(int, diffusers.split(".")[:2])) >= (0, 40) else "torch_dtype",
-        paired=json.loads(paired.read_text(encoding="utf-8")) if paired.is_file() else None,
+        paired=paired,
         pictures=pictures,
     )
     write_text(folder / "README.md", str(card))

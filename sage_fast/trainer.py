@@ -31,9 +31,8 @@ from sage_fast.data import (
     pair_weights,
     split_evenly,
 )
-from sage_fast.distributed.engine import Engine, Snapshot, TensorSource
+from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
 from sage_fast.distributed.parallelize import check_lockstep, gather_second_block_when_due, parallelize
-from sage_fast.distributed.snapshot import check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World

@@ -12,9 +12,8 @@ A checkpoint is written into a hidden folder, synced, and renamed; a folder with
 does not match it, is never resumed from. One that cannot be read is another matter: it may be whole, and stops the run.
 Any number of processes can read it, whatever number has written it, and reading it runs no code.
 
-    folder.py       names, the manifest, and whether a folder is what was written
+    folder.py       names, the manifest, the check of every byte, which checkpoints are kept
     writer.py       `CheckpointWriter`: copies the tensors and writes them, if wanted while training goes on
-    retention.py    which checkpoints are kept
     reader.py       `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
 """
 

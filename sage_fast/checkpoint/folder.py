@@ -1,37 +1,40 @@
-"""The folder of a checkpoint: its name, its manifest, and whether every byte in it is what was written."""
+"""The folder of a checkpoint: its name, its manifest, the check of every byte in it, and how long it is kept."""
 
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 from sage_fast import __version__
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from sage_fast.config.files import sync
+from sage_fast.config.files import sync, write_text
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SHARDS = "shards"
 METADATA = f"{SHARDS}/.metadata"
+BEST = "best.json"
 FORMAT_VERSION = 2
 
 CHECKPOINT_NAME = re.compile(r"update-(\d{6,})")
+logger = logging.getLogger(__name__)
+
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""What the system says of a file that is not there; any other error leaves open what the file holds."""
+"""Errors of a file that is not there; any other error leaves open what the file holds."""
 
 
-class FileEntry(TypedDict):
-    """What the manifest says of a file."""
-
-    bytes: int
-    sha256: str
+T = TypeVar("T")
+Files = dict[str, Mapping[str, Any]]
+"""Path within the folder -> `bytes` (its size) and `sha256`."""
 
 
 def checkpoint_name(update: int) -> str:
@@ -69,44 +72,44 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
         DamagedCheckpointError: a file is missing or different. UnreadableCheckpointError: the system refuses to read
         one, or a rank does not see the folder. CheckpointError: there is no such folder, or it has another format.
     """
-    failure: CheckpointError | None = None
-    files: dict[str, FileEntry] = {}
-    if world.is_main:
-        try:
-            files = _read_manifest(folder)["files"]
-        except CheckpointError as error:
-            failure = error
-    raise_together(world, failure)
-    files = world.broadcast(files)
+    files = world.broadcast(agree(world, lambda: _read_manifest(folder) if world.is_main else {}))
     where = f" as rank {world.rank} sees it" if world.size > 1 else ""
-    for name in sorted(files)[world.rank :: world.size]:
-        failure = _examine(folder, name, files[name], where)
-        if failure is not None:
-            break
-    raise_together(world, failure)
+
+    def examine() -> None:
+        for name in sorted(files)[world.rank :: world.size]:
+            _examine(folder, name, files[name], where)
+
+    agree(world, examine)
 
 
-def raise_together(world: World, failure: CheckpointError | None) -> None:
-    """Raise on all ranks what has failed on any of them. Collective.
+def agree(world: World, step: Callable[[], T]) -> T:
+    """Do a step on this rank, and raise on all ranks what has failed on any of them. Collective.
 
     An unreadable file goes before a damaged one: a damaged checkpoint is passed over, which must not happen as long as
     a rank cannot tell.
     """
+    outcome: T | None = None
+    failure: CheckpointError | None = None
+    try:
+        outcome = step()
+    except CheckpointError as error:
+        failure = error
     failures = [found for found in world.gather(failure) if found is not None]
     if failures:
         raise next((found for found in failures if isinstance(found, UnreadableCheckpointError)), failures[0])
+    return outcome  # type: ignore[return-value]
 
 
-def describe_files(paths: Iterable[Path], folder: Path) -> dict[str, FileEntry]:
+def describe_files(paths: Iterable[Path], folder: Path) -> Files:
     """Force files to disk and describe what is there: {path within the folder: size and SHA-256}."""
-    entries: dict[str, FileEntry] = {}
+    entries: Files = {}
     for path in sorted(paths):
         sync(path)
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return entries
 
 
-def write_manifest(folder: Path, update: int, files: Mapping[str, FileEntry]) -> None:
+def write_manifest(folder: Path, update: int, files: Files) -> None:
     """Write the manifest and force it and the folders to disk.
 
     Args:
@@ -135,9 +138,15 @@ def one_process_is_meant() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked. Raises as `verify_checkpoint`."""
-    if not _is_folder(folder):
+def _read_manifest(folder: Path) -> Files:
+    """The files that the manifest of a checkpoint describes. Raises as `verify_checkpoint`."""
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise UnreadableCheckpointError.of(folder, error) from error
+        is_folder = False
+    if not is_folder:
         raise CheckpointError(
             f"There is no checkpoint folder {folder}. Give a folder such as runs/NAME/checkpoints/update-000040."
         )
@@ -150,21 +159,24 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise UnreadableCheckpointError.of(folder / MANIFEST, error) from error
     except (ValueError, RecursionError) as error:
         raise incomplete from error
-    # The checksum first: a flipped bit of the version must not pass for another format. Early manifests have none.
-    if not isinstance(manifest, dict) or ("sha256" in manifest and manifest["sha256"] != _manifest_digest(manifest)):
+    if not isinstance(manifest, dict):
         raise incomplete
     version = manifest.get("format_version")
-    if type(version) is int and version != FORMAT_VERSION:
-        writer = manifest.get("sage_fast")
-        wrote = f"SAGE-Fast {writer}" if writer else "an earlier version of SAGE-Fast"
+    # The checksum first: a flipped bit of the version must not pass for another format. Format 1 had none.
+    intact = manifest.get("sha256") == _manifest_digest(manifest)
+    if version != FORMAT_VERSION and (intact or "sha256" not in manifest):
+        writer = f"SAGE-Fast {manifest['sage_fast']}" if manifest.get("sage_fast") else "an earlier version"
         raise CheckpointError(
-            f"{folder} has checkpoint format {version}, which {wrote} wrote; version {__version__} reads format "
+            f"{folder} has checkpoint format {version}, which {writer} wrote; version {__version__} reads format "
             f"{FORMAT_VERSION} alone. Finish that run with the version that started it, or start a new run in another "
             "output_dir."
         )
-    if not _is_manifest(manifest):
+    if not intact:
         raise incomplete
-    return manifest
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not {STATE, METADATA} <= files.keys() or not all(map(_is_inside, files)):
+        raise incomplete
+    return files
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -173,64 +185,87 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
-def _is_manifest(manifest: Mapping[str, Any]) -> bool:
-    """Whether a manifest of this format has the keys and types that `write_manifest` gives it."""
-    files = manifest.get("files")
-    return (
-        manifest.keys() - {"sha256"} == {"format_version", "sage_fast", "update", "files"}
-        and type(manifest["format_version"]) is int
-        and isinstance(manifest["sage_fast"], str)
-        and _is_count(manifest["update"])
-        and isinstance(files, dict)
-        and {STATE, METADATA} <= files.keys()
-        and all(_is_inside(name) and _is_entry(entry) for name, entry in files.items())
-    )
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == FileEntry.__annotations__.keys()
-        and _is_count(entry["bytes"])
-        and isinstance(entry["sha256"], str)
-        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_inside(name: str) -> bool:
     """Whether a name is of a file in the folder, and none that leads out of it."""
     path = PurePosixPath(name)
     return name.isprintable() and path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
-def _is_folder(path: Path) -> bool:
-    """Whether there is such a folder. UnreadableCheckpointError when the system does not say."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return False
-        raise UnreadableCheckpointError.of(path, error) from error
-
-
-def _examine(folder: Path, name: str, entry: FileEntry, where: str) -> CheckpointError | None:
-    """What is wrong with a file of a checkpoint whose manifest rank 0 has read."""
+def _examine(folder: Path, name: str, entry: Mapping[str, Any], where: str) -> None:
+    """Compare a file of a checkpoint with the manifest that rank 0 has read. Raises as `verify_checkpoint`."""
     path = folder / name
     try:
-        matches = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+        if path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]:
+            return
     except OSError as error:
         if error.errno not in ABSENT:
-            return UnreadableCheckpointError.of(path, error)
+            raise UnreadableCheckpointError.of(path, error) from error
         if not os.path.isdir(folder):  # rank 0 has read its manifest: this machine has not mounted it
-            return UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}")
-        matches = False
-    return None if matches else DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
+            raise UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}") from error
+    except (KeyError, TypeError):  # an entry that was made up
+        pass
+    raise DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ what is kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The checkpoint with the highest score so far, as `best.json` beside the checkpoints names it.
+
+    Example: `Best(update=40, score=0.61)`
+    """
+
+    update: int
+    score: float
+
+
+def read_best(root: Path) -> Best | None:
+    """The pinned checkpoint of a run; None without one. A file that is cut or altered is ignored with a warning.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    path = root / BEST
+    try:
+        best = Best(**json.loads(path.read_bytes()))
+        if type(best.update) is not int or not isinstance(best.score, int | float):
+            raise ValueError("an update and a score are expected")
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, RecursionError) as error:
+        logger.warning("%s is ignored, because it is damaged (%s); the next best evaluation replaces it.", path, error)
+        return None
+    return best
+
+
+def write_best(root: Path, best: Best) -> None:
+    """Replace the pin. OSError when that fails; the old one is then untouched."""
+    write_text(root / BEST, json.dumps(asdict(best)))
+
+
+def superfluous(folders: Sequence[Path], *, keep_last: int, keep_every: int | None, best: int | None) -> list[Path]:
+    """The checkpoints that a run no longer needs.
+
+    Args:
+        folders: all of them, oldest first.
+        keep_last: how many of the newest are kept.
+        keep_every: the first checkpoint at or after each multiple of this is kept; None keeps no milestones.
+        best: update of the one that is pinned.
+    """
+    kept = {update_of(folder) for folder in folders[-keep_last:]}
+    if best is not None:
+        kept.add(best)
+    if keep_every is not None:
+        milestones: dict[int, int] = {}
+        for update in map(update_of, folders):
+            milestones.setdefault(update // keep_every, update)
+        milestones.pop(0, None)  # no multiple has been reached
+        kept.update(milestones.values())
+    return [folder for folder in folders if update_of(folder) not in kept]

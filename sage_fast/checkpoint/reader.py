@@ -24,9 +24,9 @@ from sage_fast.checkpoint.folder import (
     METADATA,
     SHARDS,
     STATE,
+    agree,
     list_checkpoints,
     one_process_is_meant,
-    raise_together,
     verify_checkpoint,
 )
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
@@ -73,13 +73,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint lacks one, has it in another shape, or cannot be read; on all ranks.
         """
-        failure = None
-        try:
+        named = {f"{group}.{name}": t for group, tensors in targets.items() for name, t in tensors.items()}
+
+        def fill() -> None:
             self._check(targets)
-            self._shards.read({f"{group}.{name}": t for group, named in targets.items() for name, t in named.items()})
-        except CheckpointError as error:
-            failure = error
-        raise_together(self._world, failure)
+            self._shards.read(named)
+
+        agree(self._world, fill)
 
     def _check(self, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
         for group, named in targets.items():
@@ -120,13 +120,7 @@ class SavedTensors(Mapping[str, Tensor]):
 def open_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> Checkpoint:
     """Verify a checkpoint and open it. Collective. Raises as `verify_checkpoint`, the same on all ranks."""
     verify_checkpoint(folder, world)
-    failure = None
-    try:
-        checkpoint = Checkpoint(folder, world)
-    except CheckpointError as error:
-        failure = error
-    raise_together(world, failure)
-    return checkpoint
+    return agree(world, lambda: Checkpoint(folder, world))
 
 
 def newest_checkpoint(root: Path, world: World = SINGLE_PROCESS) -> Checkpoint | None:
@@ -139,14 +133,7 @@ def newest_checkpoint(root: Path, world: World = SINGLE_PROCESS) -> Checkpoint |
         cannot be read: going on from an older one would lose work that may be there. CheckpointError: it has another
         format.
     """
-    folders: list[Path] = []
-    failure = None
-    if world.is_main:
-        try:
-            folders = list_checkpoints(root)
-        except CheckpointError as error:
-            failure = error
-    raise_together(world, failure)
+    folders = agree(world, lambda: list_checkpoints(root) if world.is_main else [])
     for folder in reversed(world.broadcast(folders)):
         try:
             return open_checkpoint(folder, world)

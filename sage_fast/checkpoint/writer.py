@@ -34,15 +34,18 @@ from torch.distributed.tensor import DTensor
 from sage_fast.checkpoint.folder import (
     SHARDS,
     STATE,
-    FileEntry,
+    Best,
+    Files,
     checkpoint_name,
     describe_files,
     list_checkpoints,
     one_process_is_meant,
+    read_best,
+    superfluous,
     update_of,
+    write_best,
     write_manifest,
 )
-from sage_fast.checkpoint.retention import Best, read_best, superfluous, write_best
 from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
 from sage_fast.config.files import sync
 from sage_fast.distributed.world import OWN_TIMEOUT, SINGLE_PROCESS, World
@@ -73,17 +76,6 @@ class CheckpointData:
 
 Extra = Callable[[Path], Callable[[], object] | None]
 """What adds files to a checkpoint: see `CheckpointWriter.save`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A checkpoint to write. local: this rank's part of every tensor, by key. plan: which part that is."""
-
-    update: int
-    state: str
-    plan: SavePlan
-    local: Mapping[str, Tensor]
-    more: Callable[[], object] | None
 
 
 class CheckpointWriter:
@@ -154,11 +146,10 @@ class CheckpointWriter:
         self._agree(update, lambda: self._make_folder(update))
         more = None if extra is None else self._agree(update, lambda: extra(self._partial(update)))
         local = self._agree(update, lambda: self._copy({key: _local(tensor) for key, tensor in tensors.items()}))
-        job = _Job(update=update, state=state, plan=plan, local=local, more=more)
         if self._thread is None:
-            self._write(job)
+            self._write(update, state, plan, local, more)
         else:
-            self._pending = self._thread.submit(self._write, job)
+            self._pending = self._thread.submit(self._write, update, state, plan, local, more)
         return self._final(update)
 
     def pin_best(self, update: int, score: float) -> None:
@@ -245,40 +236,57 @@ class CheckpointWriter:
         self._copies = copies
         return copies
 
-    def _write(self, job: _Job) -> None:
-        """Write, sum and publish."""
-        mine = self._agree(job.update, lambda: self._write_files(job))
-        files = {name: entry for part in self._gather(mine) for name, entry in part.items()}
-        self._agree(job.update, lambda: self._publish(job.update, files))
+    def _write(
+        self,
+        update: int,
+        state: str,
+        plan: SavePlan,
+        local: Mapping[str, Tensor],
+        more: Callable[[], object] | None,
+    ) -> None:
+        """Write, sum and publish.
 
-    def _write_files(self, job: _Job) -> dict[str, FileEntry]:
-        """Write this rank's part, and describe the files that it answers for."""
-        partial = self._partial(job.update)
+        Args:
+            plan: which part of every tensor is this rank's. local: that part, by key.
+            more: writes the files of `extra`.
+        """
+
+        def write() -> Files:
+            self._write_shards(update, plan, local)
+            if more is not None:
+                more()
+            return self._describe_own(update, state)
+
+        files = {name: entry for part in self._gather(self._agree(update, write)) for name, entry in part.items()}
+        self._agree(update, lambda: self._publish(update, files))
+
+    def _write_shards(self, update: int, plan: SavePlan, local: Mapping[str, Tensor]) -> None:
         # Not ahead of time from the GPU: everything is in CPU memory, or goes there tensor by tensor.
-        storage = FileSystemWriter(partial / SHARDS, sync_files=True, per_thread_copy_ahead=0)
-        planner = _CopiesPlanner(job.plan)
+        storage = FileSystemWriter(self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0)
         if self._group is None:
             one_process_is_meant()
         save(
-            job.local,
+            dict(local),
             storage_writer=storage,
-            planner=planner,
+            planner=_CopiesPlanner(plan),
             process_group=self._group,
             no_dist=self._group is None,
         )
-        if job.more is not None:
-            job.more()
+
+    def _describe_own(self, update: int, text: str) -> Files:
+        """Describe the files that this rank answers for; rank 0 for all but the shards of others."""
+        partial = self._partial(update)
         mine = list((partial / SHARDS).glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
             state = partial / STATE
-            state.write_text(job.state, encoding="utf-8")
+            state.write_text(text, encoding="utf-8")
             others = [p for p in partial.rglob("*") if p.is_file() and not p.match(f"{SHARDS}/__*")]
             for path in others:  # safetensors makes files that nobody else may read, whatever the umask says
                 path.chmod(stat.S_IMODE(state.stat().st_mode))
             mine += others
         return describe_files(mine, partial)
 
-    def _publish(self, update: int, files: Mapping[str, FileEntry]) -> None:
+    def _publish(self, update: int, files: Files) -> None:
         """Give a folder that is complete its name."""
         if not self.world.is_main:
             return

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.training_sections import OptimizerConfig
-from sage_fast.distributed.engine import Phase, TensorSource
+from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.parallelize import Gathering
-from sage_fast.distributed.snapshot import WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet, norm_is_finite
 from sage_fast.policy.guidance import vjp_into_grad

@@ -50,7 +50,6 @@ class BlockGathering:
             block.register_forward_hook(
                 lambda module, arguments, outputs, index=index: self._after_forward(index, arguments, outputs)
             )
-        transformer.register_forward_hook(lambda module, arguments, outputs: self._end_forward())
 
     def end_backward(self) -> None:
         """Give back what the backward pass has left gathered."""
@@ -60,13 +59,6 @@ class BlockGathering:
         if self._backward is not None:
             self._release(self._backward)
         self._backward = None
-
-    def _end_forward(self) -> None:
-        """Give back what was on its way to a block that a feature cache has left out."""
-        if not _in_backward():
-            for index in list(self._handles):
-                self._finish(index)
-                self._release(index)
 
     def _gather_rest(self) -> None:
         self._wait(self._start(self._rest))

@@ -404,7 +404,7 @@ def test_one_of_another_format_says_who_wrote_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     old = shutil.copytree(tmp_path / "update-000001", tmp_path / "update-000002")
     for version, wrote, manifest in (
-        (1, "an earlier version of SAGE-Fast", {"format_version": 1, "update": 2, "files": {}}),
+        (1, "an earlier version", {"format_version": 1, "update": 2, "files": {}}),
         (3, "SAGE-Fast 9.1", {"format_version": 3, "sage_fast": "9.1", "update": 2, "files": {}}),
     ):
         (old / "manifest.json").write_text(json.dumps(manifest))

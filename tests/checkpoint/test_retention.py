@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
-from sage_fast.checkpoint.retention import superfluous
+from sage_fast.checkpoint.folder import superfluous
 from sage_fast.config.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import contents, save
 

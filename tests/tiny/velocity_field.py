@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage_fast.distributed.snapshot import WeightSnapshot
+from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.policy import guidance
 from sage_fast.records import PromptEmbeds
 from sage_fast.trainer import Trainer

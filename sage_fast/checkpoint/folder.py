@@ -164,7 +164,7 @@ def _read_manifest(folder: Path) -> Files:
     version = manifest.get("format_version")
     # The checksum first: a flipped bit of the version must not pass for another format. Format 1 had none.
     intact = manifest.get("sha256") == _manifest_digest(manifest)
-    if version != FORMAT_VERSION and (intact or "sha256" not in manifest):
+    if type(version) is int and version != FORMAT_VERSION and (intact or "sha256" not in manifest):
         writer = f"SAGE-Fast {manifest['sage_fast']}" if manifest.get("sage_fast") else "an earlier version"
         raise CheckpointError(
             f"{folder} has checkpoint format {version}, which {writer} wrote; version {__version__} reads format "

@@ -4,8 +4,10 @@ Each field says so itself, in its metadata; a section's mark covers every key in
 is trained: it may differ only where the user names it (`--allow-changes`), and the change goes on record.
 """
 
+import hashlib
+import json
 from dataclasses import field, fields, is_dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -44,3 +46,8 @@ def marked_keys(config: type, mark: str, prefix: str = "", inherited: str | None
         elif reason is not None:
             marked[prefix + f.name] = reason
     return marked
+
+
+def digest(values: Any) -> str:
+    """SHA-256 of JSON values, the same for the same values: the identity of settings, prompts and the like."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

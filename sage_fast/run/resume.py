@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
+from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.resumable import FIXED, FREE, marked_keys
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
@@ -111,23 +112,24 @@ def _check_may_start_again(config: RunConfig, world: World) -> None:
     The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first.
     """
     directory = Path(config.output_dir)
-    failure: CheckpointError | None = None
-    if world.is_main:
+
+    def check() -> None:
+        if not world.is_main:
+            return
         folders = list_checkpoints(directory / "checkpoints")
         rows = read_metrics(directory / METRICS) if _has_history(directory) else []
         reached = max((row["update"] for row in rows), default=0)
-        why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
-        if folders or reached >= 2 * config.checkpoint.every:
-            failure = CheckpointError(
-                f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
-                f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps "
-                "what is there in a folder previous-N."
-            )
-        else:
+        if not folders and reached < 2 * config.checkpoint.every:
             logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
-    failure = world.broadcast(failure)
-    if failure is not None:
-        raise failure
+            return
+        why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
+        raise CheckpointError(
+            f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
+            f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps "
+            "what is there in a folder previous-N."
+        )
+
+    agree(world, check)
 
 
 # ------------------------------------------------------------------------------------------ configuration

@@ -11,7 +11,6 @@ runs/NAME/
     status.json  lease.json              how far it is, and who writes here: what `sage-fast status` reads
 """
 
-import hashlib
 import json
 import logging
 import time
@@ -29,6 +28,7 @@ from sage_fast.config.distributed import check_heads
 from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
+from sage_fast.config.resumable import digest
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
@@ -274,10 +274,10 @@ class Run:
         self.metrics.truncate_after(int(state["trainer"]["update"]))
         is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
-        self._measure_baseline(state.get("baseline") if is_own else None, trust_files=True)
+        self._measure_baseline(state["baseline"] if is_own else None, trust_files=True)
         self.trainer.load(checkpoint, state["trainer"])
         # A checkpoint of another directory has its records there.
-        self._restore_record(state.get("record") if is_own else None, state.get("pending"))
+        self._restore_record(state["record"] if is_own else None, state["pending"])
         self._record_changes()
 
     def _loop(self) -> bool:
@@ -454,23 +454,20 @@ class Run:
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
 
-    def _restore_record(self, record: dict[str, Any] | None, pending: Any) -> None:
+    def _restore_record(self, record: dict[str, Any] | None, pending: bool) -> None:
         """Log the checkpoint's update if a kill or a full disk came between, and make up for an evaluation due then.
 
         Args:
             record: the metrics of that update, without its evaluation.
-            pending: whether an evaluation was due; in older checkpoints, the record where one was.
+            pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        if isinstance(pending, dict):
-            record = pending
         if record is None and not pending:
             return
-        due = bool(pending)
-        if due and not self.config.evaluation.every:
+        if pending and not self.config.evaluation.every:
             logger.info("evaluation.every is 0: the evaluation that was due at update %d is left out.", update)
-            due = False
-        if due and not (
+            pending = False
+        if pending and not (
             self._has_logged(update, {"eval/reward_mean"})
             and self.world.broadcast(self.world.is_main and self.evaluation.is_on_disk(update))
         ):
@@ -591,6 +588,5 @@ class Run:
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the training and evaluation prompts with their indices and seeds."""
-    rows = [[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    """Digest of the training and evaluation prompts with their indices and seeds."""
+    return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])

@@ -1,6 +1,5 @@
 """The trainings of a study: their commands, their state, and their findings."""
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.resumable import FREE, marked_keys
+from sage_fast.config.resumable import FREE, digest, marked_keys
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
@@ -142,4 +141,4 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     """Eight characters that differ for configurations that differ in more than place, machine and seed."""
     ignored = {*marked_keys(RunConfig, FREE), "seed"} - TOLD
     kept = {key: value for key, value in settings.items() if key not in ignored}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return digest(kept)[:8]

@@ -183,21 +183,6 @@ def test_a_kill_between_checkpoint_and_log_loses_no_row(tiny_run: MakeRun, monke
         assert numbers(whole) == expected, update
 
 
-def test_a_checkpoint_from_before_records_were_kept_still_resumes(tiny_run: MakeRun) -> None:
-    from sage_fast.checkpoint.folder import describe_files, write_manifest
-
-    run = Run(tiny_run()).train().output_dir
-    newest = list_checkpoints(run / "checkpoints")[-1]
-    state = json.loads((newest / "state.json").read_text())
-    state["pending"] = state.pop("record")
-    del state["baseline"]
-    (newest / "state.json").write_text(json.dumps(state))
-    (newest / "manifest.json").unlink()
-    write_manifest(newest, 2, describe_files((p for p in newest.rglob("*") if p.is_file()), newest))
-    result = Run(tiny_run("--resume=auto", "--training.num_updates=3")).train()
-    assert result.update == 3 and [row["update"] for row in numbers(run)] == [0, 1, 2, 3]
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

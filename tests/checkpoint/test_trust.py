@@ -1,8 +1,6 @@
 """Opening a checkpoint runs no code, whoever has written it."""
 
 import ast
-import hashlib
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import sage_fast
 from sage_fast.checkpoint import find_checkpoint, open_checkpoint
+from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.test_checkpoint import assert_holds, contents, save
 
@@ -32,10 +31,8 @@ class Prepared:
 def replace_metadata(folder: Path, data: bytes) -> None:
     """Put other bytes into `.metadata`, with a manifest that agrees."""
     (folder / "shards/.metadata").write_bytes(data)
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    del manifest["sha256"]
-    manifest["files"]["shards/.metadata"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, 2, describe_files((p for p in folder.rglob("*") if p.is_file()), folder))
 
 
 @pytest.mark.parametrize("resume", ["auto", "path"])

@@ -1,10 +1,8 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 on two gloo processes against plain torch on one that has both ranks' videos."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 from sage_fast import accelerate
 from sage_fast.config.distributed import DistributedConfig
@@ -25,6 +22,7 @@ from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, copy_lora, train_all, trainable_parameters
+from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
@@ -44,7 +42,6 @@ CONFIG = OptimizerConfig(
     name="adamw", learning_rate=3e-3, warmup_updates=2, max_grad_norm=0.5, weight_decay=0.1, eps=1e-6
 )
 # eps: weights whose gradient is zero but for rounding, as the bias of keys, do not step by it.
-ROOT = Path(__file__).resolve().parents[2]
 
 
 # ---------------------------------------------------------------------------------------------------- the same run
@@ -129,23 +126,6 @@ class Source:
 # ------------------------------------------------------------------------------------------------------ the children
 
 
-def start(number: int, folder: str) -> World:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(number)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS, timeout=timedelta(seconds=100)
-    )
-    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
-    return World(rank=number, size=RANKS, dp_shard=RANKS, mesh=mesh)
-
-
-def finish() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly exit
-
-
 def engine_of(policy: GuidedPolicy, mode: Any, world: World, stage: Literal[2, 3], kind: str = "") -> Any:
     """An engine with buckets that a pull fills several of, and few weights that stay whole; for `stock` none."""
     from sage_fast.distributed import zero
@@ -167,16 +147,18 @@ def sample(policy: GuidedPolicy) -> Tensor:
     return policy.velocity(latents(1, seed=77), torch.tensor([0.4]), [prompt(4, 1, seed=5)])
 
 
-def follow(number: int, folder: str) -> None:
+def follow(folder: str) -> None:
     """Everything that needs two ranks, in one pair of processes: starting them costs more than their work."""
-    world, linear = start(number, folder), nn.functional.linear
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    world, linear = World(rank=dist.get_rank(), size=RANKS, dp_shard=RANKS, mesh=mesh), nn.functional.linear
+    number = world.rank
     for stage in STAGES:
         for mode in MODES:
             torch.save(follow_run(world, folder, stage, mode), f"{folder}/zero{stage}-{mode}-{number}.pt")
         torch.save(follow_bf16(world, folder, stage), f"{folder}/zero{stage}-bf16-{number}.pt")
     torch.save(follow_stock(world, folder), f"{folder}/zero3-stock-{number}.pt")
     assert nn.functional.linear is linear, "DeepSpeed has replaced torch's linear layers"
-    finish()
 
 
 def follow_run(world: World, folder: str, stage: Literal[2, 3], mode: str) -> dict[str, Any]:
@@ -289,7 +271,7 @@ def plain(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def children(folder: Path, plain: dict[str, dict[str, Any]]) -> Path:
     """The folder with all that two ranks have found."""
-    spawn(follow, (str(folder),), nprocs=RANKS, join=True)
+    run_ranks(follow, RANKS, str(folder), timeout=400)
     return folder
 
 

@@ -69,10 +69,11 @@ test-repeat: $(READY)  ## repeat the tests of signals and kills REPEATS times, u
 guard: $(READY)  ## hold costs to benchmarks/budgets.yaml; the tests do so too
 	$(BIN)/python -m benchmarks guard $(GUARD_ARGS)
 
-lint: $(READY)  ## check style, layout and types
+lint: $(READY)  ## check style, layout, types and English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
+	$(BIN)/python -m docs.tools.english
 
 format: $(READY)  ## lay out the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

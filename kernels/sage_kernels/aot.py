@@ -6,7 +6,7 @@ attributed to the pointer argument it goes through by following the address arit
 that with the limits.
 
     python -m sage_kernels.aot             a table on standard output; exit status 1 on a violation
-    python -m sage_kernels.aot --write     renew kernels/aot.json and the page made from it, docs/kernels_aot.md
+    python -m sage_kernels.aot --write     renew kernels/aot.json
     python -m sage_kernels.aot --json      the records on standard output, for tests
 
 Run it without TRITON_INTERPRET: interpreted kernels cannot be compiled.
@@ -43,7 +43,6 @@ of its multiprocessors and reads or writes some 15 bytes."""
 SHARED_MEMORY = {80: 164, 90: 228, 100: 228}
 """KiB of a multiprocessor; a program takes one of them beside its own."""
 RECORDS = Path(__file__).resolve().parents[1] / "aot.json"
-PAGE = RECORDS.parents[1] / "docs" / "kernels_aot.md"
 _WARP_SIZE = 32
 
 
@@ -296,30 +295,9 @@ def records(builds: Sequence[Build]) -> str:
     return f'{{"triton": "{triton.__version__}", "builds": [\n{rows}\n]}}\n'
 
 
-def page(text: str) -> str:
-    """The Markdown page of the builds in `records`."""
-    content = json.loads(text)
-    instructions = " and ".join(f"{most} (`{kernel}`)" for kernel, most in INSTRUCTIONS.items())
+def table(text: str) -> str:
+    """Markdown table of the builds in `records`: shared memory in bytes a program, accesses in bytes a thread."""
     lines = [
-        "# Kernels as compiled",
-        "",
-        "What the compiler makes of every kernel that the benchmark cases launch, built as they launch it. Launch",
-        "settings of all three architectures follow from these figures; **none has been timed** on an A100 (sm_80), an",
-        "H100 (sm_90) or a B200 (sm_100).",
-        "",
-        f"`python -m sage_kernels.aot --write` makes this page and kernels/aot.json (Triton {content['triton']}); no",
-        "GPU is needed. A test holds these limits:",
-        "",
-        f"* at most {MAX_REGISTERS} registers a thread; no stack, local memory or spills;",
-        "* no launch that wants more programs on a multiprocessor than fit;",
-        f"* streams, the large tensors (in bold), are read and written by at least {STREAMING_BYTES} bytes a thread,",
-        "  and not loaded behind a barrier in the PTX (the assembler may still move a load);",
-        f"* at most {instructions} machine instructions an element.",
-        "",
-        "A name is `kernel[type of the large tensors, first case that launches it]`. A is 352x624 and B 480x832 at 81",
-        "frames of HunyuanVideo-1.5 (width 2048, 16 heads of 128); `width 3072` and `24 heads` are a wider model.",
-        "Shared memory is in bytes a program, widths of loads and stores in bytes a thread.",
-        "",
         "| kernel | arch | warps | registers | stack + local | spills | shared | programs: wanted, fit "
         "| instructions | loads | stores |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -333,7 +311,7 @@ def page(text: str) -> str:
             groups.setdefault("/".join(map(str, widths)), []).append(text)
         return "; ".join(f"{', '.join(names)} {widths}" for widths, names in groups.items())
 
-    for item in (Build(**row) for row in content["builds"]):
+    for item in (Build(**row) for row in json.loads(text)["builds"]):
         lines.append(
             f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} | {item.stack + item.local} "
             f"| {item.spills} | {item.shared} | {item.programs_per_sm}, {item.fitting_programs} "
@@ -349,16 +327,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", help="ops to build; all by default")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="80 for sm_80")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name} and {PAGE.name}")
+    output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name}")
     output.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args(argv)
     builds = build_all(options.ops, options.arch)
     text = records(builds)
     if options.write:
         RECORDS.write_text(text, "utf-8")
-        PAGE.write_text(page(text), "utf-8")
     else:
-        print(text if options.json else page(text), end="")
+        print(text if options.json else table(text), end="")
     broken = [line for item in builds for line in item.violations()]
     print("\n".join(broken), end="\n" if broken else "", file=sys.stderr)
     return 1 if broken else 0

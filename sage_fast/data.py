@@ -1,7 +1,6 @@
-"""Which prompts an update sees, in which order its steps are trained, and what each of them counts: functions of the
-seed and a counter.
+"""The prompts that an update sees, and the order in which its steps are trained: functions of the seed and a counter.
 
-Shapes: V videos of a rollout on all ranks, K trained steps per video.
+Shapes: P prompts, G videos per prompt, K trained steps per video.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_fast.config.training_sections import TrainingConfig, TrainOnConfig
+from sage_fast.config.training_sections import TrainOnConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -144,85 +143,6 @@ def best_and_worst(advantages: Tensor, train_on: TrainOnConfig) -> Tensor:
         return torch.ones_like(advantages, dtype=torch.bool)
     rank = advantages.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (rank < train_on.best) | (rank >= advantages.shape[1] - train_on.worst)
-
-
-PAIR_FLOOR = 0.2
-"""Share of the draws of `training.pairs: weighted` that goes evenly to all pairs. No pair then counts more than
-1 / PAIR_FLOOR times what it counts in an even draw of as many."""
-
-
-def draw_pairs(weights: Tensor, pulls: Tensor, count: int, start: float) -> Tensor:
-    """Weights of `count` drawn pairs, of which the mean over all draws is `weights`.
-
-    Of n pairs each is drawn with probability pi = count p, p = (1 - PAIR_FLOOR) pull / sum(pulls) + PAIR_FLOOR / n, and
-    then counts 1 / pi. Where pi is above 1 the pair is certain, and the others share what is left. The draw is
-    systematic: the pairs are laid end to end, each as long as its pi, and those at start, start + 1, ... are taken.
-
-    Args:
-        weights: (V, K) of 0 and 1; only pairs of weight 1 are drawn from.
-        pulls: (V, K), not negative: how strongly a pair is expected to pull.
-        count: pairs to draw; all of them where there are no more.
-        start: in [0, 1), drawn evenly.
-    """
-    candidates = weights > 0
-    chances = inclusion_chances(pulls[candidates].double(), count)
-    taken = chances >= 1
-    ends = chances[~taken].cumsum(0)
-    ends[-1:] = ends[-1:].round()  # a whole number but for rounding, so that any start draws as many
-    passed = (ends - start).ceil()
-    taken[~taken] = passed.diff(prepend=passed.new_zeros(1)) > 0
-    drawn = torch.zeros_like(weights)
-    drawn[candidates] = torch.where(taken, 1 / chances, 0.0)
-    return drawn
-
-
-def inclusion_chances(pulls: Tensor, count: int) -> Tensor:
-    """The probabilities (n,) of `draw_pairs`, whose sum is `count` unless there are fewer pairs."""
-    if count >= len(pulls):
-        return torch.ones_like(pulls)
-    even = torch.full_like(pulls, 1 / len(pulls))
-    p = (1 - PAIR_FLOOR) * pulls / pulls.sum() + PAIR_FLOOR * even if pulls.any() else even
-    chances = count * p
-    while (above := chances > 1).any():
-        certain = above | (chances == 1)
-        left = (count - int(certain.sum())) / p[~certain].sum()
-        chances = torch.where(certain, 1.0, left * p)
-    return chances
-
-
-def pair_weights(
-    advantages: Tensor,
-    trained: Tensor,
-    pulls: Tensor,
-    training: TrainingConfig,
-    *,
-    has_kl: bool,
-    seed: int,
-    update: int,
-) -> Tensor:
-    """What the pair of a video and a position in its order counts in the sum of losses, as `training.pairs` says.
-
-    Args:
-        advantages: (V,). trained: (V,) bool, as in `ScoredRollout`.
-        pulls: (V, K), see `step_pulls`.
-        has_kl: the loss has a KL term; without one a video without advantage has no gradient.
-        seed: of the run.
-        update: of the rollout; each of its updates draws for itself.
-
-    Returns:
-        (V, K) float64; 0 is a pair that is not trained.
-    """
-    pulled = trained if has_kl else trained & (advantages != 0)
-    weights = pulled.double()[:, None].repeat(1, pulls.shape[1])
-    if training.pairs != "weighted":
-        return weights
-    pulls = advantages.abs().double()[:, None] * pulls
-    for number, positions in enumerate(split_evenly(pulls.shape[1], training.updates_per_rollout)):
-        part = slice(positions.start, positions.stop)
-        count = num_trained(training.pair_fraction, int(trained.sum()) * len(positions))
-        start = float(torch.rand((), generator=_generator("pairs", seed, update + number), dtype=torch.float64))
-        weights[:, part] = draw_pairs(weights[:, part], pulls[:, part], count, start)
-    return weights
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

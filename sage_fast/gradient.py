@@ -33,9 +33,7 @@ from sage_fast.sde import TransitionTable
 def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
     """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
     trainable = table.trainable.nonzero().flatten().tolist()
-    if training.pairs == "uniform" and not training.permute_timesteps:
-        return sorted(step_order(key, trainable, training.step_fraction, permute=True))
-    return step_order(key, trainable, training.step_fraction, training.permute_timesteps)
+    return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
 
 
 class PolicyGradient(Protocol):
@@ -63,12 +61,12 @@ class PolicyGradient(Protocol):
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
         """Add to `.grad` the gradient of the mean loss over the steps at `positions` of every trained sample's order.
 
-        The loss is a sum over samples and steps, with their weights, divided by their global count, so it depends on
-        neither the micro-batch size nor the number of ranks.
+        The loss is a sum over samples and steps divided by their global count, so it depends on neither the
+        micro-batch size nor the number of ranks.
 
         Returns:
-            Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples. Those of
-            pairs that are not computed are the terms at the rollout's velocity.
+            Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples. Where the
+            model need not run, they are the terms at the rollout's velocity.
         """
         ...
 
@@ -150,8 +148,8 @@ class TwoPhaseGradient:
         self._on_policy = True
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`: the policy's own, which at steps without noise may use features again."""
-        return policy_velocity(self.policy, samples, table)
+        """As in `PolicyGradient`: the policy's own."""
+        return policy_velocity(self.policy, samples)
 
     @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
@@ -159,7 +157,7 @@ class TwoPhaseGradient:
         if self._anchor is None:
             return
         positions = [position for position, factor in enumerate(self._kl_factors) if factor]
-        due = self._passes(scored, scored.all_weights[:, positions] > 0, positions)
+        due = self._passes(scored, scored.all_trained[:, None].expand(-1, len(positions)), positions)
         batches = list(scored.batches())
         with self._anchor.applied():
             for done, (number, position) in enumerate(due):
@@ -193,22 +191,23 @@ class TwoPhaseGradient:
                     continue
                 self.progress("update", done, len(due), describe_batch(trajectory.samples))
                 self.engine.last_vjp(done + 1 == len(due))
-                row_weights = scored.weights[rows, position] / count
+                row_weights = scored.trained[rows].double() / count
                 collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
         # The optimizer moves the weights after this call.
         self._on_policy = False
         return concatenate_terms(collected)
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
-        """Which pairs (V, len(positions)) have a loss that the weights of the policy can change, bool."""
+        """Samples and positions (V, len(positions)) whose terms are not those at the rollout's velocity, bool."""
         measured = [self._anchor is not None and self._kl_factors[position] > 0 for position in positions]
+        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
         pulls = torch.tensor(
-            [kl_pulls(self.settings, moved=not self._on_policy, anchor_behind=behind) for behind in measured]
+            [not self._on_policy or kl_pulls(self.settings, anchor_behind=behind) for behind in measured]
         )
-        return (scored.all_weights[:, list(positions)] > 0) & ((scored.all_advantages != 0)[:, None] | pulls)
+        return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
 
     def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Micro-batches and positions at which this rank runs the model for the wanted pairs (V, len(positions)).
+        """Micro-batches and positions at which this rank runs the model for what is wanted (V, len(positions)).
 
         A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
         make as many passes as the one with most: some of theirs are for nothing.
@@ -269,15 +268,15 @@ def concatenate_terms(terms: Sequence[PolicyTerms]) -> PolicyTerms:
 
 def gather_terms(
     scored: ScoredRollout, own: PolicyTerms, positions: Sequence[int], world: World
-) -> tuple[PolicyTerms, Tensor, str | None]:
+) -> tuple[PolicyTerms, str | None]:
     """The terms of all ranks, before the optimizer sees their gradient. Collective.
 
     Args:
         own: this rank's, from `PolicyGradient.accumulate` with these positions.
 
     Returns:
-        Those of trained videos, (N,) each, in CPU memory and in the order of one process, and their
-        weights; and a description of a loss that is not finite, with its prompts, or None. The same on every rank.
+        Those of trained videos, (N,) each, in CPU memory and in the order of one process; and a description of a loss
+        that is not finite, with its prompts, or None. The same on every rank.
     """
     # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.
     matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
@@ -286,15 +285,13 @@ def gather_terms(
     if bad.any():
         rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
         names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
-    trained, weights = scored.term_rows(positions)
-    everywhere = world.gather((torch.cat([matrix, weights.to(matrix)[None]])[:, trained], names))
+    everywhere = world.gather((matrix[:, scored.trained_rows(len(positions))], names))
     # Ranks that share a video have the same terms.
-    *columns, weights = torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)
-    terms = PolicyTerms(*columns)
+    terms = PolicyTerms(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
     for rank, (_, names) in enumerate(everywhere):
         if names:
-            return terms, weights, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
-    return terms, weights, None
+            return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
+    return terms, None
 
 
 def name_prompts(prompts: Iterable[Prompt]) -> str:

@@ -24,7 +24,6 @@ from sage_fast.kernels import (
     policy_loss_of_noise,
     ratio_norm_log_ratio,
 )
-from sage_fast.sde import TransitionTable
 
 __all__ = [
     "KL_MODES",
@@ -45,7 +44,6 @@ __all__ = [
     "next_kl_weight",
     "policy_loss",
     "ratio_norm_log_ratio",
-    "step_pulls",
     "surrogate_factor",
     "weighted_advantages",
 ]
@@ -254,16 +252,13 @@ class ObjectiveConfig:
             raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
 
 
-def kl_pulls(settings: ObjectiveConfig, *, moved: bool, anchor_behind: bool) -> bool:
-    """Whether a pair's KL terms have a gradient, or a value that only the policy's own velocity tells.
+def kl_pulls(settings: ObjectiveConfig, *, anchor_behind: bool) -> bool:
+    """Tell whether the KL terms of a step have a gradient at the policy that made the rollout.
 
     Args:
-        moved: the policy is no longer the one that made the rollout.
         anchor_behind: the anchor's velocity is at hand, and differs from the rollout's.
     """
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
-    if moved:
-        return uses_position or uses_velocity
     position = uses_position and anchor_behind and settings.kl_position_weight > 0
     # At the rollout's policy the exact KL is at its minimum; the estimator has the gradient of a log-ratio.
     return position or (uses_velocity and settings.kl_velocity == "estimator" and settings.kl_velocity_weight > 0)
@@ -296,18 +291,6 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: 
         equalizer=published or settings.equalizer,
         exact=settings.kl_velocity == "exact",
     )
-
-
-def step_pulls(settings: ObjectiveConfig, table: TransitionTable) -> Tensor:
-    """How strongly each step's surrogate pulls at the rollout's policy, (T,) float64: |dL/dv| over |A eps| / numel.
-
-    With the equalizer it is the same at all trainable steps; at the others it means nothing.
-    """
-    ones = torch.ones_like(table.gain)
-    columns = loss_columns(
-        settings, gain=table.gain, std=table.std, scale=table.scale, size=-table.sigmas.diff(), advantage=ones
-    )
-    return columns.gain.abs().double() * surrogate_factor(columns, loss_settings(settings, 0.0))
 
 
 def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:

@@ -110,8 +110,6 @@ class ScoredRollout:
     own: which of the V samples of all ranks are the N of this one.
     all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
     videos that `training.train_on` leaves out.
-    all_weights: (V, K) float64, what the pair of a sample and a position in its order counts in the sum of losses; the
-    gradient is that sum over the number of pairs of the trained videos. 0 is a pair that takes no part.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
     them and N = 48, while V stays 96.
@@ -122,7 +120,6 @@ class ScoredRollout:
     own: slice
     all_advantages: Tensor
     all_trained: Tensor
-    all_weights: Tensor
 
     @property
     def orders(self) -> Sequence[Sequence[int]]:
@@ -138,11 +135,6 @@ class ScoredRollout:
     def trained(self) -> Tensor:
         """(N,), of this rank."""
         return self.all_trained[self.own]
-
-    @property
-    def weights(self) -> Tensor:
-        """(N, K), of this rank."""
-        return self.all_weights[self.own]
 
     @property
     def num_trained(self) -> int:
@@ -166,13 +158,9 @@ class ScoredRollout:
         """Which of the ranks of `by_rank` this one is."""
         return self.own.start // len(self.orders)
 
-    def term_rows(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of the (N len(positions),) rows that `PolicyGradient.accumulate` returns: which are of trained videos,
-        bool, and their weights.
-        """
-        trained = [self.trained[rows].repeat(len(positions)) for rows, _ in self.batches()]
-        weights = [self.weights[rows][:, list(positions)].T.flatten() for rows, _ in self.batches()]
-        return torch.cat(trained), torch.cat(weights)
+    def trained_rows(self, num_positions: int) -> Tensor:
+        """Rows of trained videos, bool, among the (N num_positions,) that `PolicyGradient.accumulate` returns."""
+        return torch.cat([self.trained[rows].repeat(num_positions) for rows, _ in self.batches()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,31 +217,21 @@ def reward_metrics(
     return metrics
 
 
-def update_metrics(terms: PolicyTerms, weights: Tensor) -> dict[str, float]:
-    """Statistics of an update's objective.
-
-    Loss and KL are those of all pairs of trained videos, estimated from the drawn ones by their weights; the ratio's
-    are of the drawn pairs alone, and of all where none is.
-
-    Args:
-        terms: the (N K,) rows of the trained videos' pairs.
-        weights: what each counts, as in `ScoredRollout`.
-    """
-    seen = weights > 0 if weights.any() else torch.ones_like(weights, dtype=torch.bool)
-    ratio, log_ratio = terms.ratio[seen], terms.log_ratio[seen]
+def update_metrics(terms: PolicyTerms) -> dict[str, float]:
+    """Statistics of an update's objective, from the terms (N K,) of the trained videos' steps."""
     return {
-        "loss": float((terms.loss * weights).mean()),
-        "ratio/mean": float(ratio.mean()),
-        "ratio/max_deviation": float((ratio - 1).abs().max()),
-        "log_ratio/mean": float(log_ratio.mean()),
-        "log_ratio/std": float(log_ratio.std(correction=0)),
-        "ratio/clip_fraction": float(terms.clipped[seen].float().mean()),
-        "kl/position": float((terms.kl_position * weights).mean()),
-        "kl/velocity": float((terms.kl_velocity * weights).mean()),
+        "loss": float(terms.loss.mean()),
+        "ratio/mean": float(terms.ratio.mean()),
+        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
+        "log_ratio/mean": float(terms.log_ratio.mean()),
+        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
+        "ratio/clip_fraction": float(terms.clipped.float().mean()),
+        "kl/position": float(terms.kl_position.mean()),
+        "kl/velocity": float(terms.kl_velocity.mean()),
     }
 
 
-def weighted_kl(terms: PolicyTerms, weights: Tensor, settings: ObjectiveConfig) -> float:
-    """Mean of the weighted KL terms, which the KL weight's controller watches; arguments as in `update_metrics`."""
+def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
+    """Mean of the weighted KL terms, which the KL weight's controller watches."""
     kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
-    return float((kl * weights).mean())
+    return float(kl.mean())

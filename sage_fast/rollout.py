@@ -5,7 +5,7 @@ in any micro-batch, fresh or resumed, sample the same videos.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -22,7 +22,7 @@ from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_columns
-from sage_fast.policy.guidance import BranchCaches, GuidedPolicy
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, describe_batch
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
@@ -75,41 +75,14 @@ def initial_latents(
     keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
 ) -> Tensor:
     """Pure noise (B, C, F, H, W) float32 to start from; each `group` consecutive members of a prompt share it."""
-    return initial_noise(start_keys(keys, group), shape, device=device)
+    starts = [replace(key, sample_index=key.sample_index // group * group) for key in keys]
+    return initial_noise(starts, shape, device=device)
 
 
-def start_keys(keys: Sequence[NoiseKey], group: int) -> list[NoiseKey]:
-    """Whose initial noise each sample starts from: that of the first member of its group."""
-    return [replace(key, sample_index=key.sample_index // group * group) for key in keys]
-
-
-def policy_velocity(
-    policy: GuidedPolicy, samples: Sequence[Sample], table: TransitionTable | None = None
-) -> StepVelocity:
-    """The policy's velocity of some samples, as a sampler asks for it.
-
-    Args:
-        table: its steps without noise may use features of the step before again (`policy.reuse`), because they are
-            never trained. A step with noise is computed in full and ends the reuse: what follows depends on its state
-            alone, and a trained step's log-probability is that of the transition from where it was. None is never.
-    """
+def policy_velocity(policy: GuidedPolicy, samples: Sequence[Sample]) -> StepVelocity:
+    """The policy's velocity of some samples, as a sampler asks for it."""
     embeds = [sample.embeds for sample in samples]
-    if table is None or policy.reuse is None:
-        return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
-    is_ode = (table.std == 0).tolist()
-    caches: BranchCaches | None = None
-    last_ode_step = -2
-
-    def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-        nonlocal caches, last_ode_step
-        if not is_ode[step]:
-            return policy.velocity(latents, sigma, embeds)
-        if step != last_ode_step + 1:
-            caches = policy.new_caches()
-        last_ode_step = step
-        return policy.velocity(latents, sigma, embeds, caches)
-
-    return velocity
+    return lambda step, latents, sigma: policy.velocity(latents, sigma, embeds)
 
 
 @torch.no_grad()
@@ -120,9 +93,6 @@ def sample_trajectory(
     table: TransitionTable,
     initial: Tensor,
     kernels: Kernels = REFERENCE,
-    *,
-    begun: Trajectory | None = None,
-    until: int | None = None,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -132,15 +102,13 @@ def sample_trajectory(
         table: the sampler; an `ode` table draws no noise.
         initial: (B, C, F, H, W) float32, see `initial_latents`.
         kernels: how the step is computed.
-        begun: the first steps, already taken, after which `initial` is the state.
-        until: number of steps after which to stop; None takes all.
 
     Returns:
         Trajectory whose tensors are float32 on the device of `initial`.
     """
-    latents, velocities = ([*begun.latents], [*begun.velocities]) if begun else ([], [])
+    latents, velocities = [], []
     x = initial
-    for step in range(len(latents), table.num_steps if until is None else until):
+    for step in range(table.num_steps):
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
         latents.append(x)
         velocities.append(v)
@@ -149,89 +117,6 @@ def sample_trajectory(
     return Trajectory(
         samples=list(samples), keys=list(keys), table=table, latents=latents, velocities=velocities, final=x
     )
-
-
-def steps_before_noise(table: TransitionTable) -> int:
-    """Steps that a sampler takes before it first draws noise: videos that start alike are alike for so long."""
-    return int((table.std != 0).int().argmax())
-
-
-class SharedPrefixes:
-    """The steps before the first noise, which all videos of a group share with their start: taken once per group.
-
-    They belong to one rollout. Ranks that have videos of one group each take its steps: they need the result at the
-    same time, so that an exchange would have all but one wait for what they can as well compute.
-
-    Args:
-        policy: as the weights are during the rollout. These steps have no gradient.
-        shape: (C, F, H, W) of one video.
-        group: videos that share a start.
-    """
-
-    def __init__(
-        self,
-        policy: GuidedPolicy,
-        table: TransitionTable,
-        kernels: Kernels,
-        shape: tuple[int, int, int, int],
-        device: torch.device,
-        group: int,
-    ) -> None:
-        self.policy, self.table, self.kernels = policy, table, kernels
-        self.shape, self.device, self.group = shape, device, group
-        self._taken: dict[NoiseKey, Trajectory] = {}
-        """Of one video each, by the key of its start."""
-
-    def take(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], *, always: bool) -> Trajectory:
-        """The first steps of a micro-batch; in `final` the state after them.
-
-        Args:
-            always: run the model even if the groups are known, for ranks that must run equally many forwards.
-        """
-        starts = start_keys(keys, self.group)
-        of_start = dict(zip(starts, samples, strict=True))
-        due = {start: sample for start, sample in of_start.items() if start not in self._taken}
-        if due or always:
-            self._run(due or {starts[0]: samples[0]})
-        parts = [self._taken[start] for start in starts]
-        return Trajectory(
-            samples=list(samples),
-            keys=list(keys),
-            table=self.table,
-            latents=[_rows(states) for states in zip(*(part.latents for part in parts), strict=True)],
-            velocities=[_rows(velocities) for velocities in zip(*(part.velocities for part in parts), strict=True)],
-            final=_rows([part.final for part in parts]).contiguous(),
-        )
-
-    def _run(self, due: Mapping[NoiseKey, Sample]) -> None:
-        starts, samples = list(due), list(due.values())
-        taken = sample_trajectory(
-            policy_velocity(self.policy, samples, self.table),
-            samples,
-            starts,
-            self.table,
-            initial_noise(starts, self.shape, device=self.device),
-            self.kernels,
-            until=steps_before_noise(self.table),
-        )
-        for row, start in enumerate(starts):
-            one = slice(row, row + 1)
-            part = replace(
-                taken,
-                samples=samples[one],
-                keys=starts[one],
-                latents=[x[one] for x in taken.latents],
-                velocities=[v[one] for v in taken.velocities],
-                final=taken.final[one],
-            )
-            self._taken.setdefault(start, part)
-
-
-def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors (1, ...) as one batch, in the memory of one where all are the same."""
-    if all(tensor is tensors[0] for tensor in tensors):
-        return tensors[0].expand(len(tensors), *tensors[0].shape[1:])
-    return torch.cat(list(tensors))
 
 
 @dataclass(kw_only=True)
@@ -377,10 +262,10 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
         )
     cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
-    trained = num_trained(training.step_fraction, fewest) if fewest else 0
+    trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         raise ConfigError(
             f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which a share of "
-            f"{training.step_fraction:g} trains {trained}: too few for training.updates_per_rollout = "
+            f"{training.timestep_fraction:g} trains {trained}: too few for training.updates_per_rollout = "
             f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
         )

@@ -141,7 +141,7 @@ class SinglePassGradient:
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
         self._videos.append(video)
-        without_gradient = policy_velocity(self.policy, samples, table)
+        without_gradient = policy_velocity(self.policy, samples)
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
             if step in video.kl_factors:

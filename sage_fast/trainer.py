@@ -28,11 +28,10 @@ from sage_fast.data import (
     kl_factors,
     make_groups,
     num_trained,
-    pair_weights,
     split_evenly,
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
-from sage_fast.distributed.parallelize import check_lockstep, gather_second_block_when_due, parallelize
+from sage_fast.distributed.parallelize import check_lockstep, parallelize
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -40,7 +39,6 @@ from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
-from sage_fast.models.reuse import ReuseRule
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
@@ -48,9 +46,7 @@ from sage_fast.objective import (
     PolicyTerms,
     anchor_kind,
     initial_kl_weight,
-    kl_uses,
     next_kl_weight,
-    step_pulls,
     weighted_advantages,
 )
 from sage_fast.policy.guidance import GuidedPolicy
@@ -71,7 +67,6 @@ from sage_fast.rewards.base import describe_batch, generator_state, load_generat
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     Progress,
-    SharedPrefixes,
     VideoScoring,
     check_trainable_steps,
     initial_latents,
@@ -186,23 +181,10 @@ class Trainer:
             self.embed(config.rollout.negative_prompt),
             config.rollout.guidance_scale,
             conditional_gradient=config.training.guidance == "conditional",
-            reuse=self._reuse_rule(transformer),
         )
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
-
-    def _reuse_rule(self, transformer: HunyuanVideo15Transformer3DModel) -> ReuseRule | None:
-        """The rule of `rollout.cache_threshold`, with the ranks that have to agree; None where it is off."""
-        if not self.config.rollout.cache_threshold:
-            return None
-        if self.engine.gathering_group is not None:
-            gather_second_block_when_due(transformer)
-        return ReuseRule(
-            threshold=self.config.rollout.cache_threshold,
-            tokens=self.world.sp_group if self.world.sp > 1 else None,
-            weights=self.engine.gathering_group,
-        )
 
     def _divide_rollout(
         self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
@@ -288,10 +270,6 @@ class Trainer:
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"):
             trajectories = self._rollout()
-        if self.policy.reuse is not None:
-            counts = self.world.gather(self.policy.reuse.take_counts())
-            skipped, forwards = (sum(column) for column in zip(*counts, strict=True))
-            metrics["rollout/skipped_forwards"] = skipped / max(1, forwards)
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
         with self._phase("anchor"), self.engine.phase("anchor"):
@@ -318,7 +296,7 @@ class Trainer:
         """What the position KL of the coming rollout counts at each position of a sample's order."""
         config = self.config
         trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
-        num_steps = num_trained(config.training.step_fraction, trainable)
+        num_steps = num_trained(config.training.timestep_fraction, trainable)
         return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
@@ -332,10 +310,7 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         trajectories: list[Trajectory] = []
-        prefixes = None
-        if rollout.shared_initial_noise:
-            shape, group = self.latent_shape, rollout.num_generations
-            prefixes = SharedPrefixes(self.policy, table, self.kernels, shape, self.device, group)
+        group = rollout.num_generations if rollout.shared_initial_noise else 1
         self._scoring = VideoScoring(
             decoder=self.decoder,
             reward=self.reward,
@@ -353,25 +328,15 @@ class Trainer:
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 keys = noise_keys(batch, seed, update)
-                begun = None
-                if prefixes is not None:
-                    begun = prefixes.take(batch, keys, always=self.engine.sharded and self._begins_group(done))
-                initial = begun.final if begun else initial_latents(keys, self.latent_shape, self.device)
+                initial = initial_latents(keys, self.latent_shape, self.device, group=group)
                 velocity = self.gradient.velocity(batch, keys, table)
-                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels, begun=begun))
+                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels))
             if self.world.sp == 1:
                 score(done)
         if self.world.sp > 1:
             for done in range(len(batches)):
                 score(done)
         return trajectories
-
-    def _begins_group(self, number: int) -> bool:
-        """Whether on any rank micro-batch `number` has the first video there of a group."""
-        rollout = self.config.rollout
-        size, group = rollout.micro_batch_size, rollout.num_generations
-        orders = [GroupOrder(group, first) for first in range(0, self.videos_per_rollout, rollout.batch_size)]
-        return any(order.begins_at(number * size + row) for order in orders for row in range(size))
 
     def next_noise(self) -> list[NoiseKey]:
         """The keys of the noise of this rank's next videos."""
@@ -431,15 +396,6 @@ class Trainer:
             own=self.own_videos,
             all_advantages=advantages.flatten(),
             all_trained=trained,
-            all_weights=pair_weights(
-                advantages.flatten(),
-                trained,
-                step_pulls(config.objective, table)[torch.tensor(orders)],
-                config.training,
-                has_kl=any(kl_uses(config.objective.kl_mode)),
-                seed=config.seed,
-                update=self.update,
-            ),
         )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
@@ -458,7 +414,7 @@ class Trainer:
                 )
         own = self.gradient.accumulate(scored, positions, weight)
         grad_norm = self.engine.clip_gradients()
-        terms, weights, fault = gather_terms(scored, own, positions, self.world)
+        terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
             fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
         if fault is None:
@@ -467,12 +423,12 @@ class Trainer:
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(self.config.training.ema_decay)
-            kl = weighted_kl(terms, weights, self.config.objective)
+            kl = weighted_kl(terms, self.config.objective)
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
             for _ in range(moves):
                 self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
             # With several updates per rollout the last one's values stand for the iteration.
-            metrics |= update_metrics(terms, weights) | {"kl/weight": weight, "grad_norm": grad_norm}
+            metrics |= update_metrics(terms) | {"kl/weight": weight, "grad_norm": grad_norm}
         else:
             self._skip_update(fault)
             metrics["kl/weight"] = weight

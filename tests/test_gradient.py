@@ -17,11 +17,11 @@ from sage_fast import trainer as trainer_module
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import TrainingConfig, TrainOnConfig
-from sage_fast.data import PAIR_FLOOR, best_and_worst, draw_pairs, inclusion_chances, kl_factors, pair_weights
+from sage_fast.config.training_sections import TrainOnConfig
+from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms
-from sage_fast.objective import kl_uses, step_pulls
+from sage_fast.objective import kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, update_metrics
 from sage_fast.run.run import build_trainer
@@ -93,7 +93,7 @@ LEFT_OUT = {
     "estimated-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=stepwise"], False, (0, 8)),
     "dropped": (SQUARE_AND_TRIANGLE, ["--objective.kl_mode=dual"], True, (4, 4)),
     "dropped-twice-updated": (SQUARE_AND_TRIANGLE, [TWICE], True, (4, 4)),
-    "twice-updated": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none", TWICE], False, (0, 4)),
+    "twice-updated": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none", TWICE], False, (0, 6)),
     "twice-updated-kl": (SQUARE_AND_CIRCLE, [TWICE], False, (0, 8)),
 }  # fmt: skip
 
@@ -146,7 +146,6 @@ def test_ranks_that_keep_step_make_as_many_passes() -> None:
                 own=slice(4 * rank, 4 * rank + 4),
                 all_advantages=torch.ones(8),
                 all_trained=torch.ones(8, dtype=torch.bool),
-                all_weights=torch.ones(8, 3),
             )
             found.append(TwoPhaseGradient._passes(gradient, scored, wanted, [1, 2]))  # type: ignore[arg-type]
             nothing = TwoPhaseGradient._passes(gradient, scored, torch.zeros_like(wanted), [1, 2])  # type: ignore[arg-type]
@@ -179,15 +178,15 @@ class Estimates:
 
     def gradient(self, scored: ScoredRollout) -> tuple[Tensor, dict[str, float]]:
         """Of all ranks."""
-        trainer, positions = self.trainer, range(scored.all_weights.shape[1])
+        trainer, positions = self.trainer, range(len(scored.all_orders[0]))
         trainer.gradient.measure_anchor(scored)
         terms = trainer.gradient.accumulate(scored, positions, trainer.kl_weight.weight)
-        terms, weights, fault = gather_terms(scored, terms, positions, trainer.world)
+        terms, fault = gather_terms(scored, terms, positions, trainer.world)
         assert fault is None
         trainer.engine.clip_gradients()
         found = torch.cat([p.grad.flatten() for p in trainer.parameters.values()])  # type: ignore[union-attr]
         trainer.engine.zero_grad()
-        return found, update_metrics(terms, weights)
+        return found, update_metrics(terms)
 
     def over_positions(self) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
         """Gradients (draws, parameters) by which half of the positions the KL counts at, the whole, and metrics."""
@@ -200,24 +199,6 @@ class Estimates:
         assert self.trainer._kl_factors() in draws
         found = [self.gradient(self.scored(factors)) for factors in draws]
         return torch.stack([gradient for gradient, _ in found]), whole, [metrics, *(m for _, m in found)]
-
-    def over_pairs(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (draws, parameters) by the pairs that are drawn, how likely each draw is, and the whole."""
-        trainer, scored = self.trainer, self.scored()
-        whole, _ = self.gradient(scored)
-        pulls = step_pulls(trainer.config.objective, scored.trajectories[0].table)[torch.tensor(scored.all_orders)]
-        pulls = scored.all_advantages.abs()[:, None] * pulls
-        # What is drawn changes where the start passes the end of a pair.
-        chances = inclusion_chances(pulls[scored.all_weights > 0], count)
-        ends = chances[chances < 1].cumsum(0) % 1
-        edges = torch.cat([ends.new_zeros(1), ends.sort().values, ends.new_ones(1)])
-        edges = edges[edges.diff(append=edges.new_full((1,), 2)) > 1e-12]
-        found = []
-        for start in (edges[1:] + edges[:-1]) / 2:
-            weights = draw_pairs(scored.all_weights, pulls, count, float(start))
-            assert int((weights > 0).sum()) == count and weights.max() <= scored.all_weights.sum() / count / PAIR_FLOOR
-            found.append(self.gradient(replace(scored, all_weights=weights))[0])
-        return torch.stack(found), edges.diff(), whole
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
@@ -244,28 +225,6 @@ def test_the_kl_at_a_share_of_the_steps_is_unbiased(
     assert all(m["ratio/mean"] == 1.0 for m in drawn)
 
 
-WEIGHTED = ["--training.pairs=weighted", "--training.pair_fraction=0.4"]
-NO_EQUALIZER = "--objective.equalizer=false"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(["--objective.kl_mode=" + mode] for mode in EVERY_KL),
-        *(["--rollout.sde_type=" + sde_type, NO_EQUALIZER] for sde_type in EVERY_SDE),
-        [NO_EQUALIZER, "--objective.ratio=ratio_norm"],
-        ["--objective.kl_position_fraction=0.5", "--training.guidance=split"],
-    ],
-    ids="-".join,
-)
-def test_weighted_pairs_are_unbiased(overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_run(*EXACT, *STRONG_KL, *overrides)
-    found, chances, whole = Estimates(config, monkeypatch).over_pairs(count=6)
-    assert float(chances.sum()) == pytest.approx(1) and len(found) > 5
-    assert relative(chances @ found, whole) < 1e-10
-    assert relative(found[0], whole) > 1e-3
-
-
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
 @pytest.mark.parametrize("kl_mode", ["none", "dual"])
 def test_a_share_of_every_videos_steps_is_unbiased(
@@ -275,7 +234,7 @@ def test_a_share_of_every_videos_steps_is_unbiased(
     given = [*EXACT, *STRONG_KL, f"--training.update={update}", f"--objective.kl_mode={kl_mode}"]
     estimates = Estimates(tiny_run(*given), monkeypatch)
     whole, _ = estimates.gradient(estimates.scored())
-    half = Estimates(tiny_run(*given, "--training.pairs=uniform", "--training.pair_fraction=0.5"), monkeypatch)
+    half = Estimates(tiny_run(*given, "--training.timestep_fraction=0.5"), monkeypatch)
     found = []
     for drawn in itertools.combinations(range(4), 2):
         for module in (trainer_module, single_pass):
@@ -286,17 +245,18 @@ def test_a_share_of_every_videos_steps_is_unbiased(
 
 
 def enumerate_on_ranks(file: str, words: list[str]) -> list[Tensor]:
-    """Means over all draws of positions and of pairs, and the whole gradient."""
+    """Mean over all draws of positions, and the whole gradient."""
     config = load_config(file, words)
     with pytest.MonkeyPatch.context() as monkeypatch:
         estimates = Estimates(config, monkeypatch, join(config))
         positions, whole, _ = estimates.over_positions()
-        pairs, chances, _ = estimates.over_pairs(count=6)
-    return [positions.mean(0), chances @ pairs, whole]
+    return [positions.mean(0), whole]
 
 
 @pytest.mark.slow
-def test_both_are_unbiased_on_two_ranks(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kl_at_a_share_is_unbiased_on_two_ranks(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [*EXACT, *STRONG_KL, "--objective.kl_position_fraction=0.5"]
     file = tmp_path / "given.yaml"
     file.write_text(dump_config(tiny_run(*words)))
@@ -312,33 +272,6 @@ def test_every_draw_of_positions_is_as_likely() -> None:
     assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
     assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
     assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
-
-
-def test_pairs_are_drawn_by_their_pull_with_a_floor() -> None:
-    pulls = torch.tensor([0.0, 0.1, 0.1, 0.2, 0.6, 3.0])
-    chances = inclusion_chances(pulls, 3)
-    assert float(chances.sum()) == pytest.approx(3) and chances[5] == 1.0 and chances.max() <= 1
-    assert chances.min() >= 3 * PAIR_FLOOR / 6
-    assert chances[4] - chances[0] == pytest.approx(3 * (chances[3] - chances[0]))
-    assert inclusion_chances(pulls, 6).tolist() == inclusion_chances(pulls, 9).tolist() == [1.0] * 6
-    assert inclusion_chances(torch.zeros(4), 1).tolist() == [0.25] * 4
-
-
-def test_pairs_without_a_gradient_are_not_drawn() -> None:
-    """Two of four videos have an advantage, one is dropped; half of 3 x 4 pairs is 6."""
-    advantages, trained = torch.tensor([1.0, -2.0, 0.0, 0.0]), torch.tensor([True, True, True, False])
-    training = TrainingConfig(pairs="weighted", pair_fraction=0.5, updates_per_rollout=2)
-    for has_kl, candidates in ((False, 2), (True, 3)):
-        draws = [
-            pair_weights(advantages, trained, torch.ones(4, 4), training, has_kl=has_kl, seed=0, update=2 * rollout)
-            for rollout in range(200)
-        ]
-        for weights in draws:
-            assert not weights[candidates:].any()
-            assert [int((part > 0).sum()) for part in weights.split(2, dim=1)] == [3, 3], "of each update's positions"
-        mean = torch.stack(draws).mean(0)
-        assert torch.allclose(mean[:candidates], torch.ones_like(mean[:candidates]), atol=0.35)
-        assert not torch.equal(draws[0], draws[1])
 
 
 def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
@@ -364,9 +297,9 @@ TRAIN_ON = ["--training.train_on={best: 2, worst: 1}", "--rollout.num_generation
         ["--objective.kl_mode=none"],
         ["--objective.kl_mode=dual"],
         ["--objective.kl_mode=stepwise", "--rollout.micro_batch_size=2"],
-        ["--training.pairs=uniform", "--training.updates_per_rollout=2"],
+        ["--training.timestep_fraction=0.5", "--training.updates_per_rollout=2"],
     ],
-    ids=["no-kl", "dual", "in-twos", "uniform"],
+    ids=["no-kl", "dual", "in-twos", "half-the-steps"],
 )
 def test_the_gradient_is_the_mean_over_the_chosen_videos(
     overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
@@ -379,30 +312,25 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
     chosen = [*order[:2], order[3]]
     alone = []
     for video in chosen:
-        rows = torch.arange(4)[:, None] == video
-        alone.append(every.gradient(replace(scored, all_weights=scored.all_weights * rows)))
+        alone.append(every.gradient(replace(scored, all_trained=torch.arange(4) == video)))
     some = Estimates(tiny_run(*given, *TRAIN_ON), monkeypatch)
     fewer = some.scored()
     assert torch.equal(fewer.all_advantages, scored.all_advantages)
     found, metrics = some.gradient(fewer)
-    assert relative(found, sum(gradient for gradient, _ in alone) * 4 / 3) < 1e-10  # type: ignore[arg-type]
+    assert relative(found, sum(gradient for gradient, _ in alone) / 3) < 1e-10  # type: ignore[arg-type]
     for key in ("loss", "kl/position", "kl/velocity"):
-        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) * 4 / 3, rel=1e-6, abs=1e-12)
+        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) / 3, rel=1e-6, abs=1e-12)
     assert relative(found, every.gradient(scored)[0]) > 1e-3
 
 
-def test_only_chosen_videos_are_passed_and_drawn_from(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of four videos at four steps, the anchor at half of them; and half of these pairs."""
-    for words, expected in (
-        (["--objective.kl_position_fraction=0.5"], (6, 12)),
-        (["--training.pairs=weighted"], (6, 6)),
-    ):
-        trainer = build_trainer(tiny_run(*EXACT, *TRAIN_ON, *words))
-        move_weights(trainer)
-        counts = passes(trainer, monkeypatch)
-        record = trainer.iterate()
-        assert (counts["rollout"], counts["anchor"], counts["update"]) == (16, *expected)
-        assert record["ratio/mean"] == 1.0
+def test_only_chosen_videos_are_passed(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four videos at four steps, the anchor at half of them."""
+    trainer = build_trainer(tiny_run(*EXACT, *TRAIN_ON, "--objective.kl_position_fraction=0.5"))
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    record = trainer.iterate()
+    assert (counts["rollout"], counts["anchor"], counts["update"]) == (16, 6, 12)
+    assert record["ratio/mean"] == 1.0
 
 
 def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
@@ -415,37 +343,9 @@ def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pyt
         assert ("a group of 4 lies on several ranks" in caplog.text) == said
 
 
-def test_the_update_runs_at_the_drawn_pairs(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """6 of 16 pairs, and the anchor at those of them where the KL counts."""
-    config = tiny_run(*EXACT, *WEIGHTED, "--objective.kl_position_fraction=0.5")
-    trainer = build_trainer(config)
-    move_weights(trainer)
-    counts = passes(trainer, monkeypatch)
-    record = trainer.iterate()
-    assert counts["update"] == 6 and 0 <= counts["anchor"] <= 6 and record["ratio/mean"] == 1.0
-
-
-def test_the_older_name_of_uniform_pairs_draws_the_same(tiny_run: MakeRun) -> None:
-    records = []
-    for words in (["timestep_fraction=0.5"], ["pairs=uniform", "pair_fraction=0.5"]):
-        trainer = build_trainer(tiny_run(*(f"--training.{word}" for word in words)))
-        records.append({k: v for k, v in trainer.iterate().items() if not k.startswith("time/")})
-    assert records[0] == records[1]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pair_fraction=0.4"], "0.4 does nothing with training.pairs all. Set pairs to uniform or weighted"),
-        (["pairs=weighted", "pair_fraction=1"], "pair_fraction is 1.0, but it must be between 0 and 1"),
-        (
-            ["pairs=weighted", "timestep_fraction=0.5"],
-            "another name of training.pairs uniform .* Set timestep_fraction to 1",
-        ),
-        (
-            ["pairs=weighted", "update=single_pass"],
-            "draws by the advantage, .* Set training.pairs to uniform, or training.update to two_phase",
-        ),
         (["train_on.best=-1"], "training.train_on.best is -1, but it must be at least 0"),
         (
             ["train_on={best: 1, worst: 1}"],

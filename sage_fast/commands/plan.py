@@ -33,14 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes, one per GPU; default: the fewest that the `distributed` section fits",
     )
-    parser.add_argument(
-        "--skipped-forwards",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="with rollout.cache_threshold: expected share of the forwards outside the SDE window that are skipped, as "
-        "a run logs it; default: 0",
-    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -58,22 +50,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
-    if not 0 <= options.skipped_forwards < 1:
-        raise ConfigError(f"--skipped-forwards is {options.skipped_forwards:g}; it must be in [0, 1).")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device = choose_device(options.device, config.model.device, description.width, config.num_threads)
     gpus = least_gpus(config.distributed, config.rollout) if options.gpus is None else options.gpus
     if not device.is_gpu and gpus > 1:
         raise ConfigError(f"The plan is for {gpus} processes and a CPU. Give --device h100, or --gpus 1.")
-    plan = make_plan(
-        config,
-        device,
-        gpus=gpus,
-        memory_gb=options.memory,
-        description=description,
-        skipped_forwards=options.skipped_forwards,
-    )
+    plan = make_plan(config, device, gpus=gpus, memory_gb=options.memory, description=description)
     found = find_options(plan)
     print(json.dumps(to_json(plan, found), indent=1) if options.json else to_text(plan, found))
     return 0 if plan.fits else 1

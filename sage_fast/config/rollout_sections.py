@@ -108,14 +108,9 @@ class RolloutConfig:
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
     bit and the ratio starts at exactly 1."""
     shared_initial_noise: bool = False
-    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart. The steps
-    before the first noise of an SDE window are then taken once per group."""
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
-    cache_threshold: float = 0.0
-    """Steps outside the SDE window, which are never trained, run the first block of the transformer alone where what it
-    adds has changed by at most this share since the blocks last ran, and use again what the others added then. It
-    changes the sampler, not the gradient's exactness. 0 turns it off."""
 
     def __post_init__(self) -> None:
         require(self.num_steps >= 2, "rollout.num_steps", self.num_steps, "at least 2")
@@ -161,7 +156,6 @@ class RolloutConfig:
             f"at most rollout.num_steps = {self.num_steps}",
         )
         require(window.start < self.num_steps, "rollout.sde_window.start", window.start, f"less than {self.num_steps}")
-        self._check_cache()
 
     @property
     def ode_steps(self) -> int:
@@ -169,17 +163,6 @@ class RolloutConfig:
         window = self.sde_window
         noisy = window.size if window.steps is None else len(set(window.steps))
         return 0 if noisy is None else self.num_steps - noisy
-
-    def _check_cache(self) -> None:
-        """A feature cache needs steps that draw no noise."""
-        threshold = self.cache_threshold
-        require(0 <= threshold < 1, "rollout.cache_threshold", threshold, "in [0, 1)")
-        if threshold and not self.ode_steps:
-            raise ConfigError(
-                f"rollout.cache_threshold is {threshold:g}, but all {self.num_steps} steps draw noise and may be "
-                "trained, so none of them may use features again. Set rollout.sde_window.size or steps to leave some "
-                "out, or cache_threshold to 0."
-            )
 
 
 @dataclass(kw_only=True)

@@ -107,11 +107,6 @@ class RunConfig:
                 f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
                 "num_generations, lower best and worst, or set both to 0, which trains all videos."
             )
-        if self.rollout.cache_threshold and self.model.forward == "stock":
-            raise ConfigError(
-                f"rollout.cache_threshold is {self.rollout.cache_threshold:g}, which the fused forward does, but "
-                "model.forward is stock. Set model.forward to fused, or cache_threshold to 0."
-            )
         if self.training.update == "single_pass":
             self._check_single_pass()
         if self.training.kl_share_every and self.objective.kl_mode == "none":
@@ -155,11 +150,6 @@ class RunConfig:
                 "training.update single_pass takes the gradient at the policy that makes the rollout, but "
                 f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
                 "two_phase."
-            )
-        if training.pairs == "weighted":
-            raise ConfigError(
-                "training.pairs weighted draws by the advantage, but training.update single_pass takes the gradient "
-                "before there is one. Set training.pairs to uniform, or training.update to two_phase."
             )
         if training.train_on.count:
             raise ConfigError(

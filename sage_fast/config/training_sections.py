@@ -135,17 +135,11 @@ class TrainingConfig:
     backward passes, half the memory, and another gradient than the objective's."""
     updates_per_rollout: int = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
-    pairs: Literal["all", "uniform", "weighted"] = "all"
-    """Which pairs of a video and a trainable step are trained: `all`; `uniform`, a random share pair_fraction of the
-    steps of each video; `weighted`, a share pair_fraction of all pairs, drawn with a probability that grows with the
-    advantage and with the step's pull, and weighted by its inverse. The gradient is unbiased either way."""
-    pair_fraction: float = 0.5
-    """Share of the pairs that uniform and weighted train, rounded down, at least one."""
     train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
     """Videos of each group that are trained."""
     timestep_fraction: float = 1.0
-    """Share of the trainable steps of each video that is trained, rounded down, at least one: the published name of
-    pairs uniform. With permute_timesteps false these are the first steps, and the gradient is that of them alone."""
+    """Share of the trainable steps of each video that is trained, rounded down, at least one. With permute_timesteps
+    they are a random choice, so the gradient is unbiased; without it they are the first steps."""
     kl_share_every: int = free(0, REMEDY)
     """Updates between two measurements of `kl/grad_share`, the norm of the KL's part of the gradient over that of the
     surrogate's; 0 never measures. One takes two more passes of the update phase and changes no other number."""
@@ -169,17 +163,6 @@ class TrainingConfig:
             f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
         )
         require(0 < self.timestep_fraction <= 1, "training.timestep_fraction", self.timestep_fraction, "in (0, 1]")
-        require(0 < self.pair_fraction < 1, "training.pair_fraction", self.pair_fraction, "between 0 and 1")
-        if self.pairs == "all" and self.pair_fraction != 0.5:
-            raise ConfigError(
-                f"training.pair_fraction {self.pair_fraction:g} does nothing with training.pairs all. Set pairs to "
-                "uniform or weighted, or leave pair_fraction at 0.5."
-            )
-        if self.pairs != "all" and self.timestep_fraction != 1:
-            raise ConfigError(
-                f"training.timestep_fraction {self.timestep_fraction:g} is another name of training.pairs uniform with "
-                f"that pair_fraction, but training.pairs is {self.pairs}. Set timestep_fraction to 1."
-            )
         require(
             self.skip_nonfinite_updates >= 0,
             "training.skip_nonfinite_updates",
@@ -191,11 +174,6 @@ class TrainingConfig:
         require(
             self.ema_decay is None or 0 < self.ema_decay < 1, "training.ema_decay", self.ema_decay, "null or in (0, 1)"
         )
-
-    @property
-    def step_fraction(self) -> float:
-        """Share of the trainable steps that are in each video's order."""
-        return self.pair_fraction if self.pairs == "uniform" else self.timestep_fraction
 
 
 @dataclass(kw_only=True)

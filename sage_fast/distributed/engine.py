@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 Phase = Literal["rollout", "anchor", "update", "evaluation"]
@@ -61,9 +60,6 @@ class Engine(Protocol):
     """Their whole shapes."""
     sharded: bool
     """Whether a forward communicates weights, so that all ranks must run equally many of them."""
-    gathering_group: dist.ProcessGroup | None
-    """The ranks that communicate weights in every forward of a rollout, and must run the same blocks in each. None
-    where weights stay gathered once they were."""
     lockstep: bool
     """Whether all ranks must make equally many VJPs between two steps, and at least one: the case where `sharded`."""
 

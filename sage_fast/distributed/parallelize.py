@@ -160,16 +160,6 @@ def shard_weights(
         following.set_modules_to_backward_prefetch([this])
 
 
-def gather_second_block_when_due(transformer: HunyuanVideo15Transformer3DModel) -> None:
-    """No longer gather a transformer's second block while the first computes: a feature cache may leave it out.
-
-    Weights that were gathered and not used would wait, and be stale once their shards have changed.
-    """
-    first = transformer_blocks(transformer)[0]
-    if isinstance(first, FSDPModule):
-        first.set_modules_to_forward_prefetch([])
-
-
 def _left_whole(
     transformer: HunyuanVideo15Transformer3DModel,
     model: ModelConfig,
@@ -287,21 +277,19 @@ def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig,
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
-    uniform = training.pairs == "uniform"
     shares = {
         "objective.kl_position_fraction": kl_position_fraction,
-        "training.pair_fraction" if uniform else "training.timestep_fraction": training.step_fraction,
+        "training.timestep_fraction": training.timestep_fraction,
     }
     given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
-    if training.update == "single_pass" and given and (training.permute_timesteps or uniform):
-        remedied = "training.pairs to all" if uniform else "training.permute_timesteps to false"
+    if training.update == "single_pass" and given and training.permute_timesteps:
         remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
         raise ConfigError(
             f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "
-            f"permute_timesteps {str(training.permute_timesteps).lower()}), but every pass gathers layers from all "
+            f"permute_timesteps true), but every pass gathers layers from all "
             f"ranks (distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
             f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same ones. {remedy}, "
-            f"{remedied}, or training.update to two_phase."
+            "training.permute_timesteps to false, or training.update to two_phase."
         )
 
 

@@ -38,8 +38,6 @@ class TorchEngine:
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
         self.sharded = self.lockstep = bool(gathering.modules)
-        gathers = self.sharded and gathering.keep_gathered == "never"
-        self.gathering_group = world.weights_group if gathers else None
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:

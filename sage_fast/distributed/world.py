@@ -67,11 +67,6 @@ class World:
         """The ranks that share a video's tokens; None without a process group."""
         return None if self.mesh is None else self.mesh.get_group("sp")
 
-    @property
-    def weights_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which weights are sharded, if they are; None without a process group."""
-        return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group("shard")
-
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things."""
         if self.mesh is None:

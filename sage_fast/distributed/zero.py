@@ -87,7 +87,6 @@ class DeepSpeedEngine:
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
         self.sharded = settings.zero_stage == 3
-        self.gathering_group = dist.group.WORLD if self.sharded else None
         self.lockstep = True
 
         bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16

@@ -62,7 +62,7 @@ class Plan(MemoryPlan):
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory suffices.
-    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. skipped_forwards: as given.
+    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
     """
 
     device: Device
@@ -74,7 +74,6 @@ class Plan(MemoryPlan):
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
-    skipped_forwards: float
 
     @property
     def seconds_per_video(self) -> float:
@@ -200,7 +199,6 @@ def make_plan(
     runtime: float | None = None,
     description: ModelDescription | None = None,
     sizes: Mapping[str, float] | None = None,
-    skipped_forwards: float = 0.0,
 ) -> Plan:
     """Plan a configuration.
 
@@ -211,17 +209,10 @@ def make_plan(
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
         description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their files.
-        skipped_forwards: expected share of the forwards outside the SDE window that `rollout.cache_threshold` leaves
-            out, a run's metric `rollout/skipped_forwards`. Nobody can predict it from a configuration.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
     """
-    if skipped_forwards and not config.rollout.cache_threshold:
-        raise ConfigError(
-            f"{skipped_forwards:.0%} of the forwards outside the SDE window are said to be skipped, but "
-            "rollout.cache_threshold is 0. Set it, or leave the share out."
-        )
     held = make_memory_plan(
         config,
         on_gpu=device.is_gpu,
@@ -235,9 +226,7 @@ def make_plan(
     config, description = held.config, held.description
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
-    # The first block always runs.
-    spared = skipped_forwards * (1 - 1 / description.num_layers)
-    visited = visits(config, held.layout.data_parallel, spared)
+    visited = visits(config, held.layout.data_parallel)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.micro_batch_size)
     _, decode_evaluated = _decoding(held, device, evaluated, config.evaluation.batch_size)
     exchanges = Counter(
@@ -254,11 +243,10 @@ def make_plan(
         visits=visited,
         phases=_phases(held, device, visited, decode, exchanges),
         exchanges=exchanges,
-        alone=_phases(replace(held, layout=Layout()), device, visits(config, skipped=spared), decode, ()),
+        alone=_phases(replace(held, layout=Layout()), device, visits(config), decode, ()),
         seconds_per_evaluation=_evaluation_seconds(held, device, decode_evaluated.predicted, exchanges),
         checkpoint=checkpoint_bytes(config, held.weights) / held.layout.gpus,
         tiled=tiled,
-        skipped_forwards=skipped_forwards,
     )
 
 

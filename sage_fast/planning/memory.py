@@ -18,7 +18,6 @@ import torch
 from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import num_trained
-from sage_fast.distributed.ulysses import share_of
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
 from sage_fast.objective import anchor_kind, kl_uses
@@ -325,16 +324,8 @@ class MemoryPlan:
         return replace(phase, decoding=decoding.peak_bytes)
 
     def _rollout(self, sampling: PhaseMemory) -> PhaseMemory:
-        rollout, calls = self.config.rollout, self.calls
         single_pass = self.config.training.update == "single_pass"
-        sample = self._working(sampling, calls.single_pass if single_pass else calls.velocity)
-        if not rollout.cache_threshold:
-            return sample
-        # Two tensors of the video tokens for each branch of guidance, and three at work.
-        tokens = share_of(prod(self.latent[1:]), self.layout.sp)
-        tensors = 5 if rollout.guidance_scale == 1.0 else 7
-        features = float(tensors * tokens * rollout.micro_batch_size * self.description.width * self._item)
-        return replace(sample, working_set=sample.working_set + features)
+        return self._working(sampling, self.calls.single_pass if single_pass else self.calls.velocity)
 
     def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
         """The largest of sampling, decoding and scoring."""

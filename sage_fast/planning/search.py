@@ -97,7 +97,6 @@ def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
         runtime=plan.runtime,
         description=plan.description,
         sizes=plan.sizes,
-        skipped_forwards=plan.skipped_forwards,
     )
     return Option(changes=changes, plan=changed)
 

@@ -11,7 +11,7 @@ from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
 from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import anchor_share, shared_steps
+from sage_fast.planning.work import anchor_share
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
@@ -247,13 +247,6 @@ def assumptions(plan: Plan) -> list[str]:
         uneven = plan.layout.data_parallel > 1 and rollout.batch_size % rollout.num_generations
         waiting = "; a group lies on several ranks, which wait for the one with most" if uneven else ""
         lines.append(f"{chosen} of the {rollout.num_generations} videos of a group are trained{waiting}")
-    if shared := shared_steps(rollout):
-        lines.append(f"the steps before the first noise, {shared:.3g} on average, are taken once per group and rank")
-    if config.rollout.cache_threshold:
-        lines.append(
-            f"the feature cache skips {plan.skipped_forwards:.0%} of the forwards outside the SDE window "
-            "(--skipped-forwards; a run logs its own as rollout/skipped_forwards)"
-        )
     if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
     else:

@@ -16,7 +16,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.training_sections import TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
 from sage_fast.objective import anchor_kind
-from sage_fast.rollout import rollout_table, steps_before_noise
+from sage_fast.rollout import rollout_table
 from sage_fast.sde import TransitionTable
 
 DRAWS = 256
@@ -77,8 +77,7 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
 class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
-    rollout: steps sampled without a gradient. ode: those of them that draw no noise. pass_steps: steps sampled with one
-    (single pass).
+    rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
     anchor: steps at which the anchor's velocity is measured. second_products: steps with a second backward pass.
     update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
 
@@ -86,7 +85,6 @@ class Visits:
     """
 
     rollout: float
-    ode: float
     pass_steps: float
     anchor: float
     second_products: float
@@ -94,28 +92,23 @@ class Visits:
     late_updates: float
 
 
-def visits(config: RunConfig, ranks: int | None = None, skipped: float = 0.0) -> Visits:
+def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     """Calls of the model per video.
 
     Args:
         ranks: that have videos of their own; None is the mean of any number.
-        skipped: share of a forward that a step outside the SDE window is spared on average (`rollout.cache_threshold`).
     """
     training, rollout = config.training, config.rollout
     trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
-    trained = [num_trained(training.step_fraction, count) for count in trainable if count]
+    trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
     drawn = update_share(config, ranks)
-    shared = shared_steps(rollout) * (1 - most_groups(rollout) / rollout.batch_size)
-    without_noise = rollout.num_steps - shared - sum(trainable) / len(trainable)
-    sampled = rollout.num_steps - shared - skipped * without_noise
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
     first = afterwards / training.updates_per_rollout
     return Visits(
-        rollout=sampled - in_rollout,
-        ode=(1 - skipped) * without_noise,
+        rollout=rollout.num_steps - in_rollout,
         pass_steps=in_rollout,
         anchor=behind,
         second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
@@ -131,12 +124,6 @@ def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:
     return [rollout_table(rollout, number) for number in range(0, cycle, window.interval)]
 
 
-def shared_steps(rollout: RolloutConfig) -> float:
-    """Steps that the videos of a group share, on average over a run's rollouts."""
-    tables = rollout_tables(rollout) if rollout.shared_initial_noise else []
-    return sum(map(steps_before_noise, tables)) / max(1, len(tables))
-
-
 def most_groups(rollout: RolloutConfig) -> int:
     """Groups of which a rank has videos, on the rank that has most: its first video may be in a group's middle."""
     latest = rollout.num_generations - math.gcd(rollout.batch_size, rollout.num_generations)
@@ -147,7 +134,7 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     """Share of the micro-batches and steps that run in an update, because a video of theirs is trained there.
 
     Which videos `training.train_on` takes is simulated, and where their groups lie on several ranks the rank with most
-    counts; which pairs are drawn is taken as independent of it.
+    counts.
 
     Args:
         ranks: as in `visits`.
@@ -157,8 +144,7 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     whole = group // math.gcd(size, group)
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
     trained = best_and_worst(scores, training.train_on).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
-    missed = 1 - training.pair_fraction if training.pairs == "weighted" else 0.0
-    share = (1 - missed ** trained.sum(-1).double()).mean(-1)
+    share = trained.any(-1).double().mean(-1)
     return float(share.mean() if ranks is None else share.amax(1).mean())
 
 

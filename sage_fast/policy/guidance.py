@@ -16,16 +16,12 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.models.reuse import FeatureCache, ReuseRule
 from sage_fast.models.transformer import backbone, velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
 """dL/dv, like the velocity, of every quantity L to differentiate: tensors if they are known before the forward, or a
 function of the detached guided velocity."""
-
-BranchCaches = tuple[FeatureCache, FeatureCache]
-"""Features of the conditional and of the unconditional branch."""
 
 VJP = Callable[[Tensor, Sequence[Tensor]], None]
 """Called as vjp(output, cotangents) with an output that has a graph: adds the product of each cotangent with the
@@ -48,7 +44,6 @@ class GuidedPolicy:
         uncond: the empty prompt.
         conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
             d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
-        reuse: when a sampler may use features again; None is never.
     """
 
     def __init__(
@@ -58,47 +53,33 @@ class GuidedPolicy:
         guidance_scale: float,
         *,
         conditional_gradient: bool = False,
-        reuse: ReuseRule | None = None,
     ) -> None:
         self.transformer = transformer.eval()
         self._model_velocity = backbone(transformer).velocity
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
-        self.reuse = reuse
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the velocities."""
         return velocity_dtype(self.transformer)
 
-    def new_caches(self) -> BranchCaches | None:
-        """Empty caches for consecutive steps of one micro-batch; None where features are never used again."""
-        return None if self.reuse is None else (FeatureCache(self.reuse), FeatureCache(self.reuse))
-
-    def velocity(
-        self,
-        latents: Tensor,
-        sigma: Tensor,
-        prompts: Sequence[PromptEmbeds],
-        caches: BranchCaches | None = None,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         """Guided velocity; gradients flow through both branches, or with `conditional_gradient` through one.
 
         Args:
             latents: (B, C, F, H, W) float32.
             sigma: (B,) float32 in [0, 1], one noise level per sample.
             prompts: B records.
-            caches: of the steps before, see `new_caches`; for calls without a gradient.
 
         Returns:
             (B, C, F, H, W) float32 (float64 of a float64 transformer).
         """
-        cache, uncond_cache = caches or (None, None)
-        conditional = self._model_velocity(self.transformer, latents, sigma, prompts, cache)
+        conditional = self._model_velocity(self.transformer, latents, sigma, prompts)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._uncond_velocity(latents, sigma, uncond_cache))
+        return self._guided(conditional, self._uncond_velocity(latents, sigma))
 
     def velocity_and_gradient(
         self,
@@ -145,10 +126,10 @@ class GuidedPolicy:
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _uncond_velocity(self, latents: Tensor, sigma: Tensor, cache: FeatureCache | None = None) -> Tensor:
+    def _uncond_velocity(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return self._model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents), cache)
+            return self._model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

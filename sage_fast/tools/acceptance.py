@@ -372,7 +372,7 @@ class _Examination:
 def one_update(config: RunConfig) -> RunConfig:
     """The configuration of a single update of two videos at four steps, all of them trained, by one process.
 
-    What needs steps or videos that are not trained is off: window, feature cache, best and worst.
+    What needs steps or videos that are not trained is off: window, best and worst.
     """
     return replace(
         config,
@@ -383,7 +383,6 @@ def one_update(config: RunConfig) -> RunConfig:
             batch_size=NUM_VIDEOS,
             micro_batch_size=1,
             sde_window=SDEWindowConfig(),
-            cache_threshold=0.0,
         ),
         training=replace(config.training, num_updates=1, updates_per_rollout=1, train_on=TrainOnConfig()),
         evaluation=replace(config.evaluation, every=0),

@@ -96,7 +96,6 @@ OTHER_STEPS = [*SINGLE_PASS[:2], "--training.timestep_fraction=0.5"]
         ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
         ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
         ([*SINGLE_PASS, "--objective.kl_position_fraction=0.5"], TWO_SHARDS, "kl_position_fraction 0.5.*two_phase"),
-        ([*SINGLE_PASS, "--training.pairs=uniform"], TWO_SHARDS, "pair_fraction 0.5.* training.pairs to all"),
     ],
 )
 def test_settings_that_do_nothing_or_exclude_each_other_are_refused(

@@ -187,9 +187,6 @@ def test_the_tracer_counts_what_is_alive() -> None:
 # ------------------------------------------------------------------------------------------ visits, time
 
 
-SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[8,9]"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -201,15 +198,8 @@ SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.ste
         (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
         (["--objective.kl_position_fraction=0.25"], (20, 0, 4.5, 0, 20, 0)),
         (["--objective.kl_position_fraction=0.25", "--training.update=single_pass"], (0, 20, 4.5, 4.5, 0, 0)),
-        (["--training.pairs=uniform", "--training.pair_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
-        (["--training.pairs=weighted", "--training.pair_fraction=0.3"], (20, 0, 5.4, 0, 6, 0)),
-        (["--training.pairs=weighted", "--rollout.micro_batch_size=2"], (20, 0, 13.5, 0, 15, 0)),
         (["--training.train_on={best: 2, worst: 1}"], (20, 0, 13.5, 0, 15, 0)),
-        (["--training.train_on.best=1", "--training.pairs=weighted"], (20, 0, 2.25, 0, 2.5, 0)),
         (["--training.train_on.best=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
-        (SHARED_START, (14, 0, 1.8, 0, 2, 0)),
-        ([*SHARED_START, "--training.update=single_pass"], (12, 2, 1.8, 1.8, 0, 0)),
-        (["--rollout.shared_initial_noise=true"], (20, 0, 18, 0, 20, 0)),
     ],
     ids=[
         "reference",
@@ -220,15 +210,8 @@ SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.ste
         "window",
         "kl",
         "kl-single-pass",
-        "uniform",
-        "weighted",
-        "in-twos",
         "best-and-worst",
-        "best-weighted",
         "best-in-fours",
-        "shared-start",
-        "shared-start-single-pass",
-        "nothing-shared",
     ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
@@ -242,25 +225,6 @@ def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> 
         found.late_updates,
     )
     assert values == pytest.approx(expected)
-
-
-def test_a_feature_cache_spares_a_share_of_the_steps_without_noise() -> None:
-    """Of the 15 steps outside the window, but for the first of 54 blocks; and takes its tensors."""
-    words = ["--rollout.sde_window.size=5", "--rollout.cache_threshold=0.1"]
-    assert visits(load_config(B, words), skipped=0.4).rollout == pytest.approx(20 - 0.4 * 15)
-    single = visits(load_config(B, [*words, "--training.update=single_pass"]), skipped=0.4)
-    assert (single.rollout, single.pass_steps) == pytest.approx((15 - 0.4 * 15, 5))
-    off, none, some = (
-        make_plan(load_config(B, given), DEVICES["h100"], sizes={}, skipped_forwards=share)
-        for given, share in ((words[:1], 0.0), (words, 0.0), (words, 0.4))
-    )
-    assert none.seconds_per_video == off.seconds_per_video
-    (rollout, *_), (spared, *_) = none.phases, some.phases
-    assert spared.cost.linear == pytest.approx(rollout.cost.linear * (20 - 0.4 * 15 * 53 / 54) / 20)
-    more = some.memory.phases["rollout"].working_set - off.memory.phases["rollout"].working_set
-    assert more == 7 * 2048 * 32_760 * 2
-    with pytest.raises(ConfigError, match=r"40% of the forwards .* rollout.cache_threshold is 0"):
-        make_plan(load_config(B), DEVICES["h100"], sizes={}, skipped_forwards=0.4)
 
 
 def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
@@ -283,11 +247,10 @@ def test_the_rank_with_most_trained_videos_counts() -> None:
             "--rollout.micro_batch_size=1",
             "--rollout.num_generations=4",
             "--training.train_on={best: 2, worst: 1}",
-            "--rollout.shared_initial_noise=true",
             "--rollout.sde_window.size=2",
         ],
     ],
-    ids=["all", "best-and-worst-shared-start"],
+    ids=["all", "best-and-worst-window"],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
@@ -314,9 +277,8 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
 
 
 def test_a_plan_says_what_is_left_out_and_counts_its_memory() -> None:
-    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}", *SHARED_START]))
-    said = to_text(part, ())
-    assert "3 of the 4 videos of a group are trained\n" in said and "before the first noise, 8 on average, are" in said
+    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}"]))
+    assert "3 of the 4 videos of a group are trained\n" in to_text(part, ())
     assert "of a group are" not in to_text(whole, ())
     whole_bytes, part_bytes = (plan.memory.phases["update"].anchor_velocities for plan in (whole, part))
     assert part_bytes == 0.75 * whole_bytes > 0

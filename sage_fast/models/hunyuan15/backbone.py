@@ -18,7 +18,6 @@ from sage_fast.config.model_sections import ModelConfig
 from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
 from sage_fast.models.hunyuan15.lora_names import named_adapter
 from sage_fast.models.hunyuan15.modulation import adaln_layers
-from sage_fast.models.reuse import FeatureCache
 from sage_fast.models.transformer import Backbone, transformer_blocks, velocity_dtype
 from sage_fast.records import PromptEmbeds
 
@@ -28,7 +27,6 @@ def velocity(
     latents: Tensor,
     sigma: Tensor,
     prompts: Sequence[PromptEmbeds],
-    cache: FeatureCache | None = None,
 ) -> Tensor:
     """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
@@ -37,7 +35,6 @@ def velocity(
         sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
             the GPU, which lets the fused forward look its modulation up in a table.
         prompts: B records.
-        cache: features of earlier steps, which the fused forward may use again; no gradient then.
 
     Returns:
         (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
@@ -45,11 +42,9 @@ def velocity(
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
         call: Any = transformer
-        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts, "cache": cache}
+        given = {"hidden_states": latents, "timestep": sigma * 1000.0, "prompts": prompts}
         packed: Tensor = call(**given, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
-    if cache is not None:
-        raise ValueError("A feature cache needs the fused forward; set model.forward to fused.")
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
     batch, channels, *size = latents.shape

@@ -41,7 +41,6 @@ from sage_fast.models.hunyuan15.block import (
 )
 from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.reuse import FeatureCache
 from sage_fast.models.transformer import Checkpointing, FusedForward, transformer_blocks
 from sage_fast.records import PromptEmbeds
 
@@ -175,7 +174,6 @@ class Acceleration(FusedForward):
         latents: Tensor,
         timestep: Tensor,
         prompts: Sequence[PromptEmbeds],
-        cache: FeatureCache | None = None,
     ) -> Tensor:
         """Velocity of B samples; prompts of one length run together.
 
@@ -183,7 +181,6 @@ class Acceleration(FusedForward):
             latents: (B, C', F, H, W); C' is the model's in_channels, or its latent channels alone.
             timestep: (B,) float32 sigma * 1000. On the CPU it can be read without waiting for the GPU.
             prompts: B records.
-            cache: decides whether the blocks after the first run, or what they added before is used again.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.
@@ -191,27 +188,22 @@ class Acceleration(FusedForward):
         # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = self.transformer.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
-            return self._grouped(latents, timestep, prompts, cache)
+            return self._grouped(latents, timestep, prompts)
 
-    def _grouped(
-        self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], cache: FeatureCache | None
-    ) -> Tensor:
+    def _grouped(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
         if len(groups) == 1:
-            return self._dense(latents, timestep, prompts, cache)
+            return self._dense(latents, timestep, prompts)
         rows = [row for group in groups.values() for row in group]
         parts = [
-            self._dense(latents[group], timestep[group], [prompts[row] for row in group], cache)
-            for group in groups.values()
+            self._dense(latents[group], timestep[group], [prompts[row] for row in group]) for group in groups.values()
         ]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         return torch.cat(parts)[order]
 
-    def _dense(
-        self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], cache: FeatureCache | None
-    ) -> Tensor:
+    def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         transformer: Any = self.transformer
         weight = transformer.x_embedder.proj.weight
         device, dtype = weight.device, weight.dtype
@@ -229,14 +221,7 @@ class Acceleration(FusedForward):
         self.rotary = Rotary(cos, sin)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
-            start = x if index == 0 and cache is not None else None  # without a cache nothing stays alive
             x, text = block(x, text, activated, *modulations)
-            if start is not None and cache is not None:
-                lengths = prompts[0].text.shape[0], prompts[0].glyph.shape[0]
-                if not cache.begin(lengths, start, x):
-                    break
-        if cache is not None:
-            x = cache.end(x)
         tokens = self.project_out(x, activated)
         if self.sequence is not None:
             tokens = self.sequence.join(tokens, 1, self.num_video)
@@ -495,7 +480,6 @@ def _fused_forward(
     return_dict: bool = True,
     *,
     prompts: Sequence[PromptEmbeds] | None = None,
-    cache: FeatureCache | None = None,
 ) -> Any:
     """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
     acceleration: Acceleration = self._acceleration
@@ -522,7 +506,7 @@ def _fused_forward(
 
         scale_lora_layers(self, scale)
     try:
-        sample = acceleration.forward(hidden_states, timestep, prompts, cache)
+        sample = acceleration.forward(hidden_states, timestep, prompts)
     finally:
         if scale != 1.0:
             unscale_lora_layers(self, scale)

@@ -186,12 +186,6 @@ class ModelFamily(ABC):
         """The files it loads."""
         return []
 
-    def cache(self, model: ModelConfig) -> Path | None:
-        """The folder in which it keeps encoded prompts; None where it keeps nothing. ValueError: the folder cannot be
-        written to.
-        """
-        return None
-
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
         """What the weights say of themselves; nothing is loaded, converted or downloaded. None where nothing is said.
 

@@ -17,8 +17,7 @@ from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.planning.text import to_json
 from sage_fast.rewards.base import RewardCosts
-from sage_fast.tools.diagnosis import examine
-from sage_fast.tools.machine import Check
+from sage_fast.tools.diagnosis import Check, examine
 
 NAME = f"{__name__}:Judge"
 ROOT = Path(__file__).resolve().parents[2]

@@ -46,11 +46,6 @@ class HunyuanVideo15(ModelFamily):
             missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
         return [replace(whole, missing=missing)]
 
-    def cache(self, model: ModelConfig) -> Path:
-        from sage_fast.models.hunyuan15.loading import cache_folder
-
-        return cache_folder(model)
-
     def inspect(self, model: ModelConfig) -> WeightFacts:
         from sage_fast.models.hunyuan15.loading import find_model
 

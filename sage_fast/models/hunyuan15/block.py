@@ -284,6 +284,7 @@ class _Pass:
 
     def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`projection.project` of a group of layers."""
+        # x A^T is kept: the gradient of B reads it again, and x may be gone by then.
         result, self.low[name] = project(x, self.layers[name], self.adapters[name], out)
         return result
 
@@ -365,6 +366,7 @@ class _Block:
             tail = room_for_low(adapter, stream.x.shape[1])
             y = self.kernels.adaln(stream.x, m.scale_msa, m.shift_msa, EPS, tail)
             if adapter is not None and tail:
+                # x A^T once for q, k and v, where their product reads it as more columns of its input.
                 rows, low = y.flatten(0, 1).tensor_split([stream.x.shape[2]], dim=1)
                 torch.mm(rows, adapter.a.t(), out=low)
             found.append(y)
@@ -376,6 +378,8 @@ class _Block:
         if self.qkv is None:
             normed = normed or self.normed_inputs()
             if self.video.x.shape[0] == 1:
+                # Both streams' products write into one tensor, so that attention's v is a slice and not a copy. Where
+                # the text has no queries, its third of the columns stays unwritten: that product is avoided.
                 joint = _Joint(normed[0], self.num_tokens, 3 * width)
                 for y, stream in zip(normed, self.streams, strict=True):
                     stream.project("qkv", y, joint.rows(stream.tokens)[:, (3 - len(stream.layers["qkv"])) * width :])
@@ -406,7 +410,7 @@ class _Block:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's result and its log-sum-exp."""
-        if self.out is None or self.lse is None:
+        if self.out is None or self.lse is None:  # in a backward: by "full" alone, the others have saved both
             self.out, self.lse = self.settings.attention.forward(q, k, v, self.num_video)
         return self.out, self.lse
 
@@ -497,6 +501,7 @@ class _Block:
         for stream in self.live:
             (layer,) = stream.layers["out"]
             branch_grad = self.residual_backward(stream, gradients, modulation).flatten(0, 1)
+            # The product with o^T is left out where W_o and its adapter are frozen.
             rows = self.attention_rows(stream) if gradients.wants(layer) else None
             out = joint.rows(stream.tokens)
             joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
@@ -536,6 +541,7 @@ class _Block:
         hidden = stream.hidden if stream.hidden is not None else stream.project("ff_in", normed)
         branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
         branch_grad = branch_grad.flatten(0, 1)
+        # dh = branch_grad W_2 needs nothing of the forward, so it comes before h exists.
         # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
         activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
         hidden_grad, activated = self.kernels.gelu_tanh_backward(
@@ -553,11 +559,13 @@ class _Block:
                 branch = stream.project("ff_out", activated).view(grad.shape)
                 _, gate_grad = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
             stream.modulation_grads["gate_mlp"] = gate_grad
+        # dW_2 is not computed twice where the gate has made it; x A^T and its gradient serve the adapter alone.
         weights_backward(
             *([branch_grad], activated, [ff_out], gradients, adapter),
             weight_gradient=weight_grad,
             low_grad=low_grad if gradients.wants(ff_out) else None,
         )
+        # y2^T dhidden is left out where W_1 and its adapter are frozen. y2 is at hand: `add_attention` made it above.
         rows = normed.flatten(0, 1) if gradients.wants(ff_in) else None
         return stream.project_backward("ff_in", [hidden_grad], rows, gradients).view(normed.shape)
 
@@ -604,11 +612,12 @@ class _Block:
         inputs: bool,
     ) -> None:
         """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
+        # y^T dq and its like are left out where these weights are frozen.
         rows = y.flatten(0, 1) if y is not None else None
         # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
         y_grad = stream.project_backward("qkv", heads.rows(), rows, gradients)
         if not inputs and not modulation:
-            return  # the first block under LoRA: nothing before it is trained
+            return  # the first block under LoRA: nothing before it is trained, and dL/dx is left out
         m = stream.modulation
         stream.grad, dscale, dshift = self.kernels.adaln_backward(
             y_grad.view(stream.x.shape), stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad

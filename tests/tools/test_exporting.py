@@ -144,15 +144,6 @@ def test_a_full_export_in_another_dtype_rounds_once(tiny_run: MakeRun, tmp_path:
     torch.testing.assert_close(probe(run, stock), trained(run), rtol=0.05, atol=0.05)
 
 
-def test_generate_takes_the_export(tiny_run: MakeRun, tmp_path: Path) -> None:
-    run = trained_run(tiny_run)
-    folder = tmp_path / "exported"
-    export(run.directory, folder)
-    words = ["--lora", str(folder), "--output", str(tmp_path / "videos"), "--evaluation.num_prompts=2"]
-    assert main(["generate", str(run.directory), *words]) == 0
-    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
-
-
 def test_the_newest_complete_checkpoint_of_a_run_is_taken(finished_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished_run, tmp_path / "run")
     assert export(run, tmp_path / "newest").update == 2

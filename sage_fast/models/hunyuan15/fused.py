@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
 
-_WEAK_CACHES = ("_glyphs", "_masks", "_images")
+_WEAK_CACHES = ("_masks", "_images")
 
 
 class Acceleration(FusedForward):
@@ -80,7 +80,6 @@ class Acceleration(FusedForward):
         """Video tokens of the forward that runs, on all ranks that share them."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        self._glyphs = WeakTensorKeyDictionary()
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
         if adaln in ("table", "offload") and not can_tabulate(transformer):
@@ -254,22 +253,8 @@ class Acceleration(FusedForward):
         text = transformer.context_embedder(texts, timestep, None) + kind[0]
         if prompts[0].glyph.shape[0] == 0:
             return text
-        glyphs = torch.stack([self._embed_glyph(p.glyph, device, dtype) for p in prompts])
-        return torch.cat([glyphs, text], dim=1)
-
-    def _embed_glyph(self, glyph: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """ByT5 tokens (Lg, Dg) projected to (Lg, D); cached per prompt while the weights are frozen."""
-        transformer: Any = self.transformer
-        weights = [*transformer.context_embedder_2.parameters(), transformer.cond_type_embed.weight]
-        frozen = not any(p.requires_grad for p in weights) and not torch.is_inference_mode_enabled()
-        version = (device, dtype, _version(glyph), *((id(p), p._version) for p in weights)) if frozen else None
-        found = self._glyphs.get(glyph) if frozen else None
-        if frozen and found is not None and found[0] == version:
-            return found[1]
-        result = transformer.context_embedder_2(glyph.to(device, dtype)) + transformer.cond_type_embed.weight[1]
-        if frozen:
-            self._glyphs[glyph] = version, result
-        return result
+        glyphs = [transformer.context_embedder_2(p.glyph.to(device, dtype)) + kind[1] for p in prompts]
+        return torch.cat([torch.stack(glyphs), text], dim=1)
 
     def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (N, head dim) float32, of a latent size."""
@@ -302,7 +287,6 @@ class Acceleration(FusedForward):
         """
         if self.table is not None:
             self.table.forget()
-        self._glyphs.clear()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
         """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""

@@ -58,15 +58,6 @@ class Phase:
     wrong_motion: float
     """Likewise in their motion."""
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 0 or (name != "steps" and value > 1):
-                raise ValueError(f"{name} is {value}: use {'0 or more' if name == 'steps' else 'a share from 0 to 1'}.")
-        if self.wrong_colour + self.wrong_shape + self.wrong_motion > 1:
-            raise ValueError(
-                "wrong_colour, wrong_shape and wrong_motion are more than 1 together: no video would be right."
-            )
-
 
 PHASES = (
     Phase(steps=8000, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3),
@@ -111,21 +102,6 @@ class PretrainConfig:
     """Root mean square error of a sample from which on it counts linearly instead of quadratically."""
     num_threads: int = 1
     """CPU threads. Part of the recipe: the order of summation, hence the last bits, depend on it."""
-
-    def __post_init__(self) -> None:
-        if not any(phase.steps for phase in self.phases):
-            raise ValueError("phases have no steps: give at least one of them some.")
-        for name in ("batch_size", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        for name in ("shift", "knee", "decay_share"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: use a positive number.")
-        for name in ("caption_dropout", "path_share", "decay_share", "averaging"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: use a share from 0 to 1.")
-        if not 1 <= self.path_steps[0] <= self.path_steps[1]:
-            raise ValueError(f"path_steps is {self.path_steps}: use the fewest and the most, from 1.")
 
     def rate_at(self, step: int, steps: int) -> float:
         """Learning rate of a step counted from 0 of a phase, as a share of the phase's peak."""

@@ -23,7 +23,7 @@ from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
 from tests.distributed.ranks import peak_bytes, run_ranks, try_ranks
-from tests.tiny.checkpoints import GLYPH_DIM, TEXT_DIM, build_pipeline, copy_tree
+from tests.tiny.checkpoints import GLYPH_DIM, TEXT_DIM, copy_tree
 
 QUOTING = 'a sign that says "open" and “late”'
 
@@ -102,18 +102,6 @@ def test_what_is_cached_needs_no_encoder(encoder: HunyuanPromptEncoder, loaded: 
     assert loaded == []
     for one, other in zip(first, (again[1], again[2], again[0]), strict=True):
         assert_same(one, other)
-
-
-def test_only_what_is_missing_is_encoded(encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture) -> None:
-    encoder.encode(["a cat", "a dog"])
-    with caplog.at_level(logging.INFO):
-        encoder.encode(["a dog", "a bird", "a cat"])
-    assert "Encoding 1 prompts on cpu; 2 are in the cache" in caplog.text
-
-
-def test_the_glyph_encoder_is_for_quotes(encoder: HunyuanPromptEncoder, loaded: list[str]) -> None:
-    encoder.encode(["a cat", ""])
-    assert loaded == ["Qwen2_5_VLTextModel"]
 
 
 def test_encoders_are_released(encoder: HunyuanPromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +227,6 @@ def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack 1 tensors of a Qwen2_5_VLTextModel.*layers.0.mlp.up_proj.weight"):
         encoder_of(damaged, tmp_path / "cache").encode(["a cat"])
-
-
-def test_bfloat16_encoders_give_bfloat16(tmp_path: Path) -> None:
-    pipeline = build_pipeline()
-    pipeline.text_encoder.to(torch.bfloat16)
-    pipeline.save_pretrained(tmp_path / "half")
-    plain, quoting = encoder_of(tmp_path / "half", tmp_path / "cache").encode(["a cat", QUOTING])
-    assert plain.text.dtype == plain.glyph.dtype == torch.bfloat16
-    # ByT5 is stored, and computes, in float32.
-    assert quoting.glyph.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------- many prompts and ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_fast.models.toy.codec import PIXEL_STD, PatchCodec
+from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.manifold import manifold_for
 
 
@@ -16,19 +16,6 @@ def test_round_trip_is_exact_for_any_bytes(size):
     latents = codec.encode(videos)
     assert latents.dtype == torch.float32 and latents.shape == (3, *codec.latent_shape(*size))
     assert torch.equal(codec.decode(latents), videos)
-
-
-def test_latents_can_be_recovered_from_decoded_pixels():
-    codec = PatchCodec()
-    latents = codec.encode(manifold_for(8, 16, 16).videos[::97])
-    again = codec.encode(codec.decode(latents))
-    assert torch.allclose(again, latents, atol=1e-5)
-
-
-def test_distances_are_kept_up_to_the_scale():
-    videos = manifold_for(8, 16, 16).videos[[0, 700]]
-    pixels, latents = videos.float() / 255, PatchCodec().encode(videos)
-    assert torch.allclose((latents[0] - latents[1]).norm() * PIXEL_STD, (pixels[0] - pixels[1]).norm(), rtol=1e-5)
 
 
 def test_latents_of_the_manifold_have_zero_mean_and_unit_variance():

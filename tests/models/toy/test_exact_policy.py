@@ -40,14 +40,6 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     torch.testing.assert_close(given, expected.detach(), rtol=0, atol=1e-6)
 
 
-def test_at_pure_noise_the_estimate_is_the_mean_of_the_data() -> None:
-    atoms = torch.randn(7, 2, 1, 1, 1, generator=torch.Generator().manual_seed(0))
-    x = torch.full((3, 2, 1, 1, 1), 0.5)
-    given = ExactPolicy(atoms).velocity(0, x, torch.ones(3))
-    torch.testing.assert_close(x - given, atoms.mean(0).expand_as(x))
-    assert given.dtype == torch.float32
-
-
 def test_the_measures_of_a_known_trajectory() -> None:
     """Two groups of two: one member is an atom of its own, the others lie a known distance from one that they share."""
     policy = exact_policy(MANIFOLD)

@@ -1,4 +1,4 @@
-"""What a run needs of a video model, whichever family it is of, and what the family says before it is loaded."""
+"""Interface of a model family: the parts of a video model, and facts about them before it is loaded."""
 
 import logging
 import math
@@ -86,7 +86,7 @@ class Components:
     prompt_encoder: PromptEncoder
     video_decoder: VideoDecoder
     guidance_distilled: str | None = None
-    """Which file says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
+    """File that says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
     shift: float | None = None
     """Timestep shift that the model was published with; None where nothing says."""
 
@@ -151,7 +151,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFacts:
-    """What weights that are here say of themselves.
+    """Facts that weights on this machine state.
 
     guidance_distilled, shift: as in `Components`.
     """
@@ -187,7 +187,7 @@ class ModelFamily(ABC):
         return []
 
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
-        """What the weights say of themselves; nothing is loaded, converted or downloaded. None where nothing is said.
+        """Facts that the weights state; nothing is loaded or downloaded. None where nothing is stated.
 
         ValueError, OSError: weights that `load` would refuse, and why.
         """
@@ -198,7 +198,7 @@ class ModelFamily(ABC):
         return None
 
     def pipeline_base(self, model: ModelConfig) -> str | None:
-        """What a stock diffusers pipeline loads as the base model, a folder or a repository; None where none does."""
+        """Base model as a stock diffusers pipeline loads it, a folder or a repository; None where none does."""
         return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None
 
 
@@ -226,7 +226,7 @@ def model_family(name: str) -> ModelFamily:
 
 
 def describe_model(model: ModelConfig) -> ModelDescription:
-    """What its family says of a model. ConfigError where it says nothing, or its files do not say it."""
+    """Description of a model by its family. ConfigError where it has none, or its files do not give one."""
     try:
         return model_family(model.family).describe(model)
     except (ValueError, OSError) as error:
@@ -269,7 +269,7 @@ def open_components(model: ModelConfig) -> Components:
 
 
 def check_guidance(guidance_distilled: str | None, guidance_scale: float) -> None:
-    """ValueError where guidance is distilled into weights (a file says so) that are to be guided once more."""
+    """ValueError where guidance is distilled into weights (a file says so) that would be guided once more."""
     if guidance_distilled is not None and guidance_scale != 1.0:
         raise ValueError(
             f"rollout.guidance_scale is {guidance_scale}, but guidance is distilled into these weights "
@@ -279,7 +279,7 @@ def check_guidance(guidance_distilled: str | None, guidance_scale: float) -> Non
 
 
 def shift_difference(published: float | None, shift: float) -> str | None:
-    """What to say where a run's timestep shift differs from the one that a model was published with; None else.
+    """Warning where a run's timestep shift differs from the one that a model was published with; None else.
 
     A warning and no error: another shift samples other noise levels of the same flow, which may be meant.
     """

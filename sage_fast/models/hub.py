@@ -29,7 +29,7 @@ class Requirement:
 
     @property
     def absent(self) -> bool:
-        """Whether the folder is not there at all."""
+        """Tell whether the folder is missing altogether."""
         return local_folder(self.where) is None
 
 
@@ -44,7 +44,7 @@ def download_folder(requirement: Requirement) -> Path:
 def fetch_command(repository: str, *include: str, folder: str | Path | None = None) -> str:
     """The command that downloads a repository, or what matches the patterns `include`, to a folder or the hub's cache.
 
-    Every pattern has an `--include` of its own: the hub's command takes a second one behind it for a file's name.
+    Every pattern has a separate `--include`: the hub's command takes a second one behind it for a file's name.
 
     Example: `fetch_command("a/b", "*.json")` is `"hf download a/b --include '*.json'"`.
     """
@@ -95,7 +95,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def is_repository(path: str) -> bool:
-    """Whether a path that is no folder here is meant as `owner/name` on the hub. Where its parent is a folder here, as
+    """Tell whether a path that is not a folder here means `owner/name` on the hub. Where its parent is a folder, as
     in models/VideoReward, a folder is meant.
     """
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).parent.is_dir()
@@ -104,7 +104,7 @@ def is_repository(path: str) -> bool:
 def checkpoint_folder(path: str, key: str, *include: str) -> Path:
     """The folder of a checkpoint: a local one, or the cached snapshot of a hub id.
 
-    Nothing is downloaded: a cluster without network answers at once, and a run starts no download of its own.
+    Nothing is downloaded: a cluster without network answers at once, and a run starts no download by itself.
 
     Args:
         path: folder or hub id.
@@ -114,25 +114,19 @@ def checkpoint_folder(path: str, key: str, *include: str) -> Path:
     Raises:
         OSError: there is none; the message says how to fetch it.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except HFValidationError as error:
-        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.") from error
-    except LocalEntryNotFoundError as error:
+    folder = local_folder(path)
+    if folder is None and not is_repository(path):
+        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.")
+    if folder is None:
         raise OSError(
             f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with "
             f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds it."
-        ) from error
+        )
+    return folder
 
 
 def downloaded_files(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """What the record of a download says: the revision, and the SHA-256 of the large files by relative name.
+    """The record of a download: the revision, and the SHA-256 of the large files by relative name.
 
     The hub's cache links a large file to one that is named by its hash; a folder of `--local-dir` keeps a record beside
     its files. Both hold what the hub said, and not what arrived.

@@ -102,7 +102,7 @@ def without_memory(transformer: nn.Module, dtype: torch.dtype) -> None:
 
 
 def allocate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Give those that have none (`without_memory`) memory of their own, not yet written to, on a device."""
+    """Give parameters without memory (`without_memory`) some, not yet written to, on a device."""
     for parameter in parameters:
         if not isinstance(parameter, DTensor) and parameter.untyped_storage().nbytes() < parameter.nbytes:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

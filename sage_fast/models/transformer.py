@@ -25,7 +25,7 @@ Layout = Literal["diffusers", "official", "comfyui"]
 
 
 class FusedForward:
-    """The handle of a transformer that runs a fused forward in place of its own."""
+    """The handle of a transformer that runs a fused forward in place of the stock one."""
 
     transformer: Any
     adaln: str
@@ -100,5 +100,5 @@ def velocity_dtype(transformer: Any) -> torch.dtype:
 
 
 def is_dead(name: str, dead: Sequence[str]) -> bool:
-    """Whether a module's or parameter's qualified name lies in one of the `dead` modules."""
+    """Tell whether a module's or parameter's qualified name lies in one of the `dead` modules."""
     return any(name == module or name.startswith(module + ".") for module in dead)

@@ -1,4 +1,4 @@
-"""Which weights are trained: LoRA adapters, or the whole transformer.
+"""Choice of the trained weights: LoRA adapters, or the whole transformer.
 
 Adapters are peft's, through diffusers' `add_adapter`, and are saved in diffusers' layout, so that a stock pipeline
 loads them. Trained weights are float32 masters, also over a bfloat16 transformer.

@@ -45,8 +45,8 @@ PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts
 class Export:
     """A written export.
 
-    averaged: the weights are the moving average that the run evaluated with. dtype: in which the transformer is to be
-    loaded, such as bfloat16; a full export is stored in it.
+    averaged: the weights are the moving average that the run evaluated with. dtype: type to load the
+    transformer in, such as bfloat16; a full export is stored in it.
 
     Example: `Export(folder=Path("exported"), format="lora", layout="diffusers", update=200, averaged=True, ...)`
     """
@@ -79,7 +79,7 @@ def export(
         layout: the program that it is for; a whole transformer is for diffusers.
         dtype: of a full export; None keeps the one that the run computed with (model.dtype).
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
-        trust_config: whether a model family of the checkpoint that is no part of SAGE-Fast may be imported and called.
+        trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
 
     Raises:
         ConfigError: a format or layout that the run does not have, or a folder with other files.
@@ -167,7 +167,7 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
 
 
 def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor], dtype: str) -> Any:
-    """The base transformer with the trained weights: in place of its own, or an adapter merged into them."""
+    """The base transformer with the trained weights: in place of the base ones, or an adapter merged into them."""
     lora = config.training.mode == "lora"
     # Weights that replace the base model's need it in no wider type than they are written in.
     model = config.model if lora else replace(config.model, dtype=dtype)

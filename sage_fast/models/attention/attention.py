@@ -3,7 +3,7 @@
     out = softmax(scale q k^T) v,   lse = log sum_j exp(scale q . k_j),   scale = 1 / sqrt(D)
 
 Dense, not causal, no mask, no dropout: what HunyuanVideo-1.5 needs once padded tokens are dropped. The pair (out, lse)
-is all that a backward pass wants besides q, k and v, so a caller may keep it and recompute the rest. With
+is all that a backward pass wants apart from q, k and v, so a caller may keep it and recompute the rest. With
 p = exp(scale q k^T - lse) and delta = rowsum(grad_out * out):
 
     dv = p^T grad_out,   ds = scale p (grad_out v^T - delta),   dq = ds k,   dk = ds^T q
@@ -12,7 +12,7 @@ Source: Dao (arXiv 2307.08691), section 3.1 and algorithm 2.
 
 `attention` and `attention_backward` are `torch.library` ops: they trace, run on fake and meta tensors whether or not
 the library is installed, and count their floating-point operations. `resolve_backend` chooses among the libraries,
-whose calls are in `attention_libraries.py`.
+whose calls are in `libraries.py`.
 
 Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim.
 """
@@ -52,7 +52,7 @@ _ORDER: Mapping[int, tuple[Backend, ...]] = {
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Backend, ...]:
-    """What `auto` tries, best first; the reference ends every order."""
+    """Backends that `auto` tries, best first; the reference ends every order."""
     if dtype == torch.float64:
         return ("reference",)
     if device.type != "cuda":
@@ -111,7 +111,7 @@ def _fastest(device: torch.device, dtype: torch.dtype, head_dim: int, determinis
 def backend_report(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> dict[str, str | None]:
-    """Which backends can run on a device: name -> None if it can, else the reason why not."""
+    """Backends on a device: name -> None if it can run there, else the reason why not."""
     device = torch.device(device)
     return {name: LIBRARIES[name].unavailable(device, dtype, head_dim) for name in BACKENDS}
 
@@ -130,7 +130,7 @@ def _require_runnable(name: str, device: torch.device, dtype: torch.dtype, head_
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """`attention` without graph, checks of shapes and dispatcher, for callers that differentiate by themselves."""
+    """`attention` without graph and dispatcher, for callers that differentiate by themselves."""
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
@@ -209,9 +209,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, deterministic: b
         lse: (B, H, Nq) float32, float64 for float64; natural logarithm of the sum of exp(scaled scores).
 
     Raises:
-        ValueError: shapes, strides, dtypes or devices that do not fit, or a backend that cannot run there.
+        ConfigError: a backend that cannot run there.
     """
-    _check(backend, q=q, k=k, v=v)
     return _attention(q, k, v, backend, deterministic)
 
 
@@ -236,38 +235,5 @@ def attention_backward(
 
     Returns:
         dq (B, Nq, H, D), dk and dv (B, Nk, H, D), contiguous, in q's dtype. Not differentiable again.
-
-    Raises:
-        ValueError: as in `attention`.
     """
-    _check(backend, q=q, k=k, v=v, out=out, grad_out=grad_out)
-    if lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
-        raise ValueError(
-            f"lse has shape {tuple(lse.shape)}; it must be (B, H, Nq) = {(q.shape[0], q.shape[2], q.shape[1])}"
-        )
     return _attention_backward(grad_out, q, k, v, out, lse, backend, deterministic)
-
-
-def _check(backend: str, *, q: Tensor, k: Tensor, v: Tensor, **like_q: Tensor) -> None:
-    """Refuse what no backend takes; a library's own message would not name the argument."""
-    if backend not in LIBRARIES:
-        hint = "; resolve_backend turns auto into one of them" if backend == "auto" else ""
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}{hint}")
-    if q.ndim != 4 or 0 in q.shape:
-        raise ValueError(f"q has shape {tuple(q.shape)}; it must be (B, Nq, H, D) with no dimension empty")
-    batch, _, heads, dim = q.shape
-    if k.ndim != 4 or k.shape[1] == 0 or k.shape != (batch, k.shape[1], heads, dim):
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}; it must be (B, Nk, H, D) = ({batch}, Nk, {heads}, {dim}), Nk at least 1"
-        )
-    for name, tensor, shape in [("v", v, k.shape), *((name, tensor, q.shape) for name, tensor in like_q.items())]:
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
-    for name, tensor in {"q": q, "k": k, "v": v, **like_q}.items():
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {q.dtype} on {q.device}")
-        if name != "grad_out" and (tensor.stride(3) != 1 or (heads > 1 and tensor.stride(2) != dim)) and dim > 1:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; its last two dimensions must be dense, ({dim}, 1). "
-                "Call .contiguous() on it"
-            )

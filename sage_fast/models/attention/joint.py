@@ -30,7 +30,7 @@ class JointAttention(Protocol):
 
 
 class SequenceLayout(Protocol):
-    """Which video tokens this rank computes under sequence parallelism; text tokens are on every rank.
+    """Layout of the video tokens that this rank computes under sequence parallelism; text tokens are on every rank.
 
     The blocks then see a share of the tokens, with the rotary tables of that share, and a `JointAttention` that
     exchanges tokens and heads. Shares have as many tokens on every rank, so the last ones may be padded.
@@ -45,5 +45,5 @@ class SequenceLayout(Protocol):
         ...
 
     def attention(self, local: JointAttention, num_video: int) -> JointAttention:
-        """What the blocks of a video of `num_video` tokens attend with; `local` is attention on one device."""
+        """Attention for the blocks of a video of `num_video` tokens; `local` is attention on one device."""
         ...

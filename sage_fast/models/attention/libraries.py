@@ -72,23 +72,23 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 class Library:
-    """What one backend can run, and its two calls.
+    """The inputs that one backend can run, and its two calls.
 
     `forward` and `backward` take and give (B, N, H, D); `attention.py` makes the results contiguous.
     """
 
     name: Backend
     install: str
-    """What to do where the library is missing."""
+    """Advice where the library is missing."""
     module: str | None = None
     """The module that must import."""
     dtypes: tuple[torch.dtype, ...] = HALF
     capabilities: tuple[int, int] = (8, 99)
     """Smallest and largest major compute capability of the GPU."""
     head_dims: tuple[int, int] = (8, 256)
-    """What the head dim must be a multiple of, and its largest value."""
+    """A divisor of the head dim, and its largest value."""
     deterministic: bool = False
-    """Whether `backward` can give the same bits every time."""
+    """Tells whether `backward` can give the same bits every time."""
 
     def unavailable(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
@@ -118,7 +118,7 @@ class Library:
         try:
             importlib.import_module(self.module)
         except (ImportError, OSError) as error:
-            # An installed library built for another torch or CUDA fails here too, so the error itself is told.
+            # An installed library built for another torch or CUDA fails here too, so the error itself is shown.
             return f"{self.module} does not import ({str(error).splitlines()[0]}); {self.install}"
         return None
 

@@ -22,7 +22,7 @@ The product h W_2 is never recomputed for its own sake. The backward needs it on
 
     dgate = sum_n dx2 (h W_2^T + b) = rowsum(W_2 * (dx2^T h)) + b sum_n dx2,    with   dW_2 = gate * (dx2^T h),
 
-so where W_2 is trained dgate costs no product of its own.
+so where W_2 is trained dgate costs no further product.
 
 Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
 """
@@ -180,7 +180,7 @@ class Modulation(NamedTuple):
 
 
 class StreamInput(NamedTuple):
-    """What a block is given of one stream: tokens x (B, tokens, D) and modulation (B, 6 D)."""
+    """Input of a block from one stream: tokens x (B, tokens, D) and modulation (B, 6 D)."""
 
     x: Tensor
     modulation: Tensor
@@ -251,7 +251,7 @@ class HeadGradients(NamedTuple):
     v: Tensor
 
     def rows(self) -> list[Tensor]:
-        """Those that exist as (B * tokens, D), in the order of `Stream.groups`."""
+        """Existing gradients as (B * tokens, D), in the order of `Stream.groups`."""
         return [part.flatten(2).flatten(0, 1) for part in self if part is not None]
 
 
@@ -279,7 +279,7 @@ class _Pass:
 
     @property
     def live(self) -> bool:
-        """Whether anything reads the stream's output."""
+        """Tell whether anything reads the stream's output."""
         return bool(self.layers["out"])
 
     def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -429,7 +429,7 @@ class _Block:
     # ---------------------------------------------------------------------------------------------------- saving
 
     def saved(self) -> list[Tensor]:
-        """What the forward leaves for the backward, besides the weights and the modulation."""
+        """Tensors that the forward leaves for the backward, apart from the weights and the modulation."""
         inputs = [stream.x for stream in self.streams]
         if self.settings.checkpointing == "full":
             return inputs

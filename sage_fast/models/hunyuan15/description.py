@@ -1,4 +1,4 @@
-"""What is known of a HunyuanVideo-1.5 before it is loaded: the planner's view of it."""
+"""Description of a HunyuanVideo-1.5 before it is loaded, for the planner."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -345,7 +345,7 @@ class Acceleration(FusedForward):
         return found[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle contains: not the caches, which hold tensors by identity."""
+        """Content of a copy or a pickle, without the caches, which hold tensors by identity."""
         own = {name: value for name, value in self.__dict__.items() if name not in _WEAK_CACHES}
         return own | {"_settings": {}, "_rope": {}}
 

@@ -90,7 +90,7 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def can_tabulate(transformer: nn.Module) -> bool:
-    """Whether the modulation is a function of the timestep that does not change during a run.
+    """Tell whether the modulation is a function of the timestep that does not change during a run.
 
     True if the time embedding and the AdaLN layers of all blocks are plain, whole on this device, and frozen.
     """

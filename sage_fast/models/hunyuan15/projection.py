@@ -121,7 +121,7 @@ class Adapter:
     """[W | b], (n M, K + T), once it was asked for."""
 
     def is_behind(self, rows: Tensor) -> bool:
-        """Whether rows have x A^T behind x."""
+        """Tell whether rows have x A^T behind x."""
         return rows.shape[1] > self.a.shape[1]
 
     def low(self, rows: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class Gradients:
         self.values: list[Tensor | None] = [None] * len(wanted)
 
     def wants(self, layer: Projection) -> bool:
-        """Whether any gradient that is wanted of a layer needs the layer's input: all but the bias's do."""
+        """Tell whether any gradient that is wanted of a layer needs the layer's input: all but the bias's do."""
         first, bias = layer.first, layer.bias is not None
         return self.wanted[first] or any(self.wanted[first + 1 + bias : first + 1 + bias + 2 * len(layer.low_rank)])
 

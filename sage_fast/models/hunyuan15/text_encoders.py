@@ -155,7 +155,7 @@ class HunyuanPromptEncoder:
         """One record per text, valid tokens only, on the CPU: text (L, 3584) and glyph (Lg, 1472).
 
         Lg is 0 for a text without quotation marks. The empty text is the unconditional prompt, which the stock pipeline
-        encodes as one space. What is not in the cache, or damaged there, is encoded. Raises as `prepare`.
+        encodes as one space. Texts that the cache lacks, or has damaged, are encoded. Raises as `prepare`.
         """
         found = [self._read(text) for text in texts]
         if any(embeds is None for embeds in found):
@@ -166,7 +166,7 @@ class HunyuanPromptEncoder:
     def _ranks_that_share(self, world: World, texts: Sequence[str]) -> list[int]:
         """The ranks that have this rank's cache and look for the same in it, itself among them.
 
-        Nodes may have caches of their own. That all have read the same prompts is checked later.
+        Nodes may have separate caches. That all have read the same prompts is checked later.
         """
         if world.size == 1:
             return [0]
@@ -289,7 +289,7 @@ class HunyuanPromptEncoder:
             self._release()
 
     def _load_glyph_encoder(self) -> Callable[[str], Tensor]:
-        """What turns a text into ByT5's tokens (Lg, 1472) of what it quotes."""
+        """Function from a text to ByT5's tokens (Lg, 1472) of its quotations."""
         from transformers import ByT5Tokenizer, T5EncoderModel
 
         encoder = self._load(T5EncoderModel, self.glyph_encoder)
@@ -335,7 +335,7 @@ class HunyuanPromptEncoder:
 
     @staticmethod
     def _conversation(tokenizer: Any) -> str:
-        """What the language model reads, with a marker in the prompt's place."""
+        """Input of the language model, with a marker in the prompt's place."""
         messages = [
             {"role": "system", "content": _TEMPLATE["system_message"]},
             {"role": "user", "content": _MARKER},

@@ -83,7 +83,7 @@ def parse_caption(text: str) -> Caption:
 class WordEncoder:
     """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to unit root mean square.
 
-    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). There is no glyph
+    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). It has no glyph
     branch.
     """
 

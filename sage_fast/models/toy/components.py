@@ -47,7 +47,7 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
 
 
 def is_unused(name: str) -> bool:
-    """Whether a parameter (by its qualified name) belongs to a module that the toy world never uses."""
+    """Tell whether a parameter (by its qualified name) belongs to a module that the toy world never uses."""
     return name.split(".", 1)[0] in UNUSED_MODULES
 
 

@@ -66,7 +66,7 @@ def exact_policy(manifold: Manifold) -> ExactPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerMeasures:
-    """What a sampler made of the exact policy. Distances are root mean squares over elements and samples.
+    """Measures of a sampler on the exact policy. Distances are root mean squares over elements and samples.
 
     Example: `sage_grpo` at 20 steps, shift 5 and eta 0.5 has `leftover_noise` 0.08 and `distance` 0.08.
     """

@@ -3,7 +3,7 @@
     python -m sage_fast.models.toy.pretrain --output DIR
 
 Real base models are like this because their captions are. Here too: of the videos of a caption, a stated share shows
-another colour, shape or motion. What a perfect model of these data predicts, the velocity E[z - x0 | x, caption], has
+another colour, shape or motion. The prediction of a perfect model, the velocity E[z - x0 | x, caption], has
 a closed form (`ExactPolicy`), and the network is fitted to it. That needs a tenth of the steps of fitting it to single
 draws of z - x0, and allows latents of two kinds: noised data, as in flow matching, and latents on the sampling paths
 of the network itself, where it learns to come back to the legal videos.
@@ -43,7 +43,7 @@ MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of the pretraining, with an optimizer and draws of its own. It goes on from the weights before it."""
+    """A part of the pretraining, with a separate optimizer and draws. It goes on from the weights before it."""
 
     steps: int
     """Optimizer steps."""
@@ -153,7 +153,7 @@ def _steps(phases: Sequence[Phase]) -> str:
 
 
 def shown_by_caption(phase: Phase) -> Tensor:
-    """What the videos of a caption show: float32 (120, 120), row = caption, column = what is shown, rows sum to 1."""
+    """Shares of the shown captions: float32 (120, 120), row = caption, column = shown caption, rows sum to 1."""
     captions = all_captions()
     table = torch.zeros(len(captions), len(captions))
     wrong = {
@@ -214,7 +214,7 @@ class _Data:
 
 
 class _Paths:
-    """Latents on sampling paths of the network: a fixed number of paths, each begun anew when it ends."""
+    """Latents on sampling paths of the network: a fixed number of paths, each restarted when it ends."""
 
     def __init__(self, data: _Data, count: int) -> None:
         self.data = data

@@ -96,7 +96,7 @@ def track(scene: Scene, num_frames: int = NUM_FRAMES) -> Tensor:
 
 
 def _inside(shape: str, dx: Tensor, dy: Tensor, radius: Tensor) -> Tensor:
-    """Whether the points at (dx, dy) from the centre belong to the shape; all have about equal area."""
+    """Tell whether the points at (dx, dy) from the centre belong to the shape; all have about equal area."""
     if shape == "circle":
         return dx**2 + dy**2 <= (1.05 * radius) ** 2
     if shape == "square":

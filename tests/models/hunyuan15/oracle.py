@@ -60,7 +60,7 @@ def latents(batch: int, *, seed: int = 0, size: Sequence[int] = (2, 3, 4)) -> Te
 def padded_arguments(
     x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], dtype: torch.dtype, *, extra: int = 3
 ) -> dict[str, object]:
-    """What diffusers' pipeline passes: 65-channel latents, padded tokens with masks, zero image tokens."""
+    """Arguments of diffusers' pipeline: 65-channel latents, padded tokens with masks, zero image tokens."""
     batch = len(prompts)
 
     def pad(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:

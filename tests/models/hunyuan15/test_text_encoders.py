@@ -235,7 +235,7 @@ def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_
 def encode_on_a_rank(
     checkpoint: str, cache: str, texts: list[str], dies_after: int | None, pause: float, timeout: float
 ) -> tuple[list[str], list[tuple[int, int]], list[int]]:
-    """What this rank has encoded, the lengths it was told, and the progress it has heard of.
+    """Texts that this rank has encoded, the lengths it got, and the progress it has heard of.
 
     Rank 1 pauses before it writes a prompt, and is killed when it has written some.
     """

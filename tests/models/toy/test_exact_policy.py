@@ -41,7 +41,7 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
 
 
 def test_the_measures_of_a_known_trajectory() -> None:
-    """Two groups of two: one member is an atom of its own, the others lie a known distance from one that they share."""
+    """Two groups of two: one member is a separate atom, the others lie a known distance from one that they share."""
     policy = exact_policy(MANIFOLD)
     legal = policy.atoms.view(-1, 96, 4, 4, 4).float()
     table = transition_table("ode", torch.tensor([0.5, 0.0]), 0.0)

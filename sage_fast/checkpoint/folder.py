@@ -186,7 +186,7 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is of a file in the folder, and none that leads out of it."""
+    """True for the name of a file in the folder, False for one that leads out of it."""
     path = PurePosixPath(name)
     return name.isprintable() and path.parts != () and not path.is_absolute() and ".." not in path.parts
 

@@ -67,7 +67,7 @@ class Checkpoint:
 
         Args:
             targets: plain tensors, which become whole, and DTensors, of which each rank reads its part, on any mesh
-                and on any device. What the checkpoint holds besides is left unread. A target of another data type
+                and on any device. The rest of the checkpoint is left unread. A target of another data type
                 takes the rounded values.
 
         Raises:
@@ -198,7 +198,7 @@ _RECORDS = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),  # looks a name such as torch.strided up in a table
 }
-"""What FileSystemWriter puts into `.metadata`, besides torch's data types. None of them runs anything when called."""
+"""Records that FileSystemWriter puts into `.metadata`, apart from torch's data types. Calling them runs nothing."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -217,8 +217,8 @@ def _read_metadata(path: Path) -> tuple[Metadata, dict[str, dict[str, Tensor]]]:
     """torch's description of the shards, checked, and the tensors it describes: group -> name -> meta tensor.
 
     Raises:
-        CheckpointError: it is not what `CheckpointWriter` writes, although it matches the manifest. So it is no damage,
-        which would be passed over. UnreadableCheckpointError.
+        CheckpointError: it is not what `CheckpointWriter` writes, although it matches the manifest, so it is not passed
+        over as damage. UnreadableCheckpointError.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Writing a checkpoint on all ranks at once, if wanted while training goes on.
 
 `save` copies what has to be saved into CPU memory and returns; a thread writes the copies. What the ranks tell each
-other about it goes over a process group of its own, because the training's collectives run at the same time.
+other about it goes over a separate process group, because the training's collectives run at the same time.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class CheckpointData:
 
 
 Extra = Callable[[Path], Callable[[], object] | None]
-"""What adds files to a checkpoint: see `CheckpointWriter.save`."""
+"""Adds files to a checkpoint: see `CheckpointWriter.save`."""
 
 
 class CheckpointWriter:
@@ -155,7 +155,7 @@ class CheckpointWriter:
     def pin_best(self, update: int, score: float) -> None:
         """Keep the checkpoint of an update whose evaluation has the highest score so far. Collective.
 
-        To be called again after a kill: the same update and score change nothing. What was saved before is waited for.
+        To be called again after a kill: the same update and score change nothing. It waits for earlier saves.
         The score is rank 0's. An update without a checkpoint is not pinned.
 
         Raises:
@@ -193,7 +193,7 @@ class CheckpointWriter:
         except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with
             if error is None:
                 raise
-            # What has ended the run is what its user must see.
+            # The user must see the error that has ended the run.
             if isinstance(failure, CheckpointError):
                 logger.error("%s", failure)
             elif self.world.is_main:
@@ -339,7 +339,7 @@ class CheckpointWriter:
         return values  # type: ignore[return-value]  # every rank has filled its own in
 
     def _agree(self, update: int, step: Callable[[], T]) -> T:
-        """What `step` returns on this rank. CheckpointError on all ranks when it fails on one."""
+        """Return the result of `step` on this rank. CheckpointError on all ranks when it fails on one."""
         outcome: T | None = None
         failure: BaseException | None = None
         try:
@@ -365,7 +365,7 @@ class CheckpointWriter:
         ) from failure
 
     def _reason(self, failure: BaseException) -> str:
-        """What went wrong and what helps, with the space that is left: torch says of a full disk that a position was
+        """Describe a failure and its remedy, with the space that is left: torch says of a full disk that a position was
         unexpected.
         """
         if self._has_root and not os.path.isdir(self.root):

@@ -1,4 +1,4 @@
-"""Which configuration keys may differ between the run that saved a checkpoint and the one that goes on from it.
+"""Configuration keys that may differ between the run that saved a checkpoint and the one that goes on from it.
 
 Each field says so itself, in its metadata; a section's mark covers every key in it. A key without a mark changes what
 is trained: it may differ only where the user names it (`--allow-changes`), and the change goes on record.

@@ -59,9 +59,9 @@ class Engine(Protocol):
     shapes: Mapping[str, torch.Size]
     """Their whole shapes."""
     sharded: bool
-    """Whether a forward communicates weights, so that all ranks must run equally many of them."""
+    """True where a forward communicates weights, so that all ranks must run equally many of them."""
     lockstep: bool
-    """Whether all ranks must make equally many VJPs between two steps, and at least one: the case where `sharded`."""
+    """True where all ranks must make equally many VJPs between two steps, and at least one; always where `sharded`."""
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """Add the product of the one cotangent with `output`'s Jacobian to this rank's gradient."""
@@ -88,7 +88,7 @@ class Engine(Protocol):
         ...
 
     def weights_finite(self) -> bool:
-        """Whether this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
+        """True when this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds of this engine, by group and by the names of one process: `weights`, and `optimizer`
+        """Tensors for a checkpoint, by group and by the names of one process: `weights`, and `optimizer`
         with names such as `NAME.exp_avg`.
 
         Tensors are whole (the same on every rank), DTensors, or on this rank alone. They may be live: copy them to
@@ -124,7 +124,7 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors, fit for JSON: the position in the learning-rate schedule."""
+        """JSON values for a checkpoint: the position in the learning-rate schedule."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -89,7 +89,7 @@ class HangGuard:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether torch.distributed has raised this because of another rank or of the network."""
+    """True for an error that torch.distributed raises because of another rank or of the network."""
     if isinstance(error, dist.DistError):
         return True
     # Gloo raises plain RuntimeErrors, which name its source file.

@@ -104,7 +104,7 @@ def parallelize(
             )
         assert world.sp_group is not None
         shard_sequence(acceleration, world.sp_group)
-    # 3. FSDP2 (or, in an engine of its own, DeepSpeed) around the calls of the blocks and of the transformer. Last,
+    # 3. FSDP2 (or, in its own engine, DeepSpeed) around the calls of the blocks and of the transformer. Last,
     # because it moves the weights.
     if not sharded:
         return Gathering(transformer, "never")
@@ -166,7 +166,7 @@ def _left_whole(
     device: torch.device,
     mode: Literal["lora", "full"],
 ) -> set[nn.Parameter]:
-    """What FSDP2 must not shard, on its device: adapters, and the weights that a table of the modulation is made of."""
+    """Parameters that FSDP2 must not shard, on their device: adapters, and the weights behind a modulation table."""
     whole = set() if mode == "full" else {p for p in transformer.parameters() if p.requires_grad}
     for adapter in whole:
         adapter.data = adapter.data.to(device)
@@ -206,7 +206,7 @@ class Gathering:
             module.reshard()
 
     def sum_over_replicas(self, now: bool) -> None:
-        """Whether the next backward also sums gradients over replicas, or leaves that to a later one."""
+        """Let the next backward also sum gradients over replicas, or leave that to a later one."""
         for module in self.modules:
             module.set_requires_all_reduce(now, recurse=False)
 
@@ -228,7 +228,7 @@ def _resolve_keep_gathered(
     world: World,
     device: torch.device,
 ) -> KeepGathered:
-    """What `distributed.keep_gathered` means on these devices: the same on every rank, the smallest GPU decides."""
+    """Settle `distributed.keep_gathered` for these devices: the same on every rank, the smallest GPU decides."""
     if distributed.keep_gathered != "auto":
         return distributed.keep_gathered
     if distributed.cpu_offload:

@@ -107,7 +107,7 @@ def check_restartable(environment: Mapping[str, str] = os.environ) -> None:
     address of one that has died (pytorch issue 135712).
 
     Raises:
-        ConfigError: torchrun may restart the processes and has not been told to give them a store of their own.
+        ConfigError: torchrun may restart the processes, and would let them share one store.
     """
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -26,7 +26,7 @@ gradient in `.grad`: dL/dw is the sum of the ranks' gradients, not their mean. P
   parts. Rank r then has the whole dq, dk, dv of its heads. 4. returns the video's rows; the text's stay, and are zero
   for the other heads.
 
-Copies besides the communication, with S = B n D elements (a share), leaving out the text: forward 3 S packed for 1.
+Copies apart from the communication, with S = B n D elements (a share), leaving out the text: forward 3 S packed for 1.
 (with B > 1 also 3 S unpacked), 1 S packed and 1 S unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
@@ -98,7 +98,7 @@ def all_to_all_bytes(
     checkpointing: Checkpointing = "none",
     last: bool = False,
 ) -> LayerBytes:
-    """What a rank sends to the P - 1 others in one layer; 1/P of each buffer stays where it is.
+    """Bytes that a rank sends to the P - 1 others in one layer; 1/P of each buffer stays where it is.
 
         forward    (P - 1)/P * itemsize * B * (3 n D  +  n D + L D)          q, k, v; then the result
         backward   (P - 1)/P * itemsize * B * (5 n D + L D  +  3 n D)        dout, q, k, v, out; then dq, dk, dv

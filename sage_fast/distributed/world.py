@@ -46,7 +46,7 @@ class World:
 
     @property
     def dp_degree(self) -> int:
-        """Ranks, or groups of sp ranks, with videos of their own."""
+        """Ranks, or groups of sp ranks, with separate videos."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -59,7 +59,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files and talks to the user."""
+        """True on the rank that writes the files and talks to the user."""
         return self.rank == 0
 
     @property
@@ -92,7 +92,7 @@ class World:
         return values[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """True when the flag is set on any rank."""
         if self.mesh is None:
             return flag
         value = torch.tensor(int(flag))

@@ -41,7 +41,7 @@ from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_pa
 OLDEST = "0.19.8"
 """DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used beyond its documented interface."""
 STATES = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a weight, besides the number of steps."""
+"""AdamW's state of a weight, apart from the number of steps."""
 CHUNK = 2**26
 """Elements that are exchanged at a time: 256 MiB."""
 
@@ -392,7 +392,7 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"distributed.zero_stage needs DeepSpeed {OLDEST}, and {deepspeed.__version__} is installed. Run "
             "`pip install -U 'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is FSDP2."
         )
-    # On a CPU it would compile an operator of its own for the communication, at run time, which takes a minute.
+    # On a CPU it would compile its own operator for the communication, at run time, which takes a minute.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 

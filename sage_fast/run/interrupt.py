@@ -2,7 +2,7 @@
 
     SIGINT      Ctrl-C
     SIGTERM     preemption, and the end of a container
-    SIGUSR1     what a scheduler is told to send some time before it ends the job (`sbatch --signal`)
+    SIGUSR1     sent by a scheduler some time before it ends the job (`sbatch --signal`)
     SIGHUP      a terminal that was closed, a connection that was lost; `nohup` makes the run go on instead
     STOP        anybody who can write into the run's directory, on any system and under any launcher
 
@@ -41,7 +41,7 @@ class GracefulStop:
 
     @property
     def requested(self) -> bool:
-        """Whether the run was asked to stop."""
+        """True once the run was asked to stop."""
         if self._signalled is not None:
             return True
         asked = self._file is not None and self._file.exists()

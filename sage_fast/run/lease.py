@@ -36,7 +36,7 @@ class Holder:
 
 
 def look_at(directory: Path) -> tuple[Holder | None, bool]:
-    """Who writes a run directory, or wrote it last, and whether that process lives.
+    """The process that writes a run directory, or wrote it last, and True where it lives.
 
     A file system without locks tells of none; then nobody is said to live.
     """
@@ -80,7 +80,7 @@ class Lease:
         self._on_main(takes=False)
 
     def is_own(self) -> bool:
-        """Whether the file in the directory is the one that this process has locked."""
+        """True when the file in the directory is the one that this process has locked."""
         try:
             return self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class Lease:
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:
-    """Whether a file could be locked. OSError where the file system has no locks."""
+    """Lock a file if nobody else has; returns the success. OSError where the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -34,7 +34,7 @@ from sage_fast.run.metrics import read_metrics
 logger = logging.getLogger(__name__)
 
 HISTORY = "history.jsonl"
-"""What happened to a run besides training, one JSON object per line: keys that were changed, what was moved aside."""
+"""Events of a run other than training, one JSON object per line: changed keys, folders moved aside."""
 
 MOVED_ASIDE = ("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml")
 MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png", "index.html", "status.json")
@@ -65,10 +65,10 @@ def find_start(config: RunConfig, world: World, allow_changes: Collection[str] =
     """Decide where a run begins; nothing is touched. Collective.
 
     Args:
-        allow_changes: dotted keys that may differ from the checkpoint's besides those that always may.
+        allow_changes: dotted keys that may differ from the checkpoint's, in addition to the free ones.
 
     Raises:
-        ConfigError: there is a run where a new one was to start, or the checkpoint is of another configuration.
+        ConfigError: a new run would start where there is one already, or the checkpoint is of another configuration.
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
     check_allowed(allow_changes, config)
@@ -99,7 +99,7 @@ def _has_history(directory: Path) -> bool:
 
 
 def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Checkpoint | None:
-    """The newest checkpoint of a restarted job that was told where to begin: it does not begin there again."""
+    """The newest checkpoint of a restarted job whose first start was at a given one: it does not begin there again."""
     if resume in ("none", "auto") or not world.any(restart_count() > 0):
         return None
     newest = newest_checkpoint(checkpoints, world)
@@ -162,7 +162,7 @@ def check_same_run(
     Args:
         saved, present: nested dicts, as `to_dict` makes them. Keys that one of them does not know (another version)
             are not compared.
-        allowed: dotted keys that may differ besides the free ones.
+        allowed: dotted keys that may differ in addition to the free ones.
         only: regular expression of the dotted keys that matter.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Every altered bit of a checkpoint is found, and is told apart from one that cannot be read."""
+"""Every altered bit of a checkpoint is found, and distinguished from a checkpoint that cannot be read."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, milestones, the best; and what an interrupted deletion leaves."""
+"""Checkpoints that stay: the newest, milestones, the best; and what an interrupted deletion leaves."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_newest_is_never_superfluous() -> None:
 def test_the_best_by_evaluation_stays_and_a_kill_changes_nothing(tmp_path: Path) -> None:
     scores = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.2}
     for update, score in scores.items():
-        with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as writer:  # each a process of its own
+        with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as writer:  # each a separate process
             writer.save(update, contents(update))
             writer.pin_best(update, score)
             writer.pin_best(update, score)

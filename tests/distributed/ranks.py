@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process of its own.
+"""Run a function on several gloo ranks, each a separate process.
 
 Ranks are forked from a server that has imported the trainer, which takes a tenth of a second instead of six.
 """
@@ -57,7 +57,7 @@ def _rank(function: Callable[..., Any], number: int, size: int, port: int, folde
 
 
 def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-    """What `function(*arguments)` returns on each of `size` ranks.
+    """Results of `function(*arguments)` on each of `size` ranks.
 
     RuntimeError with the tracebacks when any of them raises, is killed, or is not done in time.
     """

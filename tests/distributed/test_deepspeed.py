@@ -276,7 +276,7 @@ def children(folder: Path, plain: dict[str, dict[str, Any]]) -> Path:
 
 
 class Run:
-    """What the ranks have found of one run."""
+    """Findings of the ranks of one run."""
 
     def __init__(self, folder: Path, stage: int, mode: str) -> None:
         self.ranks = [torch.load(folder / f"zero{stage}-{mode}-{number}.pt") for number in range(RANKS)]

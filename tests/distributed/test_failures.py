@@ -106,7 +106,7 @@ class Disturb:
 
 
 def terminal(log: Path, ranks: int) -> str:
-    """What the ranks have printed since the last call."""
+    """Everything the ranks have printed since the last call."""
     texts = []
     for rank in range(ranks):
         file = Path(f"{log}-{rank}")

@@ -190,7 +190,7 @@ def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(of_four: Path, tm
 
 
 def refused(root: str, what: str) -> list[str]:
-    """What each way of asking says when rank 1 alone is refused a file, or has not mounted the folder."""
+    """The answer to each way of asking when rank 1 alone is refused a file, or has not mounted the folder."""
     world = join()
     answers = []
     with pytest.MonkeyPatch.context() as patch:

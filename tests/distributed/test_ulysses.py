@@ -118,7 +118,7 @@ def copied_and_undone(group: Any) -> tuple[float, float]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every process of a group has found."""
+    """Findings of every process of a group."""
     folder = tmp_path_factory.mktemp("ulysses")
     # Six processes fork from one that has imported what takes seconds, and has started no threads.
     multiprocessing.set_forkserver_preload(
@@ -227,7 +227,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_sizes_before_the_backward_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward exchanges by the size of its own forward."""
+    """A backward exchanges by the size of its forward."""
 
     def run(group: Any) -> Result:
         model = transformer(Case())

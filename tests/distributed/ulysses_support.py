@@ -1,4 +1,4 @@
-"""What the tests of sequence parallelism run in every process or thread: one tiny model, whole and shared out."""
+"""Work of the tests of sequence parallelism in every process or thread: one tiny model, whole and shared out."""
 
 import copy
 import functools
@@ -163,7 +163,7 @@ class ThreadGroup:
 
 @dataclass(frozen=True)
 class Member:
-    """What one thread takes for the group."""
+    """The group as one thread sees it."""
 
     group: ThreadGroup
     rank: int

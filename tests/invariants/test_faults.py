@@ -80,13 +80,13 @@ class Trial:
         return self.server.run(self.command, self.folder, **fault)
 
     def differences(self) -> list[str]:
-        """What the run in the folder has other than an undisturbed one."""
+        """Names of results in which the run in the folder differs from an undisturbed one."""
         found = numbers(self.folder)
         names = sorted(found.keys() | self.wanted.keys())
         return [name for name in names if found.get(name) != self.wanted.get(name)]
 
     def go_on(self) -> str | None:
-        """Resume a run that ended early. What is wrong with how it goes on, None when nothing is."""
+        """Resume a run that ended early. Returns the fault in how it goes on; None without one."""
         saved = bool(list_checkpoints(self.folder / "checkpoints"))
         outcome = self.run()
         if outcome.status != 0:
@@ -153,7 +153,7 @@ def test_a_kill_at_any_file_system_call_loses_nothing(
 
 
 def clear_end(outcome: Outcome) -> str | None:
-    """What is wrong with how a command stopped, None when nothing is."""
+    """The fault in how a command stopped; None without one."""
     if "Traceback" in outcome.output:
         return f"a traceback: {outcome.output[-600:]}"
     if outcome.status < 0:

@@ -21,7 +21,7 @@ from sage_kernels.registry import specs
 
 BUDGETS = Path(__file__).with_name("budgets.yaml")
 ARCHITECTURE = 90
-"""Whose compiled kernels are held: H100 and H200."""
+"""Architecture of the compiled kernels: H100 and H200."""
 
 BLOCKS: tuple[tuple[traced.Trained, Checkpointing], ...] = (
     ("lora", "feed_forward"),
@@ -51,7 +51,7 @@ class Budget:
     rule: Rule
     limit: float
     guards: str
-    """What would break it."""
+    """Cause of a breach."""
     source: str
     """Where the limit comes from."""
 
@@ -61,7 +61,7 @@ class Budget:
         return self.name.split(".")[0]
 
     def holds(self, value: float | None) -> bool:
-        """Whether a measured value is within the limit; nothing measured is not."""
+        """True if a value was measured and is within the limit."""
         if value is None:
             return False
         return {"at most": value <= self.limit, "at least": value >= self.limit, "exactly": value == self.limit}[
@@ -164,7 +164,7 @@ def measure_iteration() -> dict[str, float]:
 
 
 def measure_loop() -> dict[str, float]:
-    """What the step loops of an iteration wait for, with guidance and an anchor that lies behind."""
+    """Waits of the step loops of an iteration, with guidance and an anchor that lies behind."""
     found: dict[str, float] = {}
     for update in get_args(iteration.Update):
         cost = iteration.watch_iteration(update, 6)

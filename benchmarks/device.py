@@ -41,7 +41,7 @@ def every_kernel(smoke: bool = False) -> int:
     """Run every kernel once per test shape and type, forward and, where it has one, backward: the sanitizer's program.
 
     A smoke run takes one shape of each.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that an access past its end is seen.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor its own allocation, so that an access past its end is seen.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = 0
@@ -81,7 +81,7 @@ def run_sanitizer(prefix: Sequence[str], timeout: float) -> Record:
 
 
 def read_sanitizer(returncode: int, output: str, *, under_tool: bool) -> Record:
-    """What a sanitizer's run says. It passed if it said so, its program finished, and nothing was reported."""
+    """Verdict of a sanitizer's run. It passed if it said so, its program finished, and nothing was reported."""
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
     complaints = int(summary[1]) if summary else None
     ran = re.search(r"\d+ forward and backward passes of \d+ ops ran", output)

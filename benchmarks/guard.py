@@ -37,7 +37,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def regressions(verdicts: Sequence[Verdict]) -> str:
-    """What failed, with what the budget guards against; empty where nothing did."""
+    """Failures, with the budget's reasons; empty where nothing failed."""
     failed = [verdict for verdict in verdicts if not verdict.ok]
     if not failed:
         return ""

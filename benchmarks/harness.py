@@ -1,4 +1,4 @@
-"""What every measurement needs: a clock of the device, its ceilings, its state, and where results go."""
+"""Needs of every measurement: a clock of the device, its ceilings, its state, and where results go."""
 
 import contextlib
 import datetime
@@ -24,8 +24,8 @@ from sage_fast.run.provenance import describe_environment
 RESULTS = Path(__file__).resolve().parent / "results"
 
 HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 640_000_000
-"""Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: in them the CPU queues what is
-to be timed."""
+"""Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: meanwhile the CPU queues the
+stretch."""
 LONG_STRETCH = 0.25
 """Seconds of a timed stretch in which it does not matter that the device begins before all is queued: the launches that
 a queue holds, about a thousand, keep it busy."""
@@ -48,7 +48,7 @@ class DeviceClock:
         self.cycles = HEAD_START_CYCLES
         """How long the device waits."""
         self.late = False
-        """Whether the device began with the last stretch before all of it was queued, and it was a short one."""
+        """True if the device began with the last stretch before all of it was queued, and it was a short one."""
         self._started: torch.cuda.Event | None = None
 
     def __call__(self) -> float:

@@ -1,4 +1,4 @@
-"""What the fused forward is measured against: diffusers' own modules and weights, run in three other ways.
+"""Peers of the fused forward: diffusers' own modules and weights, run in three other ways.
 
     P1   diffusers as shipped: text padded to what its pipeline passes, an N x N mask in every block
     P2   the mask removed, packed tokens, and the attention kernel that the fused forward uses
@@ -69,7 +69,7 @@ class PackedProcessor:
 def run_block(
     block: Any, x: Tensor, text: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """One diffusers block on packed tokens; a function of its own so that all blocks share one compilation."""
+    """One diffusers block on packed tokens; a separate function so that all blocks share one compilation."""
     result: tuple[Tensor, Tensor] = block(x, text, embedded, None, rope)
     return result
 
@@ -209,7 +209,7 @@ def fused(
     checkpointing: Checkpointing = "none",
     reference_ops: Collection[str] = (),
 ) -> Iterator[Velocity]:
-    """What the peers are measured against: the fused forward, through the call that users make.
+    """The fused forward, through the call that users make.
 
     reference_ops: ops that do not run their kernel, because it is wrong on this device.
     """

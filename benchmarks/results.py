@@ -1,4 +1,4 @@
-"""What a result holds: which figures count, how they compare with each other, and a table of them.
+"""Results: which figures count, how they compare with each other, and a table of them.
 
 The format is that of `benchmarks.session`. A timing counts when it is done and every parity check that it needs is in
 the same result and has passed, so a check that is missing is as red as one that failed.
@@ -13,7 +13,7 @@ Rows = dict[tuple[str, str, str], dict[str, Record]]
 """(suite, step, shape) -> contender -> row."""
 
 COMPLETE = ("done", "out of memory", "absent")
-"""What a record's status begins with when the run has nothing more to do about it."""
+"""Beginnings of the status of a record that needs no more work."""
 
 
 def name_of(*parts: str) -> str:
@@ -22,18 +22,18 @@ def name_of(*parts: str) -> str:
 
 
 def passed(result: Result, name: str) -> bool:
-    """Whether a parity check was made and found nothing."""
+    """True if a parity check was made and found nothing."""
     record = result["cells"].get(name, {})
     return record.get("status") == "done" and record.get("passed") is True
 
 
 def red(result: Result, needs: Iterable[str]) -> list[str]:
-    """Those of some parity checks that have failed or were not made."""
+    """Parity checks among these that have failed or were not made."""
     return [name for name in needs if not passed(result, name)]
 
 
 def counts(result: Result, record: Record) -> bool:
-    """Whether the figures of a record may be shown."""
+    """True if the figures of a record may be shown."""
     return record["status"].startswith("done") and not red(result, record.get("needs", ()))
 
 
@@ -108,7 +108,7 @@ def table(result: Result) -> str:
 
 
 def problems(result: Result) -> Iterator[str]:
-    """What has no figure, with the reason."""
+    """Cells without a figure, with the reason."""
     for name, record in result["cells"].items():
         if record.get("passed") is False:
             errors = ", ".join(f"{kind} {value:.3g}" for kind, value in record.get("errors", {}).items())
@@ -121,7 +121,7 @@ def problems(result: Result) -> Iterator[str]:
 
 
 def succeeded(result: Result) -> bool:
-    """Whether everything was measured, nothing failed, and every parity check was made and passed."""
+    """True if everything was measured, nothing failed, and every parity check was made and passed."""
     return all(
         record["status"].startswith(COMPLETE)
         and record.get("passed") is not False

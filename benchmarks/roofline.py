@@ -2,7 +2,7 @@
 
     bound = products / product rate + attention / rate of its backend + other traffic / copy bandwidth
 
-What is computed again belongs to the step as it is, so it is in the bound and not in the MFU: at 480x832 and 81 frames
+Recomputed work belongs to the step as it is, so it is in the bound and not in the MFU: at 480x832 and 81 frames
 an H100's training step has a bound of about 58 % MFU with cuDNN's attention, whatever the code.
 """
 
@@ -18,7 +18,7 @@ from sage_fast.planning.weights import hashable
 
 @cache
 def cost(step: str, shape: str) -> Cost:
-    """What our `forward` or `train` step computes and moves at A or B, traced on the meta device."""
+    """FLOPs and bytes of our `forward` or `train` step at A or B, traced on the meta device."""
     lora, trains = LoraConfig(), step == "train"
     size = next(each for each in SHAPES if each.name == shape)
     call = Call(

@@ -14,7 +14,7 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
 
 The file is written before and after every cell, and a later run with the same file goes on with what is missing.
 
-A supervised run (`supervise`) measures in a process of its own. Where that process can measure no more (a sticky CUDA
+A supervised run (`supervise`) measures in its own process. Where that process can measure no more (a sticky CUDA
 error), is ended by a signal, or hangs where Python cannot stop it, another one goes on with the next cell.
 """
 
@@ -68,7 +68,7 @@ ASSUMED_MFU = 0.35
 class Cell:
     """One measurement or parity check.
 
-    work: returns what the record holds besides `status`, which it may set itself. needs: parity cells, by full name.
+    work: returns the record without `status`, which it may set itself. needs: parity cells, by full name.
     seconds: a guess; a cell that does not fit into the time is skipped. limit: seconds after which it is stopped.
 
     Example: `Cell(suite="block", name="forward B ours", work=..., needs=("block parity ours",))`
@@ -183,7 +183,7 @@ class Session:
         return {"suite": suite, "needs": [], "status": RUNNING, "run": self.run_id}
 
     def _tried(self, key: str) -> bool:
-        """Whether this run need not try a cell: it is done, its library is absent, or it has failed in this run."""
+        """True if this run need not try a cell: it is done, its library is absent, or it has failed in this run."""
         record = self.cells.get(key, {})
         return record.get("status", "").partition(":")[0] in SETTLED or record.get("run") == self.run_id
 
@@ -224,7 +224,7 @@ class Session:
                 sys.exit(RESTART)
 
     def close(self, status: str | None) -> None:
-        """What was running when a process ended has this status: a cell, or else a suite's setup; None: nothing was."""
+        """Give this status to the cell, or else the suite's setup, that ran when a process ended; None: nothing ran."""
         running = [key for key, record in self.cells.items() if record.get("status") == RUNNING]
         for key in running:
             if status is None or (key.endswith(" setup") and len(running) > 1):
@@ -331,7 +331,7 @@ def timing(
 def ceiling_cells(session: Session) -> Iterator[Cell]:
     """Copy bandwidth and the rate of a large product, the denominators of every share.
 
-    What a kernel can reach is at least what one copy does: the ceiling is the faster of memcpy and a Triton copy.
+    A kernel can reach at least the rate of one copy: the ceiling is the faster of memcpy and a Triton copy.
     """
 
     def copy() -> Record:
@@ -422,7 +422,7 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
     except ValueError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    except Exception:  # noqa: BLE001  cells have guards of their own: this is a full disk, or a mistake of this module
+    except Exception:  # noqa: BLE001  cells have their own guards: this is a full disk, or a mistake of this module
         traceback.print_exc()
         return REFUSED
     print(results.table(session.result))

@@ -1,4 +1,4 @@
-"""What the policy benchmark times: one function per step of a run, each given a contender's velocity.
+"""Timed steps of the policy benchmark: one function per step of a run, each given a contender's velocity.
 
     v = v_u + g (v_c - v_u)
 

@@ -1,4 +1,4 @@
-"""What the suites compute: shapes, a transformer with random weights, its inputs, its FLOPs.
+"""Work of the suites: shapes, a transformer with random weights, its inputs, its FLOPs.
 
 Letters: N video tokens, L text tokens, D width.
 """

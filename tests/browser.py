@@ -46,7 +46,7 @@ class Page(HTMLParser):
                     self.fetched.append(value)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """A tag of its own, such as <path/>: nothing to close."""
+        """A closed tag, such as <path/>: nothing to close."""
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
@@ -80,7 +80,7 @@ class Browser:
         self._number = 0
         self._session: str | None = None
         self.complaints: list[str] = []
-        """What the console said, and what was thrown."""
+        """Messages of the console, and thrown errors."""
 
     def __enter__(self) -> "Browser":
         pages = self.send("Target.getTargets")["targetInfos"]
@@ -155,7 +155,7 @@ class Browser:
 
 
 def wide_elements(browser: Browser) -> Sequence[str]:
-    """What makes a page scroll sideways; nothing where it does not."""
+    """Elements that make a page scroll sideways."""
     return browser.evaluate(
         "document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll('body *')]"
         ".filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML.slice(0, 120))"

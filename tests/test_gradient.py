@@ -1,4 +1,4 @@
-"""What the update of a rollout computes, and that what it leaves out changes nothing."""
+"""The update of a rollout: its gradient, and that the work it leaves out changes nothing."""
 
 import itertools
 from collections import Counter

@@ -133,7 +133,7 @@ def test_sage_exact_is_the_ornstein_uhlenbeck_step_of_sages_noise_rate() -> None
 
 
 def test_sage_exact_forgets_the_noise_at_both_ends() -> None:
-    """rho = 0 at sigma = 1, where all noise is drawn anew, and at 0, where none is left: x' is the estimated data."""
+    """rho = 0 at sigma = 1, where all noise is redrawn, and at 0, where none is left: x' is the estimated data."""
     table = transition_table("sage_exact", sigma_schedule(20, 5.0), 0.5)
     n = float(table.sigmas[1])
     assert float(table.std[0]) == n and [float(table.a[0]), float(table.b[0])] == pytest.approx([1 - n, n - 1], abs=0)

@@ -10,7 +10,7 @@ WHOLE = ("config/", "run/", "commands/", "tools/", "study/", "planning/", "train
 
 
 def names_run_config(source: str) -> bool:
-    """Whether code names `RunConfig`: imported, as a name or attribute, or in an annotation that is a string."""
+    """True if code names `RunConfig`: imported, as a name or attribute, or in an annotation that is a string."""
     for node in ast.walk(ast.parse(source)):
         named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}.get(type(node))
         if named is not None and getattr(node, named) == "RunConfig":

@@ -1,1 +1,1 @@
-"""What the guard holds without a GPU: operations, bytes, launches, waits, compiled code, imports, memory."""
+"""Counts of the guard without a GPU: operations, bytes, launches, waits, compiled code, imports, memory."""

@@ -24,7 +24,7 @@ from sage_fast.policy.lora import add_lora
 from sage_kernels import common, launch
 
 Trained = Literal["nothing", "lora"]
-"""Which weights need gradients."""
+"""Weights that need gradients."""
 HEAD_DIM, TOKENS, TEXT = 8, 24, 4
 """One head; tokens enough for the wide form of low-rank updates (`projection.room_for_low`)."""
 

@@ -1,4 +1,4 @@
-"""What one iteration of the trainer does, counted on a toy model: forwards, optimizer updates, waits, collectives.
+"""Work of one iteration of the trainer, counted on a toy model: forwards, optimizer updates, waits, collectives.
 
 The loop is the same for every model, so counts on the smallest one are those of the largest. Forwards and updates are
 counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`traced.answer_of`).
@@ -107,7 +107,7 @@ def watch_iteration(update: Update, guidance_scale: float) -> IterationCost:
     """Counts of an iteration whose anchor lies behind, with waits and collectives."""
     trainer: Any = toy_trainer(update, guidance_scale, "meta")
     trainer.update = 1
-    # Pixels and rewards are no part of the loop, and a reward needs pixels that exist.
+    # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
     trainer.decoder.decode = lambda latents: torch.zeros(len(latents), 4, 3, 16, 16, dtype=torch.uint8)
     return _iterate(trainer, watched=True)
 

@@ -1,4 +1,4 @@
-"""What a transformer block costs, counted on the meta device at the true size: FLOPs, bytes, launches, kept memory.
+"""Costs of a transformer block, counted on the meta device at the true size: FLOPs, bytes, launches, kept memory.
 
 Counts do not depend on the machine, so they guard on a CPU what a GPU would show as time. An op of sage_kernels or of
 attention is one operator; bytes are those of its arguments and results (`sage_kernels.tracer`). In units of
@@ -34,7 +34,7 @@ from sage_fast.records import PromptEmbeds
 from sage_kernels.tracer import Traffic, count
 
 Trained = Literal["nothing", "lora", "everything"]
-"""Which weights need gradients; the gradient of the block's inputs is wanted in any case."""
+"""Weights that need gradients; the gradient of the block's inputs is wanted in any case."""
 
 
 # Waits for the GPU: the meta device plays it. A meta tensor has no data, so every operator that needs some on the host
@@ -88,7 +88,7 @@ class Call:
     results: tuple[int, ...]
     """Bytes of each result."""
     thin: bool
-    """Whether it is a thin product."""
+    """True for a thin product."""
 
 
 class Record(TorchDispatchMode):
@@ -222,7 +222,7 @@ def block_cost(
     cotangents = [torch.empty_like(output) for output in outputs]
     with backward_flops, Record() as backward:
         torch.autograd.backward(outputs, cotangents)
-    # The activation that the GELU's backward returns besides its gradient is recomputed as well.
+    # The activation that the GELU's backward returns with its gradient is recomputed as well.
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
     again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
     return BlockCost(

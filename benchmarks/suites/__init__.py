@@ -1,1 +1,1 @@
-"""What is timed, a file each: `SUITES`, whose cells `benchmarks.session` runs, saves and resumes one by one."""
+"""Timed suites, a file each: `SUITES`, whose cells `benchmarks.session` runs, saves and resumes one by one."""

@@ -148,7 +148,7 @@ def fastest(result: Result) -> str | None:
 
 
 def choose(session: Session, config: Mapping[str, Any]) -> str:
-    """What the transformer and its peers attend with: what --attention names, else the fastest that passed in this
+    """Attention of the transformer and its peers: the one that --attention names, else the fastest that passed in this
     run, else what a training run would take.
     """
     wanted = session.options.get("attention", "auto")

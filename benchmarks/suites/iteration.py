@@ -128,8 +128,8 @@ class Iteration:
         return {"rows": [row | {"phases": phases, "planned_memory_gb": planned}]}
 
     def planned_gb(self) -> float | None:
-        """What the planner predicts that PyTorch allocates at the most before an evaluation; None for a smoke run,
-        whose model is no published one.
+        """Predicted peak of PyTorch's allocations before an evaluation; None for a smoke run,
+        whose model is not a published one.
         """
         if self.session.smoke:
             return None

@@ -38,7 +38,7 @@ Checked = Iterable[tuple[Case, torch.dtype]]
 
 
 def trained_cases(spec: OpSpec, *, smoke: bool) -> Checked:
-    """What training runs: the timed shapes in their type."""
+    """Cases of training: the timed shapes in their type."""
     return ((case, spec.bench_dtype) for case in cases_of(spec, smoke=smoke))
 
 
@@ -101,7 +101,7 @@ def calls_of(
 
 
 def chosen_ops(session: Session) -> list[OpSpec]:
-    """Those that --op names, or all.
+    """Ops that --op names, or all.
 
     Raises:
         ValueError: --op names none.

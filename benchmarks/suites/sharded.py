@@ -9,7 +9,7 @@ hooks. The steps are the product's: `parallelize`, `GuidedPolicy` and `TorchEngi
 
 * LoRA: the gradient of a guided step as an update takes it (`GuidedPolicy`, split guidance, selective checkpointing),
   with the weights whole, and with the same weights sharded and gathered block by block. A run on one rank does not wrap
-  frozen weights; this is what a rank of a larger run has to do besides communicating.
+  frozen weights: the work of a rank of a larger run without its communication.
 * Full: float32 masters, gradients and Muon's momentum in CPU memory (`distributed.cpu_offload`), computed in bfloat16:
   gradient, clipping, optimizer. It has as many of the layers as fit into CPU memory.
 
@@ -85,7 +85,7 @@ def one_rank(device: torch.device) -> Iterator[World]:
 
 
 def run_config(mode: Mode) -> RunConfig:
-    """What a run's configuration says of the model, the optimizer and FSDP2; nothing else of it is read."""
+    """Settings of the model, the optimizer and FSDP2 in a run's configuration."""
     model = ModelConfig(dtype="bfloat16" if mode == "lora" else "float32", checkpointing="selective")
     offload = DistributedConfig(cpu_offload=True, param_dtype="bfloat16")
     return RunConfig(
@@ -265,7 +265,7 @@ def run_full(
     """Steps of a full fine-tune whose masters, gradients and momentum are in CPU memory.
 
     Args:
-        config: of the transformer, with as many layers as are to be trained.
+        config: of the transformer, with as many layers as are trained.
         ends: of `time.monotonic`, after which no further round begins.
 
     Returns:

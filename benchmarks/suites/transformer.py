@@ -100,7 +100,7 @@ COMPILED_ORDER = (
     Timed(step="train", shape="B", contender="P2c", checkpointing="full"),
     Timed(step="forward", shape="A", contender="P2c"),
 )
-"""What Inductor takes minutes for."""
+"""Cells that Inductor takes minutes for."""
 
 
 def on_cpu(found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class Model:
         )
 
     def outcome(self, timed: Timed, velocity: Velocity, inputs: Inputs) -> dict[str, Tensor | None]:
-        """What a cell computes: a velocity, or the gradients of a step that trains."""
+        """Computation of a cell: a velocity, or the gradients of a step that trains."""
         if not timed.trains:
             with torch.no_grad():
                 return {"velocity": velocity(inputs.latents, inputs.sigma, inputs.conditional)}

@@ -20,12 +20,13 @@ SETTINGS = ("configs/**/*.yaml", "sage_fast/**/*.yaml", "benchmarks/*.yaml", "mk
 OPENING = re.compile(r"\s*(What|Whether|Who|Whose|Those|Which)\b(?!.*\?\s*$)")
 PHRASES = {
     # "There is no", "is no longer", "is no larger than" read well.
-    r"(?<!there[ \n])\b(?:is|are) no (?!one\b|\w+er\b|more\b|less\b|worse\b|matter\b)": "`is not a X`",
+    r"(?<![Tt]here[ \n])\b(?:is|are) no (?!one\b|\w+er\b|more\b|less\b|worse\b|matter\b)": "`is not a X`",
     r"\b(?:told|untold)\b": "`measured`, `known`, `distinguished`, or name who is informed",
     r"\banew\b": "`again`, or `a new`",
     r"\b(?:is|are|was|were) to (?!the\b|an?\b|its\b|this\b|that\b|one\b)[a-z]": "`must`, `should`, or the verb alone",
     r"\bbesides\b": "`also`, `apart from`",
-    r"\bof (?:its|their) own\b": "`its own X`, `a separate X`",
+    # "Of its own forward" reads well.
+    r"\bof (?:its|their) own(?=[.,;:)]|$| (?:and|or|that|so|in|on|with|for|to|from|where|as|by)\b)": "`its own X`",
     r"(?:^|[.;:] )What (?:is|are|was|were|ha[sd]|have|does|do|can|needs?|no|an?)\b(?![^.?]*\?)": "name the subject",
 }
 """Pattern -> what to write."""

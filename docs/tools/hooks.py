@@ -79,7 +79,7 @@ def _place(path: str) -> str:
 
 
 def _outside(page: str, text: str) -> set[str]:
-    """Files of the repository that a page links to and that are no document."""
+    """Files of the repository that a page links to and that are not documents."""
     found = {_target(page, link) for link in LINK.findall(text)}
     return {path for path in found if path not in DOCUMENTS and not path.startswith("docs/")}
 

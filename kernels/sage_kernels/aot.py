@@ -48,7 +48,7 @@ _WARP_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the compiler made of one kernel for one architecture.
+    """Result of compiling one kernel for one architecture.
 
     Example:
         >>> Build(op="gelu_tanh", kernel="gelu_tanh_forward[bf16, A]", arch=90, num_warps=8, registers=32, stack=0,
@@ -260,7 +260,7 @@ def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[s
         file.flush()
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
         numbers = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
-        # What is spilled lies in the stack or in local memory: without either the code need not be read (0.3 s).
+        # Spilled registers lie in the stack or in local memory: without either the code need not be read (0.3 s).
         has_room = numbers["STACK"] or numbers["LOCAL"]
         code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if has_room or disassemble else ""
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)

@@ -1,4 +1,4 @@
-"""What every op shares: argument checks, the choice of kernel or reference, allocation.
+"""Shared parts of the ops: argument checks, the choice of kernel or reference, allocation.
 
 Dispatch. A public op checks its arguments and calls an operator (`custom_op.py`), which runs the Triton kernel for CUDA
 tensors and the plain PyTorch reference for CPU tensors. With TRITON_INTERPRET=1 in the environment when Triton is
@@ -22,7 +22,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels read and write; they accumulate in float32."""
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter. Triton decides when a kernel is defined, hence once, at import."""
+"""True if kernels run in Triton's interpreter. Triton decides when a kernel is defined, hence once, at import."""
 
 POISON_EMPTY: bool = os.environ.get("SAGE_KERNELS_POISON_EMPTY") == "1"
 """Fill fresh float buffers with NaN, so that an element no kernel wrote cannot pass a test."""
@@ -56,7 +56,7 @@ def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether the op runs its Triton kernel on this tensor (True) or its plain PyTorch reference (False)."""
+    """True if the op runs its Triton kernel on this tensor, False for its plain PyTorch reference."""
     return tensor.is_cuda or INTERPRETED
 
 
@@ -79,7 +79,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def check_tensors(op: str, tensors: Mapping[str, object]) -> None:
-    """Refuse arguments that are no tensors, not of a supported dtype, or on several devices.
+    """Refuse arguments that are not tensors, not of a supported dtype, or on several devices.
 
     Args:
         op: name of the op, for the message.

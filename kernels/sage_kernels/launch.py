@@ -47,9 +47,9 @@ class Kernel:
     num_warps: int
     """Warps of a program."""
     programs_per_sm: int = 1
-    """Programs that are to run at once on a multiprocessor, over which the launch is spread."""
+    """Programs that should run at once on a multiprocessor, over which the launch is spread."""
     fp_fusion: bool = True
-    """Whether the compiler may fuse multiply and add."""
+    """True if the compiler may fuse multiply and add."""
     aligned: tuple[str, ...] = ()
     """Run-time arguments that are multiples of `ALIGNMENT`."""
     streaming: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Launch:
     rows: int = 1
     """Rows (tokens) that a program of a forward kernel handles; what it loads once serves all of them."""
     programs_per_sm: int = 1
-    """Programs per multiprocessor over which a kernel with a reduction is spread; they are to run at once."""
+    """Programs per multiprocessor over which a kernel with a reduction is spread; they should run at once."""
 
 
 _record: list[Kernel] | None = None

@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are within bounds; NaN is not."""
+        """True if both errors are within bounds; NaN is not."""
         if self.dtype == torch.float32:
             return self.max_error <= self.atol
         return (

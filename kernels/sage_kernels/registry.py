@@ -61,7 +61,7 @@ class OpSpec:
     name: str
     """Name of the op, its file, its reference, its test and its row everywhere."""
     formula: str
-    """What it computes, in one line of plain text."""
+    """Formula, in one line of plain text."""
     source: str
     """Paper equation or reference function that the formula comes from."""
     op: Callable[..., Any]
@@ -81,7 +81,7 @@ class OpSpec:
     test_cases: tuple[Case, ...]
     """Odd, one-element, strided and mixed cases, small enough for the interpreter."""
     bench_cases: tuple[Case, ...]
-    """What is timed, counted and built ahead of time, in the variants that training runs. A and B, the first two, are
+    """Cases that are timed, counted and built ahead of time, in the variants that training runs. A and B come first:
     352x624 and 480x832 at 81 frames of HunyuanVideo-1.5 trained with LoRA."""
     wide_cases: tuple[Case, ...] = ()
     """Shapes beyond the model's that are built ahead of time, in bfloat16."""
@@ -90,7 +90,7 @@ class OpSpec:
     letters: Callable[[Inputs], Mapping[str, int]]
     """Bytes of the letters in `bytes_formula`, for the inputs of case A or B; meta tensors will do."""
     bytes_formula: tuple[str, str]
-    """What the forward and the backward operator of cases A and B read and write, a sum like "2 S + 2 m"."""
+    """Traffic of the forward and the backward operator of cases A and B, a sum like "2 S + 2 m"."""
     atol_fp32: float = 1e-5
     """float32: largest allowed error over the root mean square of the oracle's tensor."""
     k_bf16: float = 1.1

@@ -97,7 +97,7 @@ def sample_exactly(world: Any, table: TransitionTable, *, seed: int, starts: int
 
 
 OF_GROUPS = ("exploration", "group_spread")
-"""Measures of the samples of one start; the others are taken from samples that have each a start of its own."""
+"""Measures of the samples of one start; the others are taken from samples with a start each."""
 
 
 def measure_exact_policy(

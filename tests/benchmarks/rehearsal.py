@@ -95,7 +95,7 @@ def break_kernel() -> None:
 
 
 def nan_gradients(right: Callable[..., list[Tensor]], tensors: Sequence[Tensor], backend: str) -> list[Tensor]:
-    """What the attention suite computes, with one backend's gradient of q NaN."""
+    """The attention suite's gradients, with one backend's gradient of q NaN."""
     out, dq, dk, dv = right(tensors, backend)
     return [out, dq * float("nan") if backend == WRONG_BACKEND else dq, dk, dv]
 
@@ -140,7 +140,7 @@ def crash() -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What file and table have to say."""
+    """Expected content of file and table."""
 
     what: str
     holds: Callable[[Result, str], bool]

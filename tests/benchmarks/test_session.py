@@ -98,7 +98,7 @@ def test_a_failure_is_one_cells_failure(session: MakeSession) -> None:
 
 
 def test_a_missing_parity_is_red(session: MakeSession) -> None:
-    """Whether its check was stopped or never made, or the file lost it, what needs it has no figure and no success."""
+    """A cell whose check was stopped, never made or lost has no figure and no success."""
     check = {"suite": "some", "status": "done", "passed": True}
     run = session({"some parity": check})
     run.run(suite_of(cell("step", row, needs=("some parity",))))
@@ -470,7 +470,7 @@ def test_a_missing_sanitizer_is_no_success(session: MakeSession, monkeypatch: py
 
 @pytest.mark.slow
 def test_it_loads_on_a_bare_machine() -> None:
-    """What the script imports besides torch, triton, numpy, diffusers, transformers and peft."""
+    """Imports of the script, without torch, triton, numpy, diffusers, transformers and peft."""
     code = """
 import builtins, sys
 absent = ("pytest", "pytest_benchmark", "pydantic", "av", "matplotlib", "tensorboard", "pynvml")
@@ -498,7 +498,7 @@ def test_rehearsal(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every suite; what has a smoke run of its own is cut short: most of the kernels' and the transformer's timings."""
+    """Every suite; those with another smoke run are cut short: most of the kernels' and the transformer's timings."""
     monkeypatch.setattr(transformer, "ORDER", transformer.ORDER[:2])
     monkeypatch.setattr(block, "CONTENDERS", ("ours", "P2"))
     monkeypatch.setattr(kernels, "CONTENDERS", ("ours",))

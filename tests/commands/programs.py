@@ -110,7 +110,7 @@ def _check_download(arguments: list[str]) -> None:
         assert name == "download" and command is not None
         with command.make_context(name, rest, parent=context) as parsed:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+", parsed.params["repo_id"])
-            # A pattern that is no value of --include would be taken for the name of a file.
+            # A pattern that is not a value of --include would be taken for the name of a file.
             assert not parsed.params["filenames"], parsed.params
 
 

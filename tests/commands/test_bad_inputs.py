@@ -1,4 +1,4 @@
-"""What a user gets wrong, and what a run survives: each ends in one clear message and an intact output directory."""
+"""Mistakes of a user, and faults that a run survives: each ends in one clear message and an intact output directory."""
 
 import json
 import resource

@@ -194,7 +194,7 @@ def odd_word(draw: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is read (`config`, `words`, or a kind of file), from which mutations and words it is made."""
+    """Input that is read (`config`, `words`, or a kind of file), from which mutations and words it is made."""
 
     kind: str
     mutations: tuple[Mutation, ...] = ()
@@ -253,7 +253,7 @@ def watchdog() -> Iterator[None]:
 
 
 def outcome(case: Case, folder: Path) -> tuple[bool, str | None]:
-    """Whether a case is accepted, and a word on it where it ends neither accepted nor refused."""
+    """True if a case is accepted, and a word on it where it ends neither accepted nor refused."""
     path = folder / (case.kind if "." in case.kind else "case.yaml")
     path.write_bytes(case.content())
     words = [word for group in case.words for word in group]

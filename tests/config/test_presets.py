@@ -249,7 +249,7 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
 
 
 def changed_keys(preset: str) -> dict[str, Any]:
-    """What a preset of `LEVERS` changes of the computation; how often it saves and evaluates is no lever."""
+    """Keys of the computation that a preset of `LEVERS` changes; intervals of saving and evaluating do not count."""
     files = ("output_dir", "model.path", "checkpoint.every", "evaluation.every")
     whole = ("reward.weights", "reward.options")
     own, base = (by_dotted_key(to_dict(load_config(name)), whole) for name in (preset, LEVERS[preset]))

@@ -25,7 +25,7 @@ WEIGHTS_TOLERANCE = 2e-4
 
 @dataclass(frozen=True)
 class Training:
-    """What a run left: its metrics, the first and the last weights."""
+    """Results of a run: its metrics, the first and the last weights."""
 
     records: list[dict[str, float]]
     start: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What may import what, what may be named where, and where things are found: read from the source.
+"""Order of imports, places of names, and paths to find things: read from the source.
 
 An import inside a function counts as much as one at the top.
 """
@@ -103,7 +103,7 @@ OWN = {
     prefix
     for target in (*MODEL_FAMILIES.values(), *REWARDS.values(), *TRANSFORMERS.values())
     for module in [target.partition(":")[0]]
-    # A folder of its own, or a file among those of other rewards.
+    # A folder, or a file among those of other rewards.
     for prefix in [module if module.count(".") == 2 else module.rpartition(".")[0]]
 }
 

@@ -67,7 +67,7 @@ def switches(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, object], ...
 
 @pytest.fixture(scope="module")
 def timed() -> set[Variant]:
-    """What the benchmark times, on the meta device."""
+    """Cases of the benchmark, on the meta device."""
     calls: list[Callable[[], object]] = []
     for spec in SPECS.values():
         for case in spec.bench_cases:

@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: where they run, and NaN in every buffer that a kernel is to fill."""
+"""Fixtures of the kernel tests: where they run, and NaN in every buffer that a kernel must fill."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: parity of the compiled kernels, at small shapes and at the shapes of the model."""
+"""Tests that need a GPU: parity of the compiled kernels, at small shapes and at the shapes of the model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What every op of the registry must do: parity, operator contract, compile, checkpoint, bytes, refusals."""
+"""Duties of every op of the registry: parity, operator contract, compile, checkpoint, bytes, refusals."""
 
 import dataclasses
 import json
@@ -150,7 +150,7 @@ def test_operators_pass_opcheck(spec: OpSpec, device: torch.device) -> None:
     assert len(names) == (2 if spec.differentiable else 1), "forward and backward are operators of their own"
     for func, args, kwargs in recorder.calls:
         if func.overloadpacket.__name__.endswith("_backward"):
-            # There is no second derivative: a backward op has no autograd formula of its own.
+            # There is no second derivative: a backward op has no autograd formula.
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         torch.library.opcheck(func, args, kwargs)
 

@@ -26,7 +26,7 @@ Mutant = tuple[str, str, str, str, list[str]]
 
 
 def read_mutants(wanted: list[str]) -> list[Mutant]:
-    """Those whose name or file is wanted; all without a wish."""
+    """Mutants whose name or file is wanted; all without a wish."""
     table = yaml.safe_load((ROOT / "tests/mutants/mutants.yaml").read_text("utf-8"))
     return [
         (name, file, before, after, entry["tests"])

@@ -199,7 +199,7 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("sp", [2, 4])
 def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(sp: int, checkpointing: str) -> None:
-    """72 tokens; 2 + 2 all-to-alls per layer, of which the last one's text is no part."""
+    """72 tokens; 2 + 2 all-to-alls per layer, without the last one's text."""
     if sp == 4:  # of two heads
         with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
             small(f"--distributed.sp={sp}", gpus=sp)

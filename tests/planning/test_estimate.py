@@ -381,7 +381,7 @@ def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> 
 
 
 def measured(script: str, *words: str) -> dict[str, float]:
-    """JSON that a script prints last, run in a process of its own."""
+    """JSON that a script prints last, run in its own process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", script, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -413,7 +413,7 @@ def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
     config = load_config("configs/toy_cpu.yaml")
     predicted = make_plan(config, measure_cpu(1.0), runtime=found["runtime"]).memory.peak
     assert predicted == pytest.approx(found["peak"], rel=0.15)
-    # The libraries are the larger part, so what comes on top of them is held to a bound of its own.
+    # The libraries are the larger part, so what comes on top of them has its own bound.
     assert predicted - found["runtime"] == pytest.approx(found["peak"] - found["runtime"], rel=0.35)
 
 

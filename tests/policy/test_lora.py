@@ -36,7 +36,7 @@ def test_an_adapter_is_written_as_diffusers_writes_it_and_as_it_was(tmp_path: Pa
 
 
 def described(folder: Path) -> dict[str, object]:
-    """What diffusers reads of the adapter's configuration: rank, alpha and layers, whatever their order."""
+    """The adapter's configuration as diffusers reads it: rank, alpha and layers, whatever their order."""
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
     config = json.loads(metadata.pop(LORA_ADAPTER_METADATA_KEY))

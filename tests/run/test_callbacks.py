@@ -1,4 +1,4 @@
-"""Callbacks: what they are told, how one stops the run, and that one which fails costs nothing."""
+"""Callbacks: their records, how one stops the run, and that one which fails costs nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ EVENTS = ("on_rollout", "on_update", "on_evaluation", "on_save")
 
 
 class Recorder(Callback):
-    """Keeps what it is told, and raises once, when `fault` has an error for the event at that update."""
+    """Keeps its records, and raises once, when `fault` has an error for the event at that update."""
 
     def __init__(self, fault: tuple[str, int, Exception] | None = None) -> None:
         self.told: list[tuple[str, Any]] = []

@@ -133,7 +133,7 @@ def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
         assert numbers(run) == numbers(run / f"previous-{number}")
     assert {name: before[name] for name in contents(run / "previous-1")} == contents(run / "previous-1")
     assert (run / "previous-1/evaluation/result.json").exists() and (run / "previous-1/samples").is_dir()
-    # The processes of a job that was told to start anew do not do so each time they are restarted.
+    # The processes of a job with `--resume restart` do not start over each time they are restarted.
     assert effective_resume("restart", {"TORCHELASTIC_RESTART_COUNT": "1"}) == "auto"
     assert effective_resume("restart", {}) == "restart"
 

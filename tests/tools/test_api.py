@@ -151,7 +151,7 @@ def test_overrides_are_values_by_key(tiny_run: MakeRun, tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The 8.3 B model on a CPU; that it would be loaded is an error of its own."""
+    """The 8.3 B model on a CPU; loading it is another error."""
 
     def loaded(*_: object, **__: object) -> None:
         raise RewardError("it is being loaded")

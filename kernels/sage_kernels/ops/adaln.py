@@ -1,7 +1,7 @@
 """Adaptive layer norm: y = (x - mean) / sqrt(var + eps) * (1 + scale) + shift, statistics over the last dimension.
 
 Source: DiT (arXiv 2212.09748), section 3.2; diffusers `AdaLayerNormZero` and `norm2` of HunyuanVideo-1.5's block.
-The layer norm has no weights of its own; scale and shift are per sample.
+The layer norm has no weights; scale and shift are per sample.
 
 With n = (x - mean) * rstd, g = dL/dy and h = g * (1 + scale), the gradients are
 

@@ -4,7 +4,7 @@
     text token l:   out[N + l] =       w * x / sqrt(mean(x^2) + eps)
 
 R(n) turns every interleaved pair (2i, 2i + 1): (e, o) -> (e cos - o sin, o cos + e sin). Video and text have norm
-weights w of their own, as do queries and keys.
+separate weights w, as do queries and keys.
 
 Source: RoFormer (arXiv 2104.09864), section 3.4; `RMSNorm`, `apply_rotary_emb(use_real_unbind_dim=-1)` and
 `HunyuanVideo15AttnProcessor2_0` in diffusers, here without their roundings between the steps.

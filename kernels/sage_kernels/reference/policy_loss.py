@@ -38,7 +38,7 @@ class StepColumns(NamedTuple):
 
 
 class LossSettings(NamedTuple):
-    """What the loss consists of.
+    """Terms of the loss.
 
     Example: `LossSettings(clip_range=1e-4, position_weight=1e-6, velocity_weight=1e-7)` holds position and velocity.
     """

@@ -66,7 +66,7 @@ def test_a_missing_base_model_is_named_with_the_command_that_fetches_it(own_path
 
 
 def test_a_base_model_of_the_hub_comes_from_the_local_cache_alone(own_paths, tmp_path, monkeypatch):
-    """A run starts no download of its own, on a machine with a network neither."""
+    """A run starts no download, even on a machine with a network."""
     checkpoint, base = own_paths
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))

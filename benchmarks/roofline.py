@@ -11,7 +11,7 @@ from functools import cache
 from benchmarks import results
 from benchmarks.results import Rows
 from benchmarks.workload import GUIDANCE_SCALE, HUNYUAN_VIDEO_15, SHAPES
-from sage_fast.config.model_sections import LoraConfig
+from sage_fast.config.sections import LoraConfig
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import hashable
 

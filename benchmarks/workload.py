@@ -13,7 +13,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.config.model_sections import LoraConfig
+from sage_fast.config.sections import LoraConfig
 from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.planning import work as planning

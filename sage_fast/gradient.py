@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.lr_scheduler import LambdaLR
 
-from sage_fast.config.training_sections import OptimizerConfig
+from sage_fast.config.sections import OptimizerConfig
 
 
 class OptimizerSet:

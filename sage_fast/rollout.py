@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.rollout_sections import RolloutConfig, SDEWindowConfig
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import RolloutConfig, SDEWindowConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import TrainingConfig
 from sage_fast.data import GroupOrder
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps

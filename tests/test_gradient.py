@@ -17,7 +17,7 @@ from sage_fast import trainer as trainer_module
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import TrainOnConfig
+from sage_fast.config.sections import TrainOnConfig
 from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms

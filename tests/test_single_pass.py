@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, TrainingError
-from sage_fast.config.model_sections import LoraConfig
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import LoraConfig
 from sage_fast.objective import KL_MODES, kl_uses
 from sage_fast.run.run import build_trainer
 from sage_fast.single_pass import SinglePassGradient

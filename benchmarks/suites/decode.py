@@ -21,7 +21,7 @@ from benchmarks.errors import verdict
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.workload import SHAPES
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 
 SUITE = "decode"

@@ -41,11 +41,8 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites.transformer import FULL_DEPTH
 from benchmarks.workload import Inputs, Shape
-from sage_fast.config.distributed import DistributedConfig
-from sage_fast.config.model_sections import LoraConfig, ModelConfig
-from sage_fast.config.rollout_sections import DataConfig
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import DataConfig, DistributedConfig, LoraConfig, ModelConfig, TrainingConfig
 from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World

@@ -1,26 +1,29 @@
-"""What a run is made of: one typed section per concern, and the checks that need two of them.
+"""Run configuration: one typed section per concern, and the checks that need two of them.
 
-The sections are in `model_sections.py`, `rollout_sections.py`, `training_sections.py` and `distributed.py`, and those
-of the algorithm itself in `sage_fast/objective.py`. `load.py` reads and writes all of them as YAML.
+The sections are in `sections.py`, and those of the algorithm itself in `sage_fast/objective.py`. `load.py` reads and
+writes all of them as YAML.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.limits import check_leaves, require
-from sage_fast.config.model_sections import LoraConfig, ModelConfig
-from sage_fast.config.resumable import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, SHAPES, free
-from sage_fast.config.rollout_sections import DataConfig, EvaluationConfig, RolloutConfig, VideoConfig
-from sage_fast.config.training_sections import (
+from sage_fast.config.fields import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, SHAPES, free, require
+from sage_fast.config.sections import (
     AdvantageConfig,
     CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    EvaluationConfig,
     LoggingConfig,
+    LoraConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardConfig,
+    RolloutConfig,
     TrainingConfig,
+    VideoConfig,
 )
 from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
@@ -78,11 +81,12 @@ class RunConfig:
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
-        check_leaves(asdict(self), "")
-        require(0 <= self.seed < 2**63, "seed", self.seed, "in 0 .. 2^63 - 1")
-        require(
-            self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "null or at least 1"
-        )
+        for key, value in by_dotted_key(asdict(self), ("reward.options",)).items():
+            if isinstance(value, int | float):
+                require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
+        require(self.seed >= 0, "seed", self.seed, "in 0 .. 2^63 - 1")
+        threads = self.num_threads
+        require(threads is None or 1 <= threads <= 1024, "num_threads", threads, "null or in 1 .. 1024")
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
         if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
             raise ConfigError(

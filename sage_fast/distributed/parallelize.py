@@ -23,11 +23,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.model_sections import ModelConfig
-from sage_fast.config.rollout_sections import EvaluationConfig, RolloutConfig
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import DistributedConfig, EvaluationConfig, ModelConfig, RolloutConfig, TrainingConfig
 from sage_fast.distributed.engine import Phase
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World

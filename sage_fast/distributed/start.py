@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.sections import DistributedConfig
 
 if TYPE_CHECKING:
     import torch

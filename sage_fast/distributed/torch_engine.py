@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sage_fast.config.training_sections import OptimizerConfig
+from sage_fast.config.sections import OptimizerConfig
 from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.parallelize import Gathering
 from sage_fast.distributed.world import World

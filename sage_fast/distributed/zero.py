@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import AdamW
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.training_sections import OptimizerConfig
+from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.engine import Phase, TensorSource
 from sage_fast.distributed.world import World
 from sage_fast.distributed.zero_gathering import BlockGathering

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
+from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config.model_sections import ModelConfig
 from sage_fast.config.registry import TRANSFORMERS, resolve
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.attention.joint import SequenceLayout
 
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]

@@ -9,10 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
-from sage_fast.config.distributed import DistributedConfig, check_heads
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.rollout_sections import RolloutConfig
 from sage_fast.config.schema import RunConfig, check_batch
+from sage_fast.config.sections import DistributedConfig, RolloutConfig, check_heads
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""

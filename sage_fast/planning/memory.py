@@ -15,8 +15,8 @@ from math import prod
 
 import torch
 
-from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.transformer import Checkpointing, backbone
 from sage_fast.policy.guidance import GuidedPolicy

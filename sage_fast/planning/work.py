@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from sage_fast.config.rollout_sections import RolloutConfig
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
 from sage_fast.objective import anchor_kind
 from sage_fast.rollout import rollout_table

@@ -21,7 +21,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.config.model_sections import LoraConfig
+from sage_fast.config.sections import LoraConfig
 from sage_fast.models.transformer import backbone, is_dead, transformer_blocks
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"

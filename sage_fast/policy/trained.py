@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sage_fast.checkpoint import MANIFEST, SavedTensors
-from sage_fast.config.model_sections import LoraConfig
+from sage_fast.config.sections import LoraConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.transformer import backbone, is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters

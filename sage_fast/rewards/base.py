@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.registry import REWARDS, resolve
-from sage_fast.config.rollout_sections import VideoConfig
-from sage_fast.config.training_sections import RewardConfig
+from sage_fast.config.sections import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sage_fast.config.rollout_sections import VideoConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, checkpoint_folder, require
 from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.training_sections import RewardConfig
+from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
 from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sage_fast.config.rollout_sections import VideoConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.captions import Caption, caption_of, parse_caption
 from sage_fast.models.toy.manifold import Manifold, manifold_for
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes

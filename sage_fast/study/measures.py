@@ -21,8 +21,8 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES, resolve
-from sage_fast.config.rollout_sections import SDEType
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import SDEType
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory

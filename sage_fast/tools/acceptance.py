@@ -23,11 +23,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.embeddings import Timesteps
 from torch import Tensor
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError, SageError
-from sage_fast.config.rollout_sections import SDEWindowConfig
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import TrainOnConfig
+from sage_fast.config.sections import DistributedConfig, SDEWindowConfig, TrainOnConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, load_components, shift_difference
 from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes

@@ -92,10 +92,10 @@ def test_values_are_what_they_look_like() -> None:
         "output_dir: 2024-01-01\ndata: {prompts: '010'}\nvideo: {fps: 1e1, height: 0x10}\n"
         "logging: {wandb_project: 'no'}\nmodel: {path: '1e3', device: cpu}\nlora: {alpha: .5}\n"
     )
-    config = load_config("run.yaml", ["--model.variant=null", "--logging.wandb_project=007"])
+    config = load_config("run.yaml", ["--model.cache_dir=null", "--logging.wandb_project=007"])
     assert (config.output_dir, config.data.prompts, config.video.fps) == ("2024-01-01", "010", 10.0)
     assert (config.video.height, config.logging.wandb_project) == (16, "007")
-    assert (config.model.path, config.lora.alpha, config.model.variant) == ("1e3", 0.5, None)
+    assert (config.model.path, config.lora.alpha, config.model.cache_dir) == ("1e3", 0.5, None)
 
 
 TEXTS = ("010", "1e3", "-.5", "no", "On", "1:30", "null", "", "true", ".inf", "é😀", "a: b", "{a}", "0x10",

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sage_fast import accelerate
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.training_sections import OptimizerConfig
+from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.world import World
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad

@@ -30,8 +30,8 @@ from sage_fast.checkpoint import (
     writer,
 )
 from sage_fast.checkpoint import folder as folder_module
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.failure import HangGuard
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import World

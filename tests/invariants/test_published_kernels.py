@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
-from sage_fast.config.training_sections import TrainingConfig
+from sage_fast.config.sections import TrainingConfig
 from sage_fast.run.run import build_trainer
 from sage_kernels import common, launchers, registry
 from sage_kernels.tracer import backward_call

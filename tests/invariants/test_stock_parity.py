@@ -9,7 +9,7 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from torch import Tensor
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, Trajectory

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.load import load_config
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import load_components, open_components
 from sage_fast.models.stored import StoredWeights
 from sage_fast.policy.lora import add_lora, base_digest

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.training_sections import RewardConfig
+from sage_fast.config.sections import RewardConfig
 from sage_fast.rewards.clip import PROCESSOR, CLIPScore, PickScore, middle_frames
 from sage_fast.rewards.composite import CompositeReward
 from tests.tiny.clip import MEAN, STD, build_tiny_clip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.training_sections import RewardConfig
+from sage_fast.config.sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward

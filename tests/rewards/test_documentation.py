@@ -13,7 +13,7 @@ import yaml
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.training_sections import RewardConfig
+from sage_fast.config.sections import RewardConfig
 from sage_fast.objective import weighted_advantages
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.videoalign.vision import frame_indices

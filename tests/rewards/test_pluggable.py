@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.load import load_config
-from sage_fast.config.rollout_sections import VideoConfig
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, require
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan

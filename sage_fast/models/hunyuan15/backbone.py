@@ -14,7 +14,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
 from sage_fast.models.hunyuan15.lora_names import named_adapter
 from sage_fast.models.hunyuan15.modulation import adaln_layers

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, ModelDescription
 from sage_fast.models.hub import local_folder

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
 

@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from safetensors import SafetensorError, safe_open
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
 from sage_fast.models.hunyuan15.hunyuan15 import DEFAULT_REPOSITORY

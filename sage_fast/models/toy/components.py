@@ -11,7 +11,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
 from torch import Tensor
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
 from sage_fast.models.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sage_fast.config.rollout_sections import VideoConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.manifold import Manifold, manifold_for
 from sage_fast.records import Trajectory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.errors import RewardError
-from sage_fast.config.rollout_sections import VideoConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
 from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
 from sage_fast.rewards.videoalign import vision as preprocessing

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import load_components
 from sage_fast.models.hunyuan15.loading import cache_folder
 from sage_fast.policy.lora import cast_weights

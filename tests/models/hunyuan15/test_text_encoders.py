@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_fast.config.distributed import DistributedConfig
 from sage_fast.config.load import load_config
+from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.start import start_world
 from sage_fast.distributed.world import set_group_timeouts
 from sage_fast.models.hunyuan15 import text_encoders as conditioning

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sage_fast.config.model_sections import ModelConfig
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (

@@ -1,0 +1,548 @@
+"""Sections of a configuration, one class each; `schema.RunConfig` holds them all.
+
+Each field has its meaning below it. Ranges are in the types; checks of one section live in its `__post_init__`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.fields import (
+    FIXED,
+    FREE,
+    MACHINE,
+    PACE,
+    PAIRS,
+    PLACE,
+    REMEDY,
+    SHAPES,
+    Limit,
+    Section,
+    fixed,
+    free,
+    require,
+)
+from sage_fast.sde import SAGE_SIGMA_MARGIN
+
+SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
+
+# Upper bounds are far above any use: they keep a typing error such as 1e30 from filling memory deep inside a run.
+MANY = 10**9
+Count = Annotated[int, Limit(1, MANY)]
+Natural = Annotated[int, Limit(0, MANY)]
+Length = Annotated[int, Limit(1, 10_000)]
+Ranks = Annotated[int, Limit(1, 10**6)]
+Pixels = Annotated[int, Limit(1, 16_384)]
+Steps = Annotated[int, Limit(2, 10_000)]
+Seed = Annotated[int, Limit(0, 2**63 - 1)]
+Positive = Annotated[float, Limit(0, MANY, above=True)]
+NotNegative = Annotated[float, Limit(0, MANY)]
+Share = Annotated[float, Limit(0, 1, above=True)]
+Momentum = Annotated[float, Limit(0, 1, below=True)]
+Inside = Annotated[float, Limit(0, 1, above=True, below=True)]
+Seconds = Annotated[float, Limit(0, 30 * 86_400, above=True)]
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section, key="model"):
+    """Which text-to-video model is trained."""
+
+    family: str = fixed("toy", SHAPES)
+    """Short name of a model family, or `package.module:Class` of a `ModelFamily` or of a function that returns
+    `Components`."""
+    path: str | None = free(None, PLACE)
+    """Folder of the weights, or the id of a repository on the Hugging Face hub; null takes the family's own default."""
+    cache_dir: str | None = free(None, PLACE)
+    """Where prompt embeddings are kept; null keeps them in `.sage_fast` inside `path`, or in
+    ~/.cache/sage_fast where `path` is not a folder that can be written to."""
+    dtype: Literal["float32", "bfloat16"] = fixed("float32", SHAPES)
+    """Data type of the frozen transformer weights. Trained weights are always float32."""
+    adapter: str | None = fixed(None, SHAPES)
+    """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
+    checkpoint. It is loaded before training (training.mode lora; lora.rank and
+    target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
+    the paired evaluation."""
+    text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
+    """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
+    official code's is float16. Encoded prompts are kept apart by it."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
+    """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
+    CPU."""
+    decode_memory_gib: Positive | Literal["auto"] | None = free("auto", MACHINE)
+    """Memory that decoding may take for activations. As many videos as fit are decoded at once; one that does not fit
+    is decoded in overlapping tiles, which is more work. `auto` decodes a video whole where the plan has room for it on
+    the GPU beside all else, and is 16 elsewhere; null decodes every video whole."""
+    device: str = free("auto", MACHINE)
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    kernels: Literal["auto", "reference", "triton"] = free("auto", MACHINE)
+    """How the steps of a rollout and the loss are computed: `triton` by the kernels of sage_kernels, `reference` by
+    plain PyTorch, `auto` by Triton on a GPU and PyTorch elsewhere."""
+    forward: Literal["fused", "stock"] = free("fused", MACHINE)
+    """`fused` computes diffusers' transformer with packed tokens and the kernels of sage_kernels; `stock` is diffusers'
+    own forward, the reference."""
+    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = free(
+        "auto", MACHINE
+    )
+    """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
+    here that cannot run is an error."""
+    deterministic: bool = free(False, MACHINE)
+    """Only attention backends whose backward pass gives the same bits every time."""
+    checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
+    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
+    also the first product of the feed-forward, `selective` keeps attention's result and recomputes the rest, `full`
+    recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` takes the first
+    of the other three that fits the GPU by the plan; it is `selective` on a CPU."""
+    adaln: Literal["auto", "weights", "table", "offload"] = free("auto", MACHINE)
+    """Where the timestep modulation comes from: `weights` computes it in every forward; `table` computes it once per
+    noise level, which needs frozen AdaLN weights; `offload` is `table` with those weights in CPU memory. `auto` is
+    `table` where the AdaLN weights are frozen and `weights` elsewhere."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.forward == "stock":
+            require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
+            allowed = "none or full with model.forward stock"
+            require(self.checkpointing in ("none", "full"), "model.checkpointing", self.checkpointing, allowed)
+            require(not self.deterministic, "model.deterministic", True, "false with model.forward stock")
+            require(self.adaln in ("auto", "weights"), "model.adaln", self.adaln, "auto with model.forward stock")
+
+    @property
+    def settled_checkpointing(self) -> Literal["none", "feed_forward", "selective", "full"]:
+        """`checkpointing` as one of a block's, which it is for `auto` too where no plan has settled it."""
+        return "selective" if self.checkpointing == "auto" else self.checkpointing
+
+    @property
+    def decode_limit_gib(self) -> float | None:
+        """`decode_memory_gib` as a number, which it is for `auto` too where no plan has settled it."""
+        return 16.0 if self.decode_memory_gib == "auto" else self.decode_memory_gib
+
+    def decode_dtype(self, on_gpu: bool) -> str:
+        """`vae_dtype` as the name of a type of torch, which it is for `auto` too."""
+        return ("float16" if on_gpu else "float32") if self.vae_dtype == "auto" else self.vae_dtype
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section, key="lora"):
+    """Low-rank adapters on the transformer blocks."""
+
+    rank: Count = 32
+    """Rank of the adapters."""
+    alpha: Positive | None = None
+    """Scale numerator (scale = alpha / rank); null means alpha = rank."""
+    target_modules: list[str] = field(
+        default_factory=lambda: [
+            "attn.to_q",
+            "attn.to_k",
+            "attn.to_v",
+            "attn.to_out.0",
+            "attn.add_q_proj",
+            "attn.add_k_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+        ]
+    )
+    """Names of the linear layers inside each transformer block that get an adapter. Layers that cannot influence the
+    video (the last block's text output) are left out by themselves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.target_modules), "lora.target_modules", self.target_modules, "a non-empty list")
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section, key="data"):
+    """Training prompts."""
+
+    prompts: str = field(metadata={FREE: PLACE})
+    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts. A relative path is looked for in
+    the folder of the YAML that names it, then in the working directory, then among the files that ship."""
+    shuffle: bool = True
+    """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
+
+
+@dataclass(kw_only=True)
+class VideoConfig(Section, key="video"):
+    """Size of the generated videos, in pixels."""
+
+    num_frames: Length = 81
+    """Frames per video."""
+    height: Pixels = 352
+    """Rows."""
+    width: Pixels = 624
+    """Columns."""
+    fps: Annotated[float, Limit(1 / 600, 1000)] = 24.0
+    """Frames per second of the files that are written, and what rewards with an option `fps` are told."""
+
+
+@dataclass(kw_only=True)
+class SDEWindowConfig(Section, key="rollout.sde_window"):
+    """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
+
+    steps: list[int] | None = None
+    """A fixed set of step indices. Cannot be combined with `size`."""
+    size: Count | None = None
+    """Width of a sliding window of steps; null leaves every step stochastic."""
+    start: Natural = 0
+    """First step of the sliding window at the first update."""
+    stride: Natural = 1
+    """Steps by which the window moves (0 keeps it in place); it wraps around at the last step."""
+    interval: Count = 1
+    """Rollouts between two moves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.size is not None:
+            raise ConfigError(
+                "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
+                "or size for a sliding window, and leave the other null."
+            )
+        if self.size is None and (self.start, self.stride, self.interval) != (0, 1, 1):
+            raise ConfigError(
+                f"rollout.sde_window.start {self.start}, stride {self.stride} and interval {self.interval} move a "
+                "sliding window, but rollout.sde_window.size is null. Set size, or leave the three at 0, 1 and 1."
+            )
+        require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(Section, key="rollout"):
+    """How the videos of an update are sampled."""
+
+    sde_type: SDEType = "sage_grpo"
+    """Sampler of the exploration. `ode` draws no noise, so it cannot be trained with."""
+    num_steps: Steps = fixed(20, PAIRS)
+    """Denoising steps T."""
+    shift: Positive = fixed(5.0, PAIRS)
+    """Timestep shift of the sigma schedule."""
+    eta: NotNegative = 0.5
+    """Noise scale of the sampler; 0 is the ODE."""
+    sage_sigma_margin: Inside = SAGE_SIGMA_MARGIN
+    """`sage_grpo` takes the variance of its first step as if that began at 1 - sage_sigma_margin, because the exact one
+    is infinite. The first step's variance depends on it: at 20 steps with shift 5 and eta 0.5 it is 0.58, 0.31 and
+    0.008 for 1e-3, 3e-3 and 1e-2."""
+    guidance_scale: NotNegative = fixed(6.0, PAIRS)
+    """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    negative_prompt: str = fixed("", PAIRS)
+    """Prompt of the unconditional branch, which guidance leads away from; empty as in the reference."""
+    num_generations: Annotated[int, Limit(2, 10_000)] = 4
+    """Group size G: videos per prompt that compete."""
+    batch_size: Length = free(4, MACHINE)
+    """Videos per rollout on each data-parallel rank; batch_size * ranks must be a multiple of num_generations."""
+    micro_batch_size: Length = free(1, MACHINE)
+    """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
+    bit and the ratio starts at exactly 1."""
+    shared_initial_noise: bool = False
+    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
+    """Steps that draw noise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sde_type != "sage_grpo" and self.sage_sigma_margin != SAGE_SIGMA_MARGIN:
+            raise ConfigError(
+                f"rollout.sage_sigma_margin {self.sage_sigma_margin} does nothing with rollout.sde_type "
+                f"{self.sde_type}: it belongs to sage_grpo. Leave it at {SAGE_SIGMA_MARGIN}."
+            )
+        require(
+            not self.negative_prompt or self.guidance_scale != 1,
+            "rollout.negative_prompt",
+            self.negative_prompt,
+            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
+        )
+        require(
+            self.batch_size % self.micro_batch_size == 0,
+            "rollout.micro_batch_size",
+            self.micro_batch_size,
+            f"a divisor of rollout.batch_size = {self.batch_size}",
+        )
+        window, steps = self.sde_window, self.num_steps
+        inside = window.steps is None or all(0 <= step < steps for step in window.steps)
+        allowed = f"a list of indices in 0..{steps - 1} (rollout.num_steps = {steps})"
+        require(inside, "rollout.sde_window.steps", window.steps, allowed)
+        allowed = f"at most rollout.num_steps = {steps}"
+        require((window.size or 0) <= steps, "rollout.sde_window.size", window.size, allowed)
+        require(window.start < steps, "rollout.sde_window.start", window.start, f"less than {steps}")
+
+    @property
+    def ode_steps(self) -> int:
+        """Steps outside the SDE window."""
+        window = self.sde_window
+        noisy = window.size if window.steps is None else len(set(window.steps))
+        return 0 if noisy is None else self.num_steps - noisy
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig(Section, key="evaluation"):
+    """The paired evaluation: the same prompts and the same noise before and after."""
+
+    prompts: str | None = free(None, PLACE)
+    """Prompt file, found like `data.prompts`; null evaluates on the training prompts."""
+    num_prompts: Annotated[int, Limit(2, MANY)] | None = fixed(None, PAIRS)
+    """Use only the first so many prompts."""
+    every: Natural = free(20, PACE)
+    """Updates between evaluations; 0 turns evaluation off."""
+    num_steps: Steps | None = fixed(None, PAIRS)
+    """Denoising steps; null takes the rollout's."""
+    sampler: SDEType = field(default="ode", metadata={FIXED: PAIRS})
+    """Sampler: `ode`, or an SDE type, whose noise is the same before and after too."""
+    eta: NotNegative | None = fixed(None, PAIRS)
+    """Noise scale of an SDE sampler; null takes the rollout's."""
+    num_frames: Length | None = fixed(None, PAIRS)
+    """Frames per video; null takes those of the training."""
+    height: Pixels | None = fixed(None, PAIRS)
+    """Rows; null takes those of the training."""
+    width: Pixels | None = fixed(None, PAIRS)
+    """Columns; null takes those of the training."""
+    batch_size: Length = free(1, MACHINE)
+    """Videos that go through the model at once."""
+    seed: Seed = fixed(1_000_003, PAIRS)
+    """Seed of the evaluation noise, apart from the training noise."""
+    num_samples: Natural = free(4, PACE)
+    """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.eta is None or self.sampler != "ode", "evaluation.eta", self.eta, "null with the sampler ode")
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Section, key="reward"):
+    """What is maximised."""
+
+    rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
+    """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments per entry of `rewards`."""
+    weights: dict[str, float] = field(
+        default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, metadata={FIXED: PAIRS}
+    )
+    """Score name -> weight. Scores without a weight are logged, not trained on."""
+    on_failure: Literal["stop", "drop_group"] = free("stop", REMEDY)
+    """When a reward raises or returns a non-finite score: `stop` ends the run; `drop_group` leaves that prompt's group
+    out of the update, and the prompt out of the paired evaluation, which then compares the prompts scored in both."""
+    device: str | None = free(None, MACHINE)
+    """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
+    a policy on cuda:0; null is the policy's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
+        require(len(set(self.rewards)) == len(self.rewards), "reward.rewards", self.rewards, "a list without repeats")
+        require(any(self.weights.values()), "reward.weights", self.weights, "at least one non-zero weight")
+        unknown = set(self.options) - set(self.rewards)
+        if unknown:
+            raise ConfigError(
+                f"reward.options has an entry for {sorted(unknown)}, which reward.rewards = {self.rewards} lacks. "
+                "Add it there or remove its options."
+            )
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig(Section, key="advantage"):
+    """How rewards become advantages."""
+
+    normalization: Literal["sum", "per_reward"] = "sum"
+    """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`: normalise each, then sum."""
+    std: Literal["group", "global"] = "group"
+    """Divide by the population std of the prompt's group, or of the whole batch."""
+    clip: Positive = 5.0
+    """Advantages are clamped to +-clip."""
+    eps: NotNegative = 1e-6
+    """Added to the std. A group with no spread gives zero advantages whatever eps is."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section, key="optimizer"):
+    """Optimizer and learning rate."""
+
+    name: Literal["muon", "adamw"] = fixed("muon", SHAPES)
+    """`muon` (torch.optim.Muon for matrices, AdamW for everything else) or `adamw`."""
+    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] = 1e-5
+    """Learning rate after warm-up."""
+    warmup_updates: Natural = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """AdamW's running averages."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    momentum: Momentum = 0.95
+    """Muon's momentum."""
+    max_grad_norm: Positive = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+@dataclass(kw_only=True)
+class TrainOnConfig(Section, key="training.train_on"):
+    """Which videos of a group are trained: the best and the worst by advantage, or with both at 0 all of them.
+
+    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
+    alone.
+    """
+
+    best: Natural = 0
+    """Videos of each group with the highest advantage; of equal ones the first."""
+    worst: Natural = 0
+    """Videos of each group with the lowest advantage; of equal ones the last."""
+
+    @property
+    def count(self) -> int:
+        """Videos of each group that are trained; 0 is all."""
+        return self.best + self.worst
+
+
+@dataclass(kw_only=True)
+class TrainingConfig(Section, key="training"):
+    """The training loop."""
+
+    num_updates: Count = free(200, PACE)
+    """Optimizer updates in all."""
+    mode: Literal["lora", "full"] = fixed("lora", SHAPES)
+    """Train adapters, or every weight that influences the video. `full` keeps float32 weights; it computes in
+    float32, or in distributed.param_dtype where FSDP2 gathers them."""
+    update: Literal["two_phase", "single_pass"] = free("two_phase", MACHINE)
+    """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
+    the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
+    adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
+    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
+    guidance: Literal["paired", "split", "conditional"] = free("paired", REMEDY)
+    """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
+    `conditional` differentiates the conditional branch alone, g dv_c in place of g dv_c + (1 - g) dv_u: half the
+    backward passes, half the memory, and another gradient than the objective's."""
+    updates_per_rollout: Count = 1
+    """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
+    train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
+    """Videos of each group that are trained."""
+    timestep_fraction: Share = 1.0
+    """Share of the trainable steps of each video that is trained, rounded down, at least one. With permute_timesteps
+    they are a random choice, so the gradient is unbiased; without it they are the first steps."""
+    kl_share_every: Natural = free(0, REMEDY)
+    """Updates between two measurements of `kl/grad_share`, the norm of the KL's part of the gradient over that of the
+    surrogate's; 0 never measures. One takes two more passes of the update phase and changes no other number."""
+    permute_timesteps: bool = True
+    """Visit each video's steps in its own random order."""
+    anchor_interval: Count = 10
+    """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
+    ema_decay: Inside | None = None
+    """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
+    skip_nonfinite_updates: Natural = free(0, REMEDY)
+    """Updates that may be left out in all because their loss or gradient is not finite; one more stops the run. A
+    skipped update counts as an update, but weights, optimizer and average stay as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.num_updates % self.updates_per_rollout == 0,
+            "training.num_updates",
+            self.num_updates,
+            f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
+        )
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Section, key="checkpoint"):
+    """What is kept to resume from."""
+
+    every: Count = 10
+    """Updates between checkpoints; the last update is always saved."""
+    keep_last: Count = 3
+    """The newest checkpoints that are kept. The best one by evaluation is kept besides."""
+    keep_every: Count | None = None
+    """Also keep for good the first checkpoint at or after every multiple of this many updates: a slow divergence
+    outlasts the newest ones. null keeps none."""
+    asynchronous: bool = True
+    """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
+    is reported at the next checkpoint or at the end."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig(Section, key="logging"):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project; needs `pip install wandb`."""
+
+
+@dataclass(kw_only=True)
+class DistributedConfig(Section, key="distributed"):
+    """How a run is spread over processes, one per GPU, that torchrun or SLURM has started.
+
+    ranks = dp_replicate * dp_shard * sp. Every `sp` consecutive ranks share the tokens of the same videos.
+
+    Raises:
+        ConfigError: a degree or a time out of range, or settings that exclude each other.
+
+    Example: 64 GPUs as 4 replicas of weights that 16 ranks share, every pair on one video, are
+    `DistributedConfig(dp_replicate=4, dp_shard=8, sp=2)`.
+    """
+
+    zero_stage: Literal[2, 3] | None = None
+    """null: torch's FSDP2. 2 or 3: DeepSpeed ZeRO, which shards gradients and optimizer state over all ranks, with 3
+    the weights too."""
+    dp_replicate: Ranks | None = None
+    """Data-parallel replicas of the weights. null: with training.mode lora what the other degrees leave, else 1."""
+    dp_shard: Ranks | None = None
+    """Data-parallel ranks over which the weights are sharded; the `sp` ranks of a video share them too. null: 1 with
+    training.mode lora, what the other degrees leave with full."""
+    sp: Ranks = 1
+    """Ulysses sequence parallelism: ranks that share the tokens of a video. It divides the model's heads."""
+    keep_gathered: Literal["auto", "never", "rollout", "always"] = "auto"
+    """How long sharded weights stay gathered: `never` past the layer that needs them, through a `rollout` with its
+    anchor pass, or `always` until they change. Frozen weights (training.mode lora) never change: with `always` every
+    rank simply holds them whole. `auto` is always with lora where they take up to a third of the GPU, else rollout."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which weights of training.mode full are gathered and computed with. Masters, gradient sums and
+    optimizer state are float32."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and optimizer state in CPU memory."""
+    startup_timeout_seconds: Seconds = 1800.0
+    """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
+    progress and a collective may wait. Encoding prompts is progress."""
+    timeout_seconds: Seconds = 600.0
+    """Longest that a rank may make no progress, and that a collective may wait, from then on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.zero_stage is not None:
+            defaults = {"keep_gathered": "auto", "cpu_offload": False, "dp_replicate": None, "dp_shard": None}
+            for key, default in defaults.items():
+                if getattr(self, key) != default:
+                    raise ConfigError(
+                        f"distributed.{key} is {getattr(self, key)!r}, but it belongs to FSDP2, and with "
+                        f"distributed.zero_stage {self.zero_stage} DeepSpeed shards over all ranks. Set it to "
+                        f"{'null' if default is None else str(default).lower()}, or zero_stage to null."
+                    )
+
+    def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
+        """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""
+        replicate, shard, sp = self.dp_replicate, self.dp_shard, self.sp
+        if replicate is None and shard is None:
+            if mode == "lora":
+                shard = 1
+            else:
+                replicate = 1
+        known = (replicate or 1) * (shard or 1) * sp
+        rest = world_size // known if world_size % known == 0 else 0
+        replicate, shard = (rest if degree is None else degree for degree in (replicate, shard))
+        if replicate * shard * sp != world_size:
+            shown = ["null" if degree is None else degree for degree in (self.dp_replicate, self.dp_shard)]
+            given = f"distributed.dp_replicate {shown[0]}, dp_shard {shown[1]} and sp {sp}"
+            raise ValueError(
+                f"{given} do not fit {world_size} process(es): their product must be that number (null takes what the "
+                f"others leave). Start {known} or a multiple, as by torchrun --nproc_per_node={known}, or change them."
+            )
+        return replicate, shard, sp
+
+
+def check_heads(sp: int, heads: int) -> None:
+    """ConfigError unless the `sp` ranks of a video can share the attention heads of a model evenly."""
+    if heads % sp:
+        allowed = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
+        raise ConfigError(
+            f"distributed.sp is {sp}, which does not divide the model's {heads} attention heads. Set it to one of "
+            f"{allowed}."
+        )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.models.transformer import backbone, velocity_dtype
 from sage_fast.records import PromptEmbeds
@@ -32,6 +32,11 @@ def vjp_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
     """The `VJP` of a single cotangent into `.grad` of the parameters."""
     (cotangent,) = cotangents
     output.backward(cotangent)
+
+
+def model_velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    """Velocity of one branch; arguments and result as in `GuidedPolicy.velocity`."""
+    return backbone(transformer).velocity(transformer, latents, sigma, prompts)
 
 
 class GuidedPolicy:
@@ -55,7 +60,6 @@ class GuidedPolicy:
         conditional_gradient: bool = False,
     ) -> None:
         self.transformer = transformer.eval()
-        self._model_velocity = backbone(transformer).velocity
         self.uncond = uncond
         self.guidance_scale = guidance_scale
         self.conditional_gradient = conditional_gradient
@@ -76,7 +80,7 @@ class GuidedPolicy:
         Returns:
             (B, C, F, H, W) float32 (float64 of a float64 transformer).
         """
-        conditional = self._model_velocity(self.transformer, latents, sigma, prompts)
+        conditional = model_velocity(self.transformer, latents, sigma, prompts)
         if self.guidance_scale == 1.0:
             return conditional
         return self._guided(conditional, self._uncond_velocity(latents, sigma))
@@ -113,7 +117,7 @@ class GuidedPolicy:
             return output.detach()
 
         with torch.enable_grad():
-            output = self._model_velocity(self.transformer, latents, sigma, prompts)
+            output = model_velocity(self.transformer, latents, sigma, prompts)
         conditional = output.detach()
         if callable(cotangents):
             with torch.no_grad():
@@ -129,7 +133,7 @@ class GuidedPolicy:
     def _uncond_velocity(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity of the empty prompt."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return self._model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
+            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

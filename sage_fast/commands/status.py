@@ -13,7 +13,7 @@ state     running   it makes progress
           failed    an error has ended it, which is below the table
           stopped   on request; --resume auto goes on
           finished
-          unknown   it was made by a version that wrote no status
+          unknown   it has no status, or none that can be read
 
 Exit status: 1 where a run hangs, was killed or has failed, else 0. Nothing is written.
 """

@@ -1,4 +1,4 @@
-"""What a running job shows: phase, rewards and the time left."""
+"""Progress of a run on a terminal or in a log: phase, rewards and the time left."""
 
 import resource
 import sys
@@ -25,8 +25,8 @@ RECENT = 20
 """Iterations and evaluations that the pace is measured by."""
 
 
-class Pace:
-    """How long an update and an evaluation take, measured, and how many are left of each.
+class EtaEstimator:
+    """Time left, by the measured seconds of an update and of an evaluation, and how many are left of each.
 
     Args:
         total: updates of the run.
@@ -80,8 +80,8 @@ class RunProgress:
     Args:
         total, done: updates of the run, and those it goes on from.
         videos: of a rollout and of an evaluation, on all ranks.
-        pace: for the time left.
-        status: where the same is told to those who look from outside.
+        eta: for the time left.
+        status: the same for a look from outside.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class RunProgress:
         done: int,
         *,
         videos: tuple[int, int],
-        pace: Pace,
+        eta: EtaEstimator,
         status: StatusFile,
         shown: bool = True,
     ) -> None:
         self.total, self.update = total, done
         self.shown = shown
-        self.pace, self.status = pace, status
+        self.eta, self.status = eta, status
         self._videos = videos
         self.bar: tqdm | None = None
         self._stack = ExitStack()
@@ -138,7 +138,7 @@ class RunProgress:
         if name != "decode":
             self._phase, self._progress = name, (done, max(1, total))
             self._working_on = updates + (name not in ("evaluation", "checkpoint"))
-        left = self.pace.seconds_left(self.update)
+        left = self.eta.seconds_left(self.update)
         self.status.step(self._phase, *self.videos(), left)
         if self.bar is not None:
             if time.monotonic() - self._last_refresh > 0.2:
@@ -157,7 +157,7 @@ class RunProgress:
 
     def finished(self, record: dict[str, Any]) -> None:
         """Show the result of an iteration."""
-        self.pace.learn(record)
+        self.eta.learn(record)
         self.status.finished(record)
         parts = []
         if "reward/mean" in record:
@@ -181,7 +181,7 @@ class RunProgress:
         self._print(f"update {self._working_on}/{self.total}  {self._phase}{of_videos}{self._time_left()}{since}")
 
     def _time_left(self) -> str:
-        left = self.pace.seconds_left(self.update)
+        left = self.eta.seconds_left(self.update)
         return f"  {format_seconds(left)} left" if left else ""
 
     def _print(self, text: str) -> None:

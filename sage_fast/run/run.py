@@ -1,14 +1,14 @@
 """A training run as the user sees it: directory, progress, metrics, samples, checkpoints, resume, result.
 
 runs/NAME/
-    config.yaml  environment.json        what was run, with what
+    config.yaml  environment.json        configuration, versions, hardware
     metrics.jsonl  tensorboard/          numbers, one line per rollout
     samples/                             mp4s and contact sheets from fixed prompts and noise
     evaluation/                          scores per prompt; result.json is the paired test of last against first
     checkpoints/                         see `checkpoint/`
-    index.html                           what to look at first: everything on one page, rewritten while the run goes on
+    index.html                           everything on one page, rewritten while the run goes on: look here first
     reward.png  before_after.png         the same for a document
-    status.json  lease.json              how far it is, and who writes here: what `sage-fast status` reads
+    status.json  lease.json              progress, and the process that writes here, for `sage-fast status`
 """
 
 import json
@@ -48,7 +48,7 @@ from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
-from sage_fast.run.progress import Pace, RunProgress, peak_memory_gib
+from sage_fast.run.progress import EtaEstimator, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
@@ -64,9 +64,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
+    """End of a run: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
 
-    stop_reason: what the callback that stopped it has said; None where none did, and on ranks other than 0.
+    stop_reason: from the callback that stopped it; None where none did, and on ranks other than 0.
 
     Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True, test=PairedTest(...))`
     """
@@ -230,13 +230,12 @@ class Run:
                 result = self._conclude(finished)
                 self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
-                self._say_last("failed", error)
+                self._write_final_status("failed", error)
                 raise
-            self._say_last("finished" if finished else "stopped")
+            self._write_final_status("finished" if finished else "stopped")
             return result
 
-    def _say_last(self, state: State, error: BaseException | None = None) -> None:
-        """Tell those who look from outside how the run has ended."""
+    def _write_final_status(self, state: State, error: BaseException | None = None) -> None:
         # A directory that another run has taken over is that run's.
         if self.lease.is_own():
             self.status.end(state, error)
@@ -247,6 +246,7 @@ class Run:
         # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
         checkpoint, self.checkpoint = self.checkpoint, None
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
+        saving = self.config.checkpoint
         with ExitStack() as stack:
             if self.world.is_main:
                 self._prepare_directory(resumed)
@@ -255,7 +255,15 @@ class Run:
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             self.progress = stack.enter_context(self._open_progress(resumed))
-            self.writer = stack.enter_context(self._open_writer())
+            self.writer = stack.enter_context(
+                CheckpointWriter(
+                    self.checkpoints,
+                    keep_last=saving.keep_last,
+                    keep_every=saving.keep_every,
+                    asynchronous=saving.asynchronous,
+                    world=self.world,
+                )
+            )
             self.trainer.progress, self.trainer.on_rollout = self._tell, self.callbacks.rollout
             self._begin(checkpoint)
             del checkpoint
@@ -277,8 +285,9 @@ class Run:
         self._measure_baseline(state["baseline"] if is_own else None, trust_files=True)
         self.trainer.load(checkpoint, state["trainer"])
         # A checkpoint of another directory has its records there.
-        self._restore_record(state["record"] if is_own else None, state["pending"])
-        self._record_changes()
+        self._restore_record(state["record"] if is_own else None, pending=state["pending"])
+        if self._changes and not self._has_logged(self.trainer.update, {"config/changes"}):
+            self.metrics.log({"update": self.trainer.update, "config/changes": describe_changes(self._changes)})
 
     def _loop(self) -> bool:
         """Iterate, save, evaluate and log until the last update or a request to stop.
@@ -313,7 +322,7 @@ class Run:
 
     @property
     def _stop_requested(self) -> bool:
-        """Whether this rank has been asked to stop, by a signal, by a file or by a callback."""
+        """A signal, a file or a callback has asked this rank to stop."""
         return self.stop.requested or self.callbacks.wants_stop
 
     def _tell_of_checkpoints(self) -> None:
@@ -335,20 +344,24 @@ class Run:
         self.progress.finished(record)
         if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
-        if evaluates:
-            self._show_evaluation()
         total = self.config.training.num_updates
         self.callbacks.update(UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
-            self._tell_of_evaluation(record)
+            self._show_evaluation(record)
 
-    def _tell_of_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Tell the callbacks of the evaluation that has just been made."""
-        assert self.evaluation.latest is not None
-        update, evaluation = self.evaluation.latest
+    def _show_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Hand the evaluation that has just been made to trackers and callbacks."""
+        if not self.world.is_main:
+            return
+        page, update = self.directory / PAGE, self.trainer.update
+        self.metrics.show(update, self.evaluation.media(page if page.exists() else None))
+        assert self.evaluation.latest is not None and self.evaluation.baseline is not None
         self.callbacks.evaluation(
             EvaluationRecord(
-                update=update, metrics=metrics, evaluation=evaluation, baseline=self.evaluation.baseline or evaluation
+                update=update,
+                metrics=metrics,
+                evaluation=self.evaluation.latest[1],
+                baseline=self.evaluation.baseline,
             )
         )
 
@@ -357,14 +370,8 @@ class Run:
         self.guard.progress()
         self.progress.phase(phase, done, total, self.trainer.update)
 
-    def _show_evaluation(self) -> None:
-        """Hand the trackers the media of the last evaluation."""
-        if self.world.is_main:
-            page = self.directory / PAGE
-            self.metrics.show(self.trainer.update, self.evaluation.media(page if page.exists() else None))
-
     def _write_page(self) -> None:
-        """Write the page of the run anew."""
+        """Write the page of the run."""
         # Who has deleted the directory does not want it back.
         if self.world.is_main and self.directory.exists():
             write_run_page(self.directory)
@@ -373,12 +380,12 @@ class Run:
     # ------------------------------------------------------------------------------------------ begin
 
     def _look(self) -> tuple[list[str], int]:
-        """What another run would have changed in the directory."""
+        """The traces in the directory that another run would change."""
         log = self.directory / "metrics.jsonl"
         return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
-        """The model, the prompts and the checkpoint belong together; still nothing is written."""
+        """Refuse a model, prompts or a checkpoint that do not belong together; nothing has been written yet."""
         config, trainer = self.config, self.trainer
         if config.evaluation.every and len(trainer.eval_prompts) < 2:
             raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
@@ -427,7 +434,7 @@ class Run:
                 abandon_after(self.checkpoints, resumed)
             if self._changes:
                 append_history(self.directory, {"update": resumed, "changes": self._changes})
-            # Who goes on with this directory's config.yaml does not want to start anew each time.
+            # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
             self._environment = write_environment(self.directory, resumed)
@@ -449,12 +456,11 @@ class Run:
             record = {"update": 0} | self.evaluation.run()
             self.metrics.log(record)
             self.progress.finished(record)
-            self._show_evaluation()
-            self._tell_of_evaluation(record)
+            self._show_evaluation(record)
         elif not self._has_logged(0, {"eval/reward_mean"}):
             self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
 
-    def _restore_record(self, record: dict[str, Any] | None, pending: bool) -> None:
+    def _restore_record(self, record: dict[str, Any] | None, *, pending: bool) -> None:
         """Log the checkpoint's update if a kill or a full disk came between, and make up for an evaluation due then.
 
         Args:
@@ -462,8 +468,6 @@ class Run:
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        if record is None and not pending:
-            return
         if pending and not self.config.evaluation.every:
             logger.info("evaluation.every is 0: the evaluation that was due at update %d is left out.", update)
             pending = False
@@ -476,14 +480,8 @@ class Run:
         elif record is not None and not self._has_logged(update, record.keys()):
             self.metrics.log(record)
 
-    def _record_changes(self) -> None:
-        """Log the keys that the user allowed to change, once."""
-        record = {"update": self.trainer.update, "config/changes": describe_changes(self._changes)}
-        if self._changes and not self._has_logged(self.trainer.update, {"config/changes"}):
-            self.metrics.log(record)
-
     def _has_logged(self, update: int, keys: Collection[str]) -> bool:
-        """Whether the metrics have a record of an update with these keys. Collective."""
+        """Look for a record of an update with these keys in the metrics. Collective."""
         found = False
         if self.world.is_main:
             rows = read_metrics(self.directory / "metrics.jsonl")
@@ -491,44 +489,28 @@ class Run:
         return self.world.broadcast(found)
 
     def _open_metrics(self) -> MetricsLogger | NoMetrics:
-        section = self.config.logging
         if not self.world.is_main:
             return NoMetrics()
         settings = {"config": to_dict(self.config), "environment": json.loads(self._environment.read_text("utf-8"))}
         try:
-            return MetricsLogger(
-                self.directory,
-                tensorboard=section.tensorboard,
-                wandb_project=section.wandb_project,
-                settings=settings,
-            )
+            return MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
         except ValueError as error:
             raise ConfigError(f"logging.*: {error}") from error
 
     def _open_progress(self, resumed: int) -> RunProgress:
-        """What shows the run, from the update that it goes on from."""
+        """Terminal, log and status of the run, from the update that it goes on from."""
         training, trainer = self.config.training, self.trainer
-        pace = Pace(training.num_updates, training.updates_per_rollout, self.config.evaluation.every)
+        eta = EtaEstimator(training.num_updates, training.updates_per_rollout, self.config.evaluation.every)
         if resumed and self.world.is_main:
             for row in read_metrics(self.directory / "metrics.jsonl"):
-                pace.learn(row)
+                eta.learn(row)
         return RunProgress(
             training.num_updates,
             resumed,
             videos=(trainer.videos_per_rollout, len(trainer.eval_prompts)),
-            pace=pace,
+            eta=eta,
             status=self.status,
             shown=self.world.is_main,
-        )
-
-    def _open_writer(self) -> CheckpointWriter:
-        section = self.config.checkpoint
-        return CheckpointWriter(
-            self.checkpoints,
-            keep_last=section.keep_last,
-            keep_every=section.keep_every,
-            asynchronous=section.asynchronous,
-            world=self.world,
         )
 
     def _save(self, record: dict[str, Any] | None, *, pending: bool) -> float:
@@ -556,7 +538,7 @@ class Run:
         return time.perf_counter() - start
 
     def _add_adapter(self, folder: Path) -> Callable[[], None] | None:
-        """What writes the adapter that is evaluated into a checkpoint, in diffusers' layout; rank 0 does."""
+        """Copy the evaluated adapter, and return the writing of it in diffusers' layout, which rank 0 does."""
         trainer = self.trainer
         if self.config.training.mode != "lora":
             return None
@@ -564,7 +546,7 @@ class Run:
             return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
     def _due(self, every: int) -> bool:
-        """Whether the last iteration reached or passed a multiple of `every`."""
+        """Return if the last iteration reached or passed a multiple of `every`."""
         step = self.config.training.updates_per_rollout
         return self.trainer.update // every > (self.trainer.update - step) // every
 

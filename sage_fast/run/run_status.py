@@ -1,4 +1,4 @@
-"""What a run says of itself in `status.json`, and what that and its lease tell somebody who looks from outside.
+"""The status of a run in `status.json`, and the condition of a run as it and the lease show it from outside.
 
 The run writes the file when a phase begins and every few seconds within one; it appears whole. Somebody else can then
 tell apart a run that goes on, one that makes no progress any more although its process lives, and one whose process is
@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from sage_fast.config.files import write_text
 from sage_fast.run.lease import Holder, look_at
-from sage_fast.run.metrics import FILE_NAME as METRICS
-from sage_fast.run.metrics import read_metrics
 
 FILE_NAME = "status.json"
 SECONDS_BETWEEN_WRITES = 5.0
@@ -43,7 +41,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a run says of itself.
+    """Status of a run.
 
     state: stopped means on request. update, num_updates: done, and of how many. phase, videos_done, videos: what it
     does, for how many videos that is done, and for how many it is to be done. reward: of the last evaluation, or of the
@@ -162,10 +160,10 @@ Condition = Literal["running", "hangs", "killed", "finished", "stopped", "failed
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What can be told of a run from outside.
+    """Condition of a run, seen from outside.
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the process is gone without a last
-    word, `unknown` where the run was made by a version that wrote no status. quiet_seconds: since its last progress.
+    word, `unknown` where it has no status. quiet_seconds: since its last progress.
 
     Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder=Holder(...),
     quiet_seconds=2.0)`
@@ -183,7 +181,7 @@ class RunState:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run."""
+    """A directory with a `config.yaml` is that of a run."""
     return (directory / "config.yaml").is_file()
 
 
@@ -196,8 +194,6 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     now = time.time() if now is None else now
     holder, alive = look_at(directory)
     status, written = read_status(directory)
-    if status is None:
-        status = _from_metrics(directory)
     quiet = None if written is None else max(0.0, now - written)
     condition: Condition = "unknown"
     if written is None:
@@ -230,16 +226,3 @@ def read_status(directory: Path) -> tuple[Status | None, float | None]:
     except (OSError, ValueError, TypeError) as error:
         logger.warning("%s cannot be used: %s", path, error)
         return None, None
-
-
-def _from_metrics(directory: Path) -> Status | None:
-    """What the metrics tell of a run without a status."""
-    path = directory / METRICS
-    rows = read_metrics(path) if path.exists() else []
-    if not rows:
-        return None
-    scores: dict[str, Any] = {}
-    for row in rows:
-        scores |= _scores(row, evaluated="gain" in scores)
-    written = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    return Status(update=rows[-1]["update"], num_updates=0, phase="", started="", written=written, **scores)

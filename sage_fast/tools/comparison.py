@@ -191,37 +191,13 @@ def _figure(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
 
 def _html(comparison: Comparison, keys: Sequence[str]) -> str:
     """One self-contained page."""
-    columns = list(comparison.means.get(comparison.arms[0].name, {}))
-    labels = {name: direction_label(name, name in comparison.lower_is_better) for name in columns}
-    means = {arm.name: comparison.means.get(arm.name, {}) for arm in comparison.arms}
+    columns = comparison.means.get(comparison.arms[0].name, {})
     return render(
         "comparison.html",
         "Comparison of runs",
         sentences=_sentences(comparison),
-        notes=comparison.notes,
-        update=comparison.update,
-        first=comparison.arms[0].name,
-        head=["arm", "seeds", *labels.values()],
-        arms=[
-            [
-                arm.name,
-                ", ".join(map(str, arm.seeds)),
-                *(f"{means[arm.name][c]:.4f}" if c in means[arm.name] else "" for c in columns),
-            ]
-            for arm in comparison.arms
-        ],
-        differences=[
-            [
-                d.arm,
-                labels[d.column],
-                f"{d.effect.mean:+.4f} ± {d.effect.stderr:.4f}",
-                f"{d.effect.low:+.4f} .. {d.effect.high:+.4f}",
-                f"{d.p:.3f}",
-                f"{d.effect.detectable:.4f}",
-                d.verdict,
-            ]
-            for d in comparison.differences
-        ],
+        comparison=comparison,
+        labels={name: direction_label(name, name in comparison.lower_is_better) for name in columns},
         charts=charts(*((key, _lines(comparison.arms, key), {}) for key in keys)),
     )
 

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,8 +67,17 @@ class PairedEvaluation:
         self.use_trained = use_trained
         self.overwrite = overwrite
         self.files = [video_files.video_file_name(i, p.text) for i, p in enumerate(prompts)]
-        self._generator: Generator | None = None
-        self._reward: CompositeReward | None = None
+
+    @cached_property
+    def generator(self) -> Generator:
+        """The model, with the base weights until the trained ones are put into it."""
+        return load_generator(self.config, self.prompts)
+
+    @cached_property
+    def reward(self) -> CompositeReward:
+        """The rewards, which score both models."""
+        texts, device = [prompt.text for prompt in self.prompts], str(rank_device(self.config.model.device))
+        return CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
 
     def report(self, *, num_videos: int, resamples: int, seed: int) -> Report:
         """Evaluate what has not been evaluated, and compare.
@@ -135,16 +145,7 @@ class PairedEvaluation:
             return False
 
     def _evaluate(self, model: str) -> Evaluation:
-        if self._reward is None:
-            self._reward = CompositeReward.from_config(
-                self.config.reward,
-                [p.text for p in self.prompts],
-                device=str(rank_device(self.config.model.device)),
-                fps=self.config.video.fps,
-            )
-        if self._generator is None:
-            self._generator = load_generator(self.config, self.prompts)
-        generator, evaluation = self._generator, self.config.evaluation
+        reward, generator, evaluation = self.reward, self.generator, self.config.evaluation
         if model == "trained":
             self.use_trained(generator)
         with tqdm(total=len(self.prompts), unit="video", desc=model, disable=None) as bar:
@@ -165,11 +166,11 @@ class PairedEvaluation:
                 batch_size=evaluation.batch_size,
                 device=generator.device,
             )
-            scoring = VideoScoring(decoder=generator.decoder, reward=self._reward, on_failure="stop")
+            scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
             return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
-        """What decides the scores of a model, as JSON values."""
+        """Settings that decide the scores of a model, as JSON values."""
         config = self.config
         settings = {
             "weights": "base" if model == "base" else weights_digest(self.trained),

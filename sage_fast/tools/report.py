@@ -154,17 +154,7 @@ def to_text(template: str, report: Report) -> str:
         template,
         TITLE,
         headline=headline(report),
-        rows=[
-            {
-                "label": direction_label(name, test.lower_is_better),
-                "way": _way(test),
-                "base": f"{test.before:.4f} ± {test.before_stderr:.4f}",
-                "trained": f"{test.after:.4f} ± {test.after_stderr:.4f}",
-                "difference": f"{test.mean:+.4f} ± {test.stderr:.4f}",
-                "rest": (f"{test.low:+.4f} .. {test.high:+.4f}", f"{test.wins:.0%}", f"{test.ties:.0%}"),
-            }
-            for name, test in report.scores.items()
-        ],
+        rows=[(direction_label(n, t.lower_is_better), _way(t), t) for n, t in report.scores.items()],
         notes=_notes(report),
         scales=[
             (name, scale.here, scale.published, *(f"{scale.factor * mean:.4f}" for mean in (test.before, test.after)))
@@ -204,7 +194,7 @@ def _notes(report: Report) -> list[str]:
 
 def _intervals(report: Report) -> str:
     """Gains with their intervals on one axis, in standard deviations of the base model; better is to the right."""
-    figure = new_figure(5.2, 0.5 + 0.34 * len(report.scores))
+    figure = new_figure(4.4, 0.5 + 0.34 * len(report.scores))
     axes = figure.subplots()
     axes.axvline(0, color=FAINT, linestyle="--", linewidth=0.8)
     columns = report.base.columns()
@@ -214,7 +204,9 @@ def _intervals(report: Report) -> str:
         colour = {"gain": GAIN, "loss": LOSS}.get(_way(test), FAINT)
         axes.plot([factor * test.low, factor * test.high], [place, place], color=colour, linewidth=2.5)
         axes.plot(factor * test.mean, place, "o", color=colour, markersize=7)
-        axes.annotate(f"{factor * test.mean:+.2f}", (1.02, place), xycoords=("axes fraction", "data"), va="center")
+        axes.annotate(
+            f"{factor * test.mean:+.2f}", (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=9
+        )
     labels = [direction_label(name, test.lower_is_better) for name, test in report.scores.items()]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()

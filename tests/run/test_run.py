@@ -107,17 +107,14 @@ def count_lines(path: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.signals
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(
-    tiny_run: MakeRun, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_finishes_the_update_saves_and_says_how_to_resume(tiny_run: MakeRun, tmp_path: Path) -> None:
     config = with_output(tiny_run("--training.num_updates=500", "--checkpoint.every=500"), tmp_path / "stopped")
     file = tmp_path / "stopped.yaml"
     file.write_text(dump_config(config))
     process = start(file)
     log = tmp_path / "stopped/metrics.jsonl"
     wait_until(lambda: count_lines(log) >= 3, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     done = read_metrics(tmp_path / "stopped/metrics.jsonl")[-1]["update"]
@@ -241,23 +238,12 @@ def test_a_step_wise_kl_alone_is_said_to_hold_nothing(
     assert ("holds nothing" in caplog.text) == (kl_mode == "stepwise")
 
 
-def test_a_partial_checkpoint_is_never_picked_up(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
-    run = Path(Run(tiny_run()).train().output_dir)
-    newest = list_checkpoints(run / "checkpoints")[-1]
-    shutil.copytree(newest, newest.with_name("update-000009"))
-    (newest.with_name("update-000009") / "manifest.json").unlink()
-    shutil.copytree(newest, newest.with_name(".update-000011.partial"))
-    resumed = Run(tiny_run("--resume=auto"))
-    assert resumed.checkpoint is not None and resumed.checkpoint.state["trainer"]["update"] == 2
-    assert "update-000009" in caplog.text
-
-
-def test_generate_and_evaluate_a_finished_run(
+def test_generate_and_evaluate_a_finished_run_wherever_it_lies(
     tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sage_fast.commands.cli import main
 
-    run = str(Run(tiny_run("--optimizer.learning_rate=0.05")).train().output_dir)
+    run = str(Run(tiny_run("--optimizer.learning_rate=0.05")).train().output_dir.rename(tmp_path / "moved"))
     prompts = tmp_path / "mine.txt"
     prompts.write_text("a blue square moving up\na red circle moving left\n")
     videos = tmp_path / "videos"
@@ -272,19 +258,6 @@ def test_generate_and_evaluate_a_finished_run(
     before = json.loads((tmp_path / "scores/before.json").read_text())
     assert before == json.loads((Path(run) / "evaluation/update-000000.json").read_text())
     assert before["reward"] != after["reward"]
-
-
-def test_a_moved_run_is_found_where_it_is(tiny_run: MakeRun, tmp_path: Path) -> None:
-    from sage_fast.commands.cli import main
-
-    run = Run(tiny_run()).train().output_dir
-    run.rename(tmp_path / "moved")
-    assert main(["evaluate", str(tmp_path / "moved"), "--output", str(tmp_path / "scores")]) == 0
-    one = tmp_path / "one.txt"
-    one.write_text("a blue square moving up\n")
-    arguments = ["--prompts", str(one), "--output", str(tmp_path / "video")]
-    assert main(["generate", str(tmp_path / "moved"), *arguments]) == 0
-    assert len(list((tmp_path / "video").glob("*.mp4"))) == 1
 
 
 def test_with_an_average_it_is_what_is_evaluated_generated_and_shipped(tiny_run: MakeRun, tmp_path: Path) -> None:

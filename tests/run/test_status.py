@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.run import progress
 from sage_fast.run.lease import Lease
-from sage_fast.run.progress import Pace, RunProgress, format_seconds
+from sage_fast.run.progress import EtaEstimator, RunProgress, format_seconds
 from sage_fast.run.run import Run
 from sage_fast.run.run_status import FILE_NAME, Status, StatusFile, look_at_run, patience, read_status
 
@@ -92,16 +91,6 @@ def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
     with Lease(run):
         assert look_at_run(run, time.time() + 2000).condition == "running"
         assert look_at_run(run, time.time() + 2500).condition == "hangs"
-
-
-def test_a_run_of_an_earlier_version_is_told_by_its_metrics(finished_run: Path, tmp_path: Path) -> None:
-    run = tmp_path / "old"
-    shutil.copytree(finished_run, run)
-    (run / FILE_NAME).unlink()
-    state = look_at_run(run)
-    assert state.condition == "unknown" and state.status is not None
-    assert (state.status.update, state.status.num_updates) == (2, 0)
-    assert state.status.gain is not None
 
 
 def test_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,14 +166,14 @@ def test_a_status_that_cannot_be_written_is_one_warning(
 
 def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
     now = [0.0]
-    pace = Pace(total=100, step=2, evaluation_every=30, clock=lambda: now[0])
-    assert pace.seconds_left(0) is None
-    pace.learn({"update": 0, "time/evaluation": 50.0})
-    pace.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
+    eta = EtaEstimator(total=100, step=2, evaluation_every=30, clock=lambda: now[0])
+    assert eta.seconds_left(0) is None
+    eta.learn({"update": 0, "time/evaluation": 50.0})
+    eta.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
-    assert pace.seconds_left(2) == 49 * 10 + 4 * 50
+    assert eta.seconds_left(2) == 49 * 10 + 4 * 50
     now[0] = 6.0
-    assert pace.seconds_left(2) == 49 * 10 + 4 * 50 - 6
+    assert eta.seconds_left(2) == 49 * 10 + 4 * 50 - 6
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 
@@ -192,9 +181,9 @@ def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
     monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.2)
-    pace = Pace(60, 1, 0)
-    pace.learn({"update": 3, "time/iteration": 120.0})
-    return RunProgress(60, 3, videos=(128, 12), pace=pace, status=StatusFile(tmp_path, GOING))
+    eta = EtaEstimator(60, 1, 0)
+    eta.learn({"update": 3, "time/iteration": 120.0})
+    return RunProgress(60, 3, videos=(128, 12), eta=eta, status=StatusFile(tmp_path, GOING))
 
 
 def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +218,7 @@ def test_a_phase_has_a_line_unless_the_last_is_young(
 
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = StatusFile(tmp_path, GOING, shown=False)
-    with RunProgress(60, 3, videos=(8, 8), pace=Pace(60, 1, 0), status=status, shown=False) as other:
+    with RunProgress(60, 3, videos=(8, 8), eta=EtaEstimator(60, 1, 0), status=status, shown=False) as other:
         status.begin(3)
         other.phase("rollout", 0, 4, 3)
         other.finished({"update": 4, "reward/mean": 0.5})

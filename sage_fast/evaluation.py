@@ -79,7 +79,7 @@ class Evaluation:
             raise ValueError(f"{path} is no complete evaluation: {error}") from error
 
     def columns(self) -> dict[str, list[float]]:
-        """What tables show: the reward, the overall where its three scores are there, and every score."""
+        """Columns of tables: the reward, the overall where its three scores are there, and every score."""
         parts = [self.scores[name] for name in ("VQ", "MQ", "TA") if name in self.scores]
         overall = {OVERALL: [sum(values) for values in zip(*parts, strict=True)]} if len(parts) == 3 else {}
         return {REWARD: self.reward} | overall | self.scores
@@ -151,7 +151,7 @@ class PairedTest:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval of the difference excludes zero, with enough prompts to trust it."""
+        """The interval of the difference excludes zero, and there are enough prompts to trust it."""
         return self.count >= ENOUGH_PROMPTS and not self.low <= 0.0 <= self.high
 
 
@@ -301,7 +301,7 @@ def evaluate(
         The scores, and on rank 0 the videos by prompt number, (F, 3, H, W) uint8 each.
 
     Raises:
-        RewardError: a reward failed and was to stop, or no prompt could be scored. On all ranks.
+        RewardError: a reward failed and `on_failure` is stop, or no prompt could be scored. On all ranks.
     """
     world = scoring.world
     videos: dict[int, Tensor] = {}

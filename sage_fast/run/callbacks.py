@@ -1,4 +1,4 @@
-"""Code of the user's own inside a run: what it is told, how it stops the run, and what happens when it fails.
+"""Code of the user inside a run: its records, how it stops the run, and the end of a run that it fails in.
 
     class StopWhenGood(Callback):
         def on_evaluation(self, record: EvaluationRecord) -> None:
@@ -12,7 +12,7 @@ take, training waits for. They must not change what they are given, and must not
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,24 +97,24 @@ class Callbacks:
         callbacks: none of them on ranks other than 0.
 
     Raises:
-        ConfigError: one is no `Callback`.
+        ConfigError: one is not a `Callback`.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
-                    f"callbacks: {callback!r} is no sage_fast.Callback. Give objects of classes that are derived from "
-                    "it, such as [Mine()]."
+                    f"callbacks: {callback!r} is not a sage_fast.Callback. Give objects of classes derived from it, "
+                    "such as [Mine()]."
                 )
         self._active = list(callbacks)
         self.stop_reason: str | None = None
-        """What the first `StopRun` said; None where there was none."""
+        """Reason of the first `StopRun`; None where there was none."""
         self._failure: tuple[str, Exception] | None = None
 
     @property
     def wants_stop(self) -> bool:
-        """Whether a callback has raised, `StopRun` or anything else."""
+        """A callback has raised, `StopRun` or anything else."""
         return self.stop_reason is not None or self._failure is not None
 
     def raise_failure(self, update: int, directory: Path) -> None:
@@ -127,27 +127,12 @@ class Callbacks:
             "nothing of it is lost: mend or leave out the callback, and go on with resume set to auto."
         ) from error
 
-    def rollout(self, record: RolloutRecord) -> None:
-        """Tell all."""
-        self._tell("on_rollout", lambda callback: callback.on_rollout(record))
-
-    def update(self, record: UpdateRecord) -> None:
-        """Tell all."""
-        self._tell("on_update", lambda callback: callback.on_update(record))
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """Tell all."""
-        self._tell("on_evaluation", lambda callback: callback.on_evaluation(record))
-
-    def save(self, record: SaveRecord) -> None:
-        """Tell all."""
-        self._tell("on_save", lambda callback: callback.on_save(record))
-
-    def _tell(self, event: str, call: Callable[[Callback], None]) -> None:
+    def tell(self, event: str, record: object) -> None:
+        """Call the method of this name, such as `on_update`, of every callback."""
         for callback in list(self._active):
             name = f"{type(callback).__name__}.{event}"
             try:
-                call(callback)
+                getattr(callback, event)(record)
             except StopRun as stop:
                 if not self.wants_stop:
                     logger.info("%s stops the run: %s", name, stop)

@@ -182,7 +182,7 @@ def _scalar(key: str, value: Any) -> Scalar:
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts on one of its own."""
+    """Make the file end with a whole line, so that the next record starts a new one."""
     data = path.read_bytes() if path.exists() else b""
     if not data or data.endswith(b"\n"):
         return

@@ -19,7 +19,7 @@ HEARTBEAT_SECONDS = 60.0
 """Off a terminal there is a line at least so often."""
 
 PHASE_LINE_SECONDS = 10.0
-"""A phase that begins sooner after the last line has no line of its own, so that a quick run shows its results."""
+"""A phase that begins sooner after the last line is not printed, so that a quick run shows its results."""
 
 RECENT = 20
 """Iterations and evaluations that the pace is measured by."""
@@ -148,7 +148,7 @@ class RunProgress:
             self._print_phase()
 
     def videos(self) -> tuple[int, int]:
-        """For how many videos the phase is done, and for how many it is to be done."""
+        """Videos of the phase that are done, and all of them."""
         done, total = self._progress
         if self._phase == "checkpoint":
             return 0, 0

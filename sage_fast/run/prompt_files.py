@@ -82,7 +82,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 def text_prompts(texts: Sequence[str]) -> list[Prompt]:
     """Prompts that are in no file, in any script, numbered from 0; the white space around each is dropped.
 
-    ValueError for an empty one, or one of bytes that are no UTF-8.
+    ValueError for an empty one, or one whose bytes are not UTF-8.
     """
     for text in texts:
         if not text.strip():

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, commit and hardware; nothing that identifies the host or its user."""
+"""Versions, commit and hardware that a run was made with; nothing that identifies the host or its user."""
 
 import json
 import os
@@ -52,8 +52,8 @@ def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
 def git_commit(root: Path) -> str | None:
     """The commit checked out at ``root``, with ``-dirty`` after it when tracked files differ from it.
 
-    What the environment's ``SAGE_FAST_COMMIT`` says when ``root`` is no checkout (an installed package, an archive),
-    has no commit, or git is missing; None where it says nothing.
+    Without a checkout at ``root`` (an installed package, an archive), without a commit or without git it is the
+    environment's ``SAGE_FAST_COMMIT``; None where that is not set.
     """
     given = os.environ.get("SAGE_FAST_COMMIT")
     # Without this, a package installed inside somebody's repository would report their commit.

@@ -70,7 +70,7 @@ class RunEvaluation:
             self.baseline.save(self._scores_file(0))
 
     def is_on_disk(self, update: int) -> bool:
-        """Whether the scores of an update can be read back."""
+        """Try to read back the scores of an update."""
         return self._load(update) is not None
 
     def run(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
-    """Evaluation prompts of a run: the training prompts where it has none of its own. ConfigError as `load_prompts`."""
+    """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
     section = config.evaluation
     if section.prompts is None:
         prompts = _read_prompts("data.prompts", config.data.prompts)
@@ -264,7 +265,8 @@ class Run:
                     world=self.world,
                 )
             )
-            self.trainer.progress, self.trainer.on_rollout = self._tell, self.callbacks.rollout
+            self.trainer.progress = self._tell
+            self.trainer.on_rollout = partial(self.callbacks.tell, "on_rollout")
             self._begin(checkpoint)
             del checkpoint
             finished = self._loop()
@@ -316,7 +318,7 @@ class Run:
             self._finish_update(record, evaluates=evaluates)
             self._tell_of_checkpoints()
         if saved != trainer.update:
-            # Asked to stop after the ranks had told each other that nobody was.
+            # Asked to stop after the ranks had agreed that nobody was.
             self._save(record, pending=False)
         return trainer.update >= total
 
@@ -329,7 +331,7 @@ class Run:
         """Tell the callbacks of the checkpoints that have become complete."""
         while self.writer.published:
             folder = self.writer.published.popleft()
-            self.callbacks.save(SaveRecord(update=update_of(folder), folder=folder))
+            self.callbacks.tell("on_save", SaveRecord(update=update_of(folder), folder=folder))
 
     def _finish_update(self, record: dict[str, Any], *, evaluates: bool) -> None:
         """Evaluate where that is due, and log the update in any case."""
@@ -345,7 +347,7 @@ class Run:
         if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
         total = self.config.training.num_updates
-        self.callbacks.update(UpdateRecord(update=self.trainer.update, total=total, metrics=record))
+        self.callbacks.tell("on_update", UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
             self._show_evaluation(record)
 
@@ -356,13 +358,14 @@ class Run:
         page, update = self.directory / PAGE, self.trainer.update
         self.metrics.show(update, self.evaluation.media(page if page.exists() else None))
         assert self.evaluation.latest is not None and self.evaluation.baseline is not None
-        self.callbacks.evaluation(
+        self.callbacks.tell(
+            "on_evaluation",
             EvaluationRecord(
                 update=update,
                 metrics=metrics,
                 evaluation=self.evaluation.latest[1],
                 baseline=self.evaluation.baseline,
-            )
+            ),
         )
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:

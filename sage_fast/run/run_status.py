@@ -44,7 +44,7 @@ class Status:
     """Status of a run.
 
     state: stopped means on request. update, num_updates: done, and of how many. phase, videos_done, videos: what it
-    does, for how many videos that is done, and for how many it is to be done. reward: of the last evaluation, or of the
+    does, for how many videos that is done, and all of them. reward: of the last evaluation, or of the
     last rollout where there is none. gain: paired, over update 0. seconds_left: by the measured pace. longest_seconds:
     that it has gone without progress. videos_per_rollout: on all ranks. error: that ended it. started, written: UTC.
 

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases: the numbers of a run, and what its evaluations show.
+"""TensorBoard and Weights & Biases: the numbers of a run, and the media of its evaluations.
 
-Both keep with the curves what the run was made with: its configuration, versions and commit. An evaluation adds its
-sample videos, its scores prompt by prompt, and, in Weights & Biases, the page of the run.
+Both keep configuration, versions and commit with the curves. An evaluation adds its sample videos, its scores prompt by
+prompt, and, in Weights & Biases, the page of the run.
 """
 
 import json
@@ -36,7 +36,7 @@ class SampleVideo:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationMedia:
-    """What an evaluation shows besides its metrics.
+    """Content of an evaluation beside its metrics.
 
     head, rows: the table of its prompts. page: an HTML file, or None.
 
@@ -50,13 +50,13 @@ class EvaluationMedia:
 
 
 class Tracker(Protocol):
-    """Where the numbers and the media of a run go besides its directory."""
+    """Where the numbers and the media of a run go apart from its directory."""
 
     def log(self, update: int, values: Mapping[str, Scalar]) -> None:
         """Take the metrics of an update."""
 
     def show(self, update: int, shown: EvaluationMedia) -> None:
-        """Take what the evaluation of an update shows."""
+        """Take the media of the evaluation of an update."""
 
     def truncate_after(self, update: int) -> None:
         """Forget later updates, where that is possible: a resumed run makes them again."""
@@ -98,20 +98,22 @@ class TensorBoard:
 
     def show(self, update: int, shown: EvaluationMedia) -> None:
         """Add the videos as animated pictures, which need no further package, and the table as text."""
-        writer = self._open()
-        for sample in shown.videos:
-            self._add_animation(writer, f"samples/{sample.file.stem}", sample, update)
-        writer.add_text("evaluation/prompts", _markdown(shown.head, shown.rows), update)
-        writer.flush()
-
-    def _add_animation(self, writer: "SummaryWriter", tag: str, sample: SampleVideo, update: int) -> None:
-        # `SummaryWriter.add_video` makes the same picture of a video, but only where moviepy is installed.
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        data, (width, height) = media.animation(sample.video, sample.fps)
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
-        file_writer: Any = writer.file_writer
-        file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), update)
+        writer = self._open()
+        for sample in shown.videos:
+            # `SummaryWriter.add_video` makes the same picture of a video, but only where moviepy is installed.
+            data, (width, height) = media.animation(sample.video, sample.fps)
+            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
+            value = Summary.Value(tag=f"samples/{sample.file.stem}", image=image)
+            writer.file_writer.add_summary(Summary(value=[value]), update)  # type: ignore[union-attr]
+        cells = [
+            [f"{cell:.4f}" if isinstance(cell, float) else str(cell).replace("|", "\\|") for cell in row]
+            for row in shown.rows
+        ]
+        lines = [list(shown.head), ["---", *["---:"] * (len(shown.head) - 1)], *cells]
+        writer.add_text("evaluation/prompts", "\n".join("| " + " | ".join(line) + " |" for line in lines), update)
+        writer.flush()
 
     def truncate_after(self, update: int) -> None:
         """Have TensorBoard hide what earlier event files hold of later updates."""
@@ -191,11 +193,3 @@ class WeightsAndBiases:
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
-    cells = [
-        [f"{cell:.4f}" if isinstance(cell, float) else str(cell).replace("|", "\\|") for cell in row] for row in rows
-    ]
-    lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -23,7 +23,7 @@ TOLD = {"rollout.batch_size", "training.num_updates", "training.update", "model.
 
 @dataclass(frozen=True, eq=False)
 class TrainedRun:
-    """What a run directory holds. ConfigError and RunDirectoryError from its properties name a file that is missing."""
+    """Content of a run directory. ConfigError and RunDirectoryError from its properties name a file that is missing."""
 
     folder: Path
 
@@ -124,7 +124,7 @@ def group_into_arms(runs: Sequence[TrainedRun]) -> list[Arm]:
 
 
 def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs between the arms, with the last word of each key where that tells them apart."""
+    """Differences between the arms, with the last word of each key where that tells them apart."""
     keys = sorted({key for tree in settings for key in tree})
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in settings}) > 1]
     leaves = [key.rpartition(".")[2] for key in differing]

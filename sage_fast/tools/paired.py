@@ -174,7 +174,7 @@ class PairedEvaluation:
         config = self.config
         settings = {
             "weights": "base" if model == "base" else weights_digest(self.trained),
-            "model": {key: getattr(config.model, key) for key in ("family", "path", "variant", "dtype", "vae_dtype")},
+            "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")},
             "video": asdict(config.evaluation_video),
             "sampler": config.evaluation.sampler,
             "eta": config.evaluation_eta if config.evaluation.sampler != "ode" else 0.0,

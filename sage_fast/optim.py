@@ -41,7 +41,7 @@ class OptimizerSet:
                 muon(
                     matrices,
                     lr=config.learning_rate,
-                    momentum=config.momentum,
+                    momentum=0.95,
                     weight_decay=config.weight_decay,
                     adjust_lr_fn="match_rms_adamw",
                 )

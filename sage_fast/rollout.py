@@ -54,7 +54,7 @@ def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> l
 def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     """Transition table of one rollout: the configured sampler, restricted to its SDE window."""
     sigmas = sigma_schedule(config.num_steps, config.shift)
-    table = transition_table(config.sde_type, sigmas, config.eta, sage_margin=config.sage_sigma_margin)
+    table = transition_table(config.sde_type, sigmas, config.eta)
     steps = stochastic_steps(config.sde_window, config.num_steps, rollout)
     return table if steps is None else table.restrict(steps)
 

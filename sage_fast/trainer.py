@@ -369,7 +369,6 @@ class Trainer:
             normalization=config.advantage.normalization,
             std=config.advantage.std,
             clip=config.advantage.clip,
-            eps=config.advantage.eps,
         )
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
@@ -487,9 +486,7 @@ class Trainer:
         sampling = EvaluationSampling(
             policy=self.policy,
             embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table(
-                evaluation.sampler, sigmas, config.evaluation_eta, sage_margin=config.rollout.sage_sigma_margin
-            ),
+            table=transition_table(evaluation.sampler, sigmas, config.evaluation_eta),
             latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,

@@ -22,7 +22,6 @@ from sage_fast.config.fields import (
     free,
     require,
 )
-from sage_fast.sde import SAGE_SIGMA_MARGIN
 
 SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
 
@@ -216,10 +215,6 @@ class RolloutConfig(Section, key="rollout"):
     """Timestep shift of the sigma schedule."""
     eta: NotNegative = 0.5
     """Noise scale of the sampler; 0 is the ODE."""
-    sage_sigma_margin: Inside = SAGE_SIGMA_MARGIN
-    """`sage_grpo` takes the variance of its first step as if that began at 1 - sage_sigma_margin, because the exact one
-    is infinite. The first step's variance depends on it: at 20 steps with shift 5 and eta 0.5 it is 0.58, 0.31 and
-    0.008 for 1e-3, 3e-3 and 1e-2."""
     guidance_scale: NotNegative = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
     negative_prompt: str = fixed("", PAIRS)
@@ -238,11 +233,6 @@ class RolloutConfig(Section, key="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sde_type != "sage_grpo" and self.sage_sigma_margin != SAGE_SIGMA_MARGIN:
-            raise ConfigError(
-                f"rollout.sage_sigma_margin {self.sage_sigma_margin} does nothing with rollout.sde_type "
-                f"{self.sde_type}: it belongs to sage_grpo. Leave it at {SAGE_SIGMA_MARGIN}."
-            )
         require(
             not self.negative_prompt or self.guidance_scale != 1,
             "rollout.negative_prompt",
@@ -347,8 +337,6 @@ class AdvantageConfig(Section, key="advantage"):
     """Divide by the population std of the prompt's group, or of the whole batch."""
     clip: Positive = 5.0
     """Advantages are clamped to +-clip."""
-    eps: NotNegative = 1e-6
-    """Added to the std. A group with no spread gives zero advantages whatever eps is."""
 
 
 @dataclass(kw_only=True)
@@ -367,8 +355,6 @@ class OptimizerConfig(Section, key="optimizer"):
     """AdamW's running averages."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""
-    momentum: Momentum = 0.95
-    """Muon's momentum."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
 

@@ -80,8 +80,7 @@ class Generator:
     def table(self, sampler: str) -> TransitionTable:
         """The steps of a sampler with the evaluation's number of steps and noise scale."""
         sigmas = sigma_schedule(self.config.evaluation_steps, self.config.rollout.shift)
-        margin = self.config.rollout.sage_sigma_margin
-        return transition_table(sampler, sigmas, self.config.evaluation_eta, sage_margin=margin)
+        return transition_table(sampler, sigmas, self.config.evaluation_eta)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:

@@ -155,7 +155,6 @@ def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rollout.sage_sigma_margin=0.01", "--rollout.sde_type=sage_exact"], "belongs to sage_grpo"),
         (["--objective.ratio=ratio_norm"], "set equalizer to false"),
         (["--training.kl_share_every=5", "--objective.kl_mode=none"], "choose a KL mode"),
         (["--rollout.sde_window.stride=2"], "rollout.sde_window.size is null"),

@@ -96,9 +96,10 @@ def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pyt
 
     monkeypatch.setattr("sage_fast.run.run.train", train)
     assert (
-        cli.main(["train", str(file), "--allow-changes", "seed,advantage.eps", "--allow-changes=kl_weight.target"]) == 0
+        cli.main(["train", str(file), "--allow-changes", "seed,advantage.clip", "--allow-changes=kl_weight.target"])
+        == 0
     )
-    assert asked == [["seed", "advantage.eps", "kl_weight.target"]]
+    assert asked == [["seed", "advantage.clip", "kl_weight.target"]]
 
 
 # ------------------------------------------------------------------------------------------ a run's history is kept

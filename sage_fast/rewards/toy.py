@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.captions import Caption, caption_of, parse_caption
-from sage_fast.models.toy.manifold import Manifold, manifold_for
-from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, all_scenes
+from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Manifold, all_scenes, manifold_for
 from sage_fast.rewards.base import RewardCosts
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,

@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional
 
 from sage_fast.models.toy.captions import caption_of
-from sage_fast.models.toy.manifold import manifold_for
-from sage_fast.models.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, render_batch, to_uint8
+from sage_fast.models.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, manifold_for, render_batch, to_uint8
 from sage_fast.rewards.toy import ToyReward
 
 MANIFOLD = manifold_for(8, 16, 16)

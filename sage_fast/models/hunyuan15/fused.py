@@ -16,7 +16,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -168,12 +168,7 @@ class Acceleration(FusedForward):
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        prompts: Sequence[PromptEmbeds],
-    ) -> Tensor:
+    def forward(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         """Velocity of B samples; prompts of one length run together.
 
         Args:
@@ -184,23 +179,17 @@ class Acceleration(FusedForward):
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
-        # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
-        device = self.transformer.device.type
-        with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
-            return self._grouped(latents, timestep, prompts)
-
-    def _grouped(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
-        if len(groups) == 1:
-            return self._dense(latents, timestep, prompts)
+        # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
+        device = self.transformer.device.type
+        with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+            if len(groups) == 1:
+                return self._dense(latents, timestep, prompts)
+            parts = [self._dense(latents[rows], timestep[rows], [prompts[r] for r in rows]) for rows in groups.values()]
         rows = [row for group in groups.values() for row in group]
-        parts = [
-            self._dense(latents[group], timestep[group], [prompts[row] for row in group]) for group in groups.values()
-        ]
-        order = sorted(range(len(rows)), key=rows.__getitem__)
-        return torch.cat(parts)[order]
+        return torch.cat(parts)[sorted(range(len(rows)), key=rows.__getitem__)]
 
     def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         transformer: Any = self.transformer
@@ -316,7 +305,7 @@ class Acceleration(FusedForward):
         Raises:
             ValueError: image tokens that are not zero.
         """
-        if image is not None and image.shape[1] and not self._is_zero(image):
+        if image is not None and image.shape[1] and _remembered(self._images, image, lambda: bool(image.any())):
             raise ValueError(
                 "The fused forward is for text-to-video, and image_embeds is not zero. Undo the acceleration for "
                 "image-to-video."
@@ -329,20 +318,8 @@ class Acceleration(FusedForward):
         return [PromptEmbeds(text=t, glyph=g) for t, g in zip(texts, glyphs, strict=True)]
 
     def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-        version = _version(mask)
-        found = self._masks.get(mask)
-        if found is None or version is None or found[0] != version:
-            found = version, [row.nonzero().flatten() for row in mask.bool()]
-            self._masks[mask] = found
-        return [row.index_select(0, index) for row, index in zip(tokens, found[1], strict=True)]
-
-    def _is_zero(self, image: Tensor) -> bool:
-        version = _version(image)
-        found = self._images.get(image)
-        if found is None or version is None or found[0] != version:
-            found = version, not bool(image.any())
-            self._images[image] = found
-        return found[1]
+        valid = _remembered(self._masks, mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
+        return [row.index_select(0, index) for row, index in zip(tokens, valid, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         """Content of a copy or a pickle, without the caches, which hold tensors by identity."""
@@ -419,9 +396,13 @@ def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:
     )
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Counts in-place changes; None for tensors made in inference mode, which do not count them."""
-    return None if tensor.is_inference() else tensor._version
+def _remembered(found: WeakTensorKeyDictionary, tensor: Tensor, make: Callable[[], Any]) -> Any:
+    """Result of `make` for a tensor, made again once the tensor has been changed in place."""
+    # Tensors made in inference mode do not count their changes.
+    version = None if tensor.is_inference() else tensor._version
+    if tensor not in found or version is None or found[tensor][0] != version:
+        found[tensor] = version, make()
+    return found[tensor][1]
 
 
 def _stackable(block: nn.Module) -> list[list[nn.Linear]]:

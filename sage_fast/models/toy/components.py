@@ -75,8 +75,7 @@ def load_components(model: ModelConfig) -> Components:
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 
-    ValueError when a file is missing, the weights do not fit the config, or a variant or a type of text encoders is
-    asked for.
+    ValueError when a file is missing, the weights do not fit the config, or a type of text encoders is asked for.
     """
     if model.text_encoder_dtype != "auto":
         raise ValueError(
@@ -106,20 +105,6 @@ def load_components(model: ModelConfig) -> Components:
     return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
 
 
-def describe_model(model: ModelConfig) -> ModelDescription:
-    """A toy model before it is loaded, for the planner. ValueError when its folder has no config."""
-    file = (ASSETS if model.path is None else Path(model.path)) / CONFIG_NAME
-    if not file.is_file():
-        raise ValueError(f"{file.parent} has no {CONFIG_NAME}. Give a folder written by sage_fast.models.toy.pretrain.")
-    return ModelDescription(
-        transformer=json.loads(file.read_text(encoding="utf-8")),
-        text_tokens=len(["a", "red", "circle", "moving", "left"]),
-        latent_shape=PatchCodec().latent_shape,
-        decoding=_decoding,
-        decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
-    )
-
-
 def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
     """One product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once."""
     return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))
@@ -132,4 +117,15 @@ class Toy(ModelFamily):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        return describe_model(model)
+        file = (ASSETS if model.path is None else Path(model.path)) / CONFIG_NAME
+        if not file.is_file():
+            raise ValueError(
+                f"{file.parent} has no {CONFIG_NAME}. Give a folder written by sage_fast.models.toy.pretrain."
+            )
+        return ModelDescription(
+            transformer=json.loads(file.read_text(encoding="utf-8")),
+            text_tokens=len(["a", "red", "circle", "moving", "left"]),
+            latent_shape=PatchCodec().latent_shape,
+            decoding=_decoding,
+            decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.manifold import Manifold, manifold_for
+from sage_fast.models.toy.renderer import Manifold, manifold_for
 from sage_fast.records import Trajectory
 
 SPREAD = 0.02

@@ -34,8 +34,7 @@ from sage_fast.models.toy.components import (
     stored_parameters,
 )
 from sage_fast.models.toy.exact_policy import ExactPolicy
-from sage_fast.models.toy.manifold import manifold_for
-from sage_fast.models.toy.renderer import COLOURS, HEIGHT, MOTIONS, NUM_FRAMES, SHAPES, WIDTH
+from sage_fast.models.toy.renderer import COLOURS, HEIGHT, MOTIONS, NUM_FRAMES, SHAPES, WIDTH, manifold_for
 from sage_fast.models.transformer import backbone
 
 MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"

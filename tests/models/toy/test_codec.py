@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.manifold import manifold_for
+from sage_fast.models.toy.renderer import manifold_for
 
 
 @pytest.mark.parametrize("size", [(8, 16, 16), (2, 4, 8), (6, 12, 4)], ids=str)

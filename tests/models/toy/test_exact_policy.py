@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.models.toy.exact_policy import ExactPolicy, SamplerMeasures, exact_policy, measure_sampler
-from sage_fast.models.toy.manifold import manifold_for
+from sage_fast.models.toy.renderer import manifold_for
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import initial_latents, sample_trajectory

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from sage_fast.models.toy.manifold import manifold_for
-from sage_fast.models.toy.renderer import render, to_uint8
+from sage_fast.models.toy.renderer import manifold_for, render_batch, to_uint8
 
 MANIFOLD = manifold_for(8, 16, 16)
 
@@ -18,7 +17,7 @@ def test_legal_videos_have_no_distance_and_find_themselves():
 
 def test_the_table_is_what_the_renderer_draws():
     for row in (0, 611, 1799):
-        assert torch.equal(MANIFOLD.videos[row], to_uint8(render(MANIFOLD.scenes[row])))
+        assert torch.equal(MANIFOLD.videos[row], to_uint8(render_batch([MANIFOLD.scenes[row]])[0]))
 
 
 def test_distance_against_brute_force():

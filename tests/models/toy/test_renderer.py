@@ -13,11 +13,15 @@ from sage_fast.models.toy.renderer import (
     Scene,
     all_scenes,
     coverage,
-    render,
     render_batch,
     to_uint8,
     track,
 )
+
+
+def render(scene, *size):
+    return render_batch([scene], *size)[0]
+
 
 SCENE = Scene(colour="red", shape="circle", motion="left")
 
@@ -104,4 +108,4 @@ def test_errors_name_the_field_and_the_choices():
     with pytest.raises(ValueError, match=r"Scene.across is 3"):
         Scene(colour="red", shape="circle", motion="left", across=3)
     with pytest.raises(ValueError, match="at least 2 frames"):
-        render(SCENE, num_frames=1)
+        render(SCENE, 1)

@@ -17,14 +17,15 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import load_components
 from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import use_adapter
+from sage_fast.policy.trained import use_adapter, whole_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
@@ -112,6 +113,22 @@ def test_a_full_run_exports_its_transformer_bit_for_bit(
     assert main(["export", str(checkpoint), "--output", str(folder)]) == 0
     assert torch.equal(probe(run, run_readme(folder)), trained(run))
     assert json.loads((folder / "export.json").read_text())["format"] == "full"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_full_run_of_a_public_model_is_exported(tiny_run: MakeRun, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Weights that cannot be trained are the base model's."""
+    base = save_diffusers_layout(tmp_path / "model").transformer.float()
+    config = tiny_run("--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}", "--training.mode=full")
+    trained = {name: torch.randn(p.shape) for name, p in whole_parameters(base).items()}
+    data = CheckpointData(tensors={"weights": trained}, state={"trainer": {"update": 3}, "config": to_dict(config)})
+    with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
+        folder = writer.save(3, data)
+    export(folder, tmp_path / "o", dtype=dtype)
+    exported = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "o", torch_dtype=dtype).state_dict()
+    assert exported.keys() == base.state_dict().keys() and len(exported) > len(trained) + 10
+    for name, value in (base.state_dict() | trained).items():
+        assert torch.equal(exported[name], value.to(dtype)), name
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tiny_run: MakeRun, tmp_path: Path) -> None:

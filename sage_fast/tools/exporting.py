@@ -56,7 +56,7 @@ class Export:
     layout: Layout
     update: int
     averaged: bool
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
 
 
 def export(
@@ -101,13 +101,14 @@ def export(
         raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
     _make_room(folder)
     averaged = "ema" in checkpoint.tensors
+    name: Any = str(dtype).removeprefix("torch.") if dtype else config.model.dtype
     result = Export(
         folder=folder,
         format=chosen,
         layout=layout,
         update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
-        dtype=str(dtype).removeprefix("torch.") if dtype else config.model.dtype,
+        dtype=name,
     )
     if chosen == "lora":
         adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
@@ -166,7 +167,7 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         return load_config(file, overrides)
 
 
-def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor], dtype: str) -> Any:
+def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor], dtype: Literal["float32", "bfloat16"]) -> Any:
     """The base transformer with the trained weights: in place of the base ones, or an adapter merged into them."""
     lora = config.training.mode == "lora"
     # Weights that replace the base model's need it in no wider type than they are written in.

@@ -9,7 +9,7 @@ import pytest
 
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import dump_config, load_config, save_config
+from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
@@ -110,41 +110,6 @@ def test_a_preset_goes_by_its_name_and_says_in_a_line_what_it_is(path: Path) -> 
     assert name in preset_names() and config_file(name) == path
     summary = preset_summary(name)
     assert len(summary) <= 115 and summary.endswith((".", ".)")) and not summary.startswith("#")
-
-
-def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
-    """Then to the working directory, then to what ships; on the command line only to these two."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    file = folder / "run.yaml"
-
-    def prompts(given: str, *words: str) -> str:
-        file.write_text(f"output_dir: x\ndata: {{prompts: {given}}}\n")
-        return load_config(file, words).data.prompts
-
-    shipped = ROOT / "configs/prompts/toy_train.csv"
-    assert prompts("prompts/toy_train.csv") == str(shipped)
-    assert prompts("configs/prompts/toy_train.csv") == str(shipped), "as runs of earlier versions have saved it"
-    assert prompts("nowhere.csv") == "nowhere.csv"
-    (tmp_path / "both.csv").touch()
-    assert prompts("both.csv") == str(tmp_path / "both.csv")
-    (folder / "both.csv").touch()
-    assert prompts("both.csv") == str(folder / "both.csv")
-    assert prompts("x.csv", "--data.prompts=both.csv") == str(tmp_path / "both.csv")
-    # A file of the same name in the working directory does not take the place of a preset's own.
-    (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts/toy_train.csv").touch()
-    assert load_config("toy_cpu").data.prompts == str(shipped)
-
-
-def test_a_saved_configuration_means_the_same_files_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.csv").write_text("prompt\na red circle moving left\n")
-    config = load_config("toy_cpu", {"data.prompts": "mine.csv"})
-    saved = tmp_path / "deep/run/config.yaml"
-    save_config(config, saved)
-    monkeypatch.chdir("/")
-    assert load_config(saved) == config and config.data.prompts == str(tmp_path / "mine.csv")
-    assert "prompts: prompts/toy_eval.csv" in saved.read_text(), "no path of this machine for what ships"
 
 
 @pytest.mark.parametrize(
@@ -299,8 +264,8 @@ def test_the_prompts_of_a_preset_are_there_and_held_out(preset: Path) -> None:
     assert {p.index for p in prompts}.isdisjoint(p.index for p in evaluated)
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
-def test_every_ablation_changes_a_few_lines_of_every_preset(preset: Path) -> None:
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p.stem.endswith(("352x624_lora_1gpu", "480p_full_64gpu"))])
+def test_every_ablation_changes_a_few_lines_of_a_preset(preset: Path) -> None:
     plain = dump_config(load_config(preset)).splitlines()
     for ablation in ABLATIONS:
         config = load_config([preset, ablation])
@@ -314,49 +279,6 @@ def test_a_word_that_no_file_can_be_called_is_no_preset(word: str, capsys: pytes
     for words in ([word], ["toy_cpu", f"--config={word}"]):
         assert main(["plan", *words]) == 2
         assert capsys.readouterr().err.startswith("error: Config file ")
-
-
-def test_files_are_merged_left_to_right_and_the_command_line_goes_last(tmp_path: Path) -> None:
-    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
-    late = tmp_path / "late.yaml"
-    late.write_text("rollout: {eta: 0.9}\nreward: {weights: {TA: 1.0}}\n")
-    first = ROOT / "configs/ablations/setting_b.yaml"
-    assert load_config([preset, first, late]).reward.weights == {"TA": 1.0}, "a mapping of names is replaced whole"
-    assert load_config([preset, late, first]).reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
-    config = load_config([preset, late], ["--rollout.eta=0.3"])
-    assert config.rollout.eta == 0.3 and config.rollout.shift == 5.0
-
-
-def test_options_of_a_reward_can_be_set_one_by_one() -> None:
-    preset = ROOT / "configs/hv15_352x624_lora_1gpu.yaml"
-    config = load_config(
-        preset,
-        [
-            "--reward.rewards+=clip_score",
-            "--reward.options.clip_score.path=/clip",
-            "--reward.options.videoalign.path",
-            "/v",
-        ],
-    )
-    assert config.reward.rewards == ["videoalign", "clip_score"]
-    assert config.reward.options == {"videoalign": {"path": "/v", "fps": 24}, "clip_score": {"path": "/clip"}}
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("objective: {kl_moed: none}\n", "late.yaml: unknown key 'objective.kl_moed'. Did you mean objective.kl_mode"),
-        ("distributed: {sp_size: 2}\n", "late.yaml: unknown key 'distributed.sp_size'"),
-        ("[]\n", "late.yaml must hold sections"),
-    ],
-    ids=["key", "section", "no-mapping"],
-)
-def test_a_mistake_in_a_later_file_names_that_file(tmp_path: Path, content: str, expected: str) -> None:
-    late = tmp_path / "late.yaml"
-    late.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        load_config([PRESETS[0], late])
-    assert expected in str(error.value)
 
 
 def test_an_ablation_alone_is_no_run() -> None:
@@ -384,10 +306,12 @@ def memory(preset: str, *overrides: str) -> Memory:
     return make_memory_plan(config, on_gpu=True, gpus=gpus, memory_gb=80, sizes={}).memory
 
 
+@pytest.mark.slow
 def test_all_weights_do_not_fit_one_gpu() -> None:
     assert memory("hv15_480p_full_8gpu", "--distributed.dp_shard=1", "--rollout.batch_size=4").peak > 80e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("guidance", "expected"), [("paired", 50.4), ("split", 34.8)])
 def test_the_estimate_is_the_counted_one_of_the_transformer(guidance: str, expected: float) -> None:
     """LoRA at 480x832x81 with selective checkpointing, traced: without decoder, rewards and runtime."""

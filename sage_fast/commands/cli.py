@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_commands(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:
     """Declare every command; its module's docstring is its help."""
     for name, module in COMMANDS.items():
         summary, _, more = (module.__doc__ or "").partition("\n\n")

@@ -39,10 +39,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}.")
     trainer = build_trainer(settle_memory(load_run_config(options, overrides)))
-    try:
-        result = profile_update(trainer, options.output, warmup=options.warmup, memory=options.memory, top=options.top)
-    finally:
-        trainer.reward.close()
+    result = profile_update(trainer, options.output, warmup=options.warmup, memory=options.memory, top=options.top)
     print(result.to_text(options.top))
     print(f"Written to {options.output}.")
     return 0

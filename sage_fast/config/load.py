@@ -154,7 +154,8 @@ def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
         key = f"{prefix}{name}"
         if key not in _fields():
             raise ConfigError(_explain_unknown(key, where))
-        if _is_section(kind := _fields()[key].type):
+        kind: Any = _fields()[key].type
+        if _is_section(kind):
             if not isinstance(value, dict):
                 example = f"{key}.{fields(kind)[0].name}"
                 raise ConfigError(f"{where}: {key} is {_shown(value)}, but it must hold keys such as {example}.")
@@ -249,7 +250,7 @@ def type_name(kind: Any) -> str:
         return type_name(get_args(kind)[0])
     if get_origin(kind) is not None:
         return f"{get_origin(kind).__name__}[{', '.join(map(type_name, get_args(kind)))}]"
-    return {type(None): "null", Ellipsis: "..."}.get(kind) or getattr(kind, "__name__", str(kind))
+    return "null" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
 def describe_keys() -> str:

@@ -101,8 +101,8 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
 
 def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requirement]:
     """Declared files of a reward with its options; none for one that declares none. ConfigError as above."""
-    requirements = getattr(find_reward(name), "requirements", lambda options: [])
-    return list(requirements(options))
+    requirements = getattr(find_reward(name), "requirements", None)
+    return list(requirements(options)) if requirements else []
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:

@@ -20,11 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def _reward_code(name: str, when: str, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def _reward_code(name: str, when: str, refusals: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass."""
     try:
         yield
-    except (KeyboardInterrupt, *refusals):
+    except KeyboardInterrupt:
+        raise
+    except refusals:
         raise
     except SystemExit as call:
         # It would end the run as if it had succeeded.
@@ -218,7 +220,7 @@ def gather_scores(
         scores: name -> (V,) float64, 0 where a video failed. failed: (V,) bool.
 
     Raises:
-        RewardError: a reward failed on any rank and was to stop the run, or videos have different scores. The same on
+        RewardError: a reward failed on any rank and must stop the run, or videos have different scores. The same on
         every rank.
     """
     ranks = world.gather((list(scored), error))

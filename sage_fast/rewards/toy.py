@@ -55,7 +55,7 @@ def _frame_table(num_frames: int, height: int, width: int) -> _FrameTable:
 
 
 def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
-    """What the object does, without regard to its identity.
+    """Motion of the object, without regard to its identity.
 
     Args:
         flat: (B, F*3*H*W), as `Manifold.flatten` returns it.

@@ -1,1 +1,1 @@
-"""What the commands beside `train` do: generate, evaluate in pairs, export, profile, check a machine."""
+"""The commands beside `train`: generate, evaluate in pairs, export, profile, check a machine."""

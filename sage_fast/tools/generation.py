@@ -66,7 +66,7 @@ class Generator:
         self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
 
     def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:
-        """Change the transformer's modules under the stock forward, then choose the forward anew."""
+        """Change the transformer's modules under the stock forward, then choose the forward again."""
         transformer = self.policy.transformer
         if self.acceleration is not None:
             self.acceleration.undo()
@@ -148,7 +148,7 @@ def generate(
         weights: what the generator's weights are called in the record, such as the path of the checkpoint.
         sampler: `ode`, or an SDE type, with the evaluation's noise scale.
         num_videos: videos per prompt, each from its own noise.
-        overwrite: make every video anew.
+        overwrite: make every video again.
 
     Returns:
         The paths of all videos, and how many of them were kept.
@@ -199,7 +199,7 @@ def generate(
 
 
 def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
-    """What decides how a video looks, beside its prompt and number."""
+    """Settings that decide how a video looks, apart from its prompt and number."""
     config = generator.config
     return {
         "family": config.model.family,
@@ -219,7 +219,7 @@ def _settings(generator: Generator, table: TransitionTable, weights: str, sample
 
 
 def prompt_settings(config: RunConfig) -> dict[str, str]:
-    """What is encoded besides the prompts, and how; left out where it is the default, so that older results fit."""
+    """The negative prompt and the encoder's precision; left out where they are the default."""
     own = {"negative_prompt": config.rollout.negative_prompt, "text_encoder_dtype": config.model.text_encoder_dtype}
     return {key: value for key, value in own.items() if value not in ("", "auto")}
 

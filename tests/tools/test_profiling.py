@@ -4,6 +4,7 @@ import gzip
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def test_the_files_say_the_same(profiled: Profile, tmp_path: Path) -> None:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {PHASE_PREFIX + phase for phase in PHASES} <= names and BLOCK in names
     tree = json.loads((folder / TABLE_JSON).read_text(encoding="utf-8"))
-    assert tree == profiled.to_json()
+    assert tree == asdict(profiled)
     text = (folder / TABLE_TEXT).read_text(encoding="utf-8")
     assert text == profiled.to_text(3) + "\n" and all(f"{phase}: " in text for phase in PHASES)
 

@@ -28,7 +28,7 @@ from sage_fast.rewards.videoalign.checkpoint import (
 )
 
 DEFAULT_FOLDER = "models/VideoReward"
-"""What `plan` and `doctor` look at where the required option `path` is not set."""
+"""Folder for `plan` and `doctor` where the required option `path` is not set."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -143,15 +143,15 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     """A run that was trained before, wherever its directory lies now.
 
     Args:
-        trust_config: import and call code of other packages that its configuration names, besides rewards that this
-            process has given to `train`.
+        trust_config: import and call code of other packages that its configuration names. Rewards that this
+            process has given to `train` need no trust.
 
     Raises:
         ConfigError: the directory holds no run, or one that names code which is not trusted.
     """
     directory = Path(directory)
     if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"{directory} holds no config.yaml, so it is no run.")
+        raise ConfigError(f"{directory} holds no config.yaml: it is not a run directory.")
     config = load_config(directory / "config.yaml", {"output_dir": str(directory)})
     if not trust_config:
         check_trust(config, directory, registered())

@@ -20,9 +20,9 @@ from sage_fast.config.sections import TrainingConfig
 from sage_fast.data import step_order
 from sage_fast.distributed.engine import Engine, Snapshot
 from sage_fast.distributed.world import World
-from sage_fast.kernels import Kernels
+from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, kl_pulls, loss_settings
+from sage_fast.objective import ObjectiveConfig, kl_pulls, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
 from sage_fast.rewards.base import describe_batch

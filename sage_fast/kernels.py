@@ -20,13 +20,7 @@ import sage_kernels
 from sage_fast.config.errors import ConfigError
 from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
 from sage_kernels.reference.philox import MASK32, philox_normal
-from sage_kernels.reference.policy_loss import (
-    clipped_surrogate,
-    gaussian_kl,
-    log_ratio,
-    policy_loss_of_noise,
-    ratio_norm_log_ratio,
-)
+from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
 
 __all__ = [
@@ -39,12 +33,8 @@ __all__ = [
     "PolicyTerms",
     "StepColumns",
     "bytes_moved",
-    "clipped_surrogate",
-    "gaussian_kl",
-    "log_ratio",
     "philox_normal",
     "policy_loss_of_noise",
-    "ratio_norm_log_ratio",
     "select_kernels",
     "transition",
     "without_graph",

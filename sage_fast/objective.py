@@ -14,39 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_fast.kernels import (
-    LossSettings,
-    PolicyTerms,
-    StepColumns,
-    clipped_surrogate,
-    gaussian_kl,
-    log_ratio,
-    policy_loss_of_noise,
-    ratio_norm_log_ratio,
-)
-
-__all__ = [
-    "KL_MODES",
-    "GroupAdvantages",
-    "KLWeightConfig",
-    "KLWeightState",
-    "ObjectiveConfig",
-    "PolicyTerms",
-    "anchor_kind",
-    "clipped_surrogate",
-    "gaussian_kl",
-    "group_advantages",
-    "kl_pulls",
-    "kl_uses",
-    "log_ratio",
-    "loss_columns",
-    "loss_settings",
-    "next_kl_weight",
-    "policy_loss",
-    "ratio_norm_log_ratio",
-    "surrogate_factor",
-    "weighted_advantages",
-]
+from sage_fast.kernels import LossSettings, PolicyTerms, StepColumns, policy_loss_of_noise
 
 RATIOS = ("gaussian", "ratio_norm", "bias_corrected")
 KL_MODES = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")

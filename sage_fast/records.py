@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sage_fast.kernels import PolicyTerms
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import GroupAdvantages, ObjectiveConfig, PolicyTerms
+from sage_fast.objective import GroupAdvantages, ObjectiveConfig
 from sage_fast.sde import TransitionTable
 
 

@@ -32,9 +32,9 @@ from sage_fast.config.sections import TrainingConfig
 from sage_fast.data import GroupOrder
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
-from sage_fast.kernels import Kernels, StepColumns
+from sage_fast.kernels import Kernels, PolicyTerms, StepColumns
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, PolicyTerms, anchor_kind, kl_uses, loss_settings, surrogate_factor
+from sage_fast.objective import ObjectiveConfig, anchor_kind, kl_uses, loss_settings, surrogate_factor
 from sage_fast.policy.guidance import Cotangents, GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, policy_velocity, trajectory_step

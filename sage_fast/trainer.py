@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,11 @@ from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
-from sage_fast.kernels import select_kernels
+from sage_fast.kernels import PolicyTerms, select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
-from sage_fast.noise import NoiseKey
 from sage_fast.objective import (
     KLWeightState,
-    PolicyTerms,
     anchor_kind,
     initial_kl_weight,
     next_kl_weight,
@@ -338,10 +337,6 @@ class Trainer:
                 score(done)
         return trajectories
 
-    def next_noise(self) -> list[NoiseKey]:
-        """The keys of the noise of this rank's next videos."""
-        return noise_keys(self._samples(), self.config.seed, self.update)
-
     def _prompts(self) -> list[Prompt]:
         """The prompts of the next rollout on all ranks."""
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
@@ -363,13 +358,7 @@ class Trainer:
                 "train on. Set reward.on_failure to stop to see the first error."
             )
         components = {name: values.view(groups)[trained_groups] for name, values in columns.items()}
-        result = weighted_advantages(
-            components,
-            self.reward.weights,
-            normalization=config.advantage.normalization,
-            std=config.advantage.std,
-            clip=config.advantage.clip,
-        )
+        result = weighted_advantages(components, self.reward.weights, **asdict(config.advantage))
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
         table = trajectories[0].table

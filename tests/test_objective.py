@@ -14,18 +14,15 @@ from sage_fast.objective import (
     KLWeightState,
     ObjectiveConfig,
     anchor_kind,
-    clipped_surrogate,
-    gaussian_kl,
     group_advantages,
     initial_kl_weight,
     kl_uses,
-    log_ratio,
     next_kl_weight,
     policy_loss,
-    ratio_norm_log_ratio,
     weighted_advantages,
 )
 from sage_fast.sde import sigma_schedule, transition_table
+from sage_kernels.reference.policy_loss import clipped_surrogate, gaussian_kl, log_ratio, ratio_norm_log_ratio
 
 # Advantages
 

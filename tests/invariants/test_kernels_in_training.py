@@ -15,8 +15,7 @@ import torch
 import sage_kernels
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.kernels import REFERENCE, select_kernels
-from sage_fast.objective import PolicyTerms
+from sage_fast.kernels import REFERENCE, PolicyTerms, select_kernels
 from sage_kernels.common import INTERPRETED
 from tests.invariants.paired_training import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
 

@@ -137,6 +137,7 @@ def start_world(
         ConfigError: the degrees do not fit the number of processes, or the ranks differ.
     """
     from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     from sage_fast.config.schema import by_dotted_key
     from sage_fast.distributed.failure import check_same_everywhere, software
@@ -162,10 +163,8 @@ def start_world(
         dp_replicate=replicate,
         dp_shard=shard,
         sp=sp,
-        mesh=dist.init_device_mesh(
-            device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")
-        ),
-        fsdp_mesh=dist.init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
+        mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
+        fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
     set_group_timeouts(seconds)  # torch gives the groups of a mesh its default
     return world

@@ -106,10 +106,11 @@ def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
     first, last = scored_in_both(before, after)
     assert first.prompts == last.prompts == ["a", "d"] and first.left_out == last.left_out == [1, 2]
     assert (first.reward, last.scores["VQ"]) == ([1.0, 4.0], [2.0, 7.0])
+    assert paired_tests(before, after)["VQ"].mean == 2.0
     with pytest.raises(ValueError, match="not of the same prompts"):
-        scored_in_both(before, Evaluation(prompts=["x", "y", "z"], scores={}, reward=[0.0] * 3, left_out=[1]))
+        paired_tests(before, Evaluation(prompts=["x", "y", "z"], scores={}, reward=[0.0] * 3, left_out=[1]))
     with pytest.raises(ValueError, match=r"1 prompt\(s\) were scored in both"):
-        scored_in_both(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
+        paired_tests(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _panels(arms: Sequence[Arm]) -> dict[str, list[str]]:
     """Metrics that are shown, by the name of their picture: rewards, their components, KL and gradient norm."""
     keys = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
     wanted = ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm")
-    found = {
+    found: dict[str, list[str]] = {
         "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
         "components": sorted(k for k in keys - {"eval/reward_mean"} if k.startswith("eval/") and k.endswith("_mean")),
         "kl_and_gradient": [k for k in wanted if k in keys],

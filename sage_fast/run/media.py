@@ -113,11 +113,11 @@ def contact_sheet(
     with rc_context({"font.family": ["DejaVu Sans", *_other_fonts()]}), catch_warnings():
         # A character that no font has is a box; the page of the run and the names of the files have it.
         simplefilter("ignore")
-        for x, from_top, strip in places:
-            figure.figimage(strip, xo=x, yo=y - from_top - strip.shape[0], origin="upper")
-        for x, from_top, text, colour, size in texts:
+        for x, top, strip in places:
+            figure.figimage(strip, xo=x, yo=y - top - strip.shape[0], origin="upper")
+        for text_x, middle, text, colour, size in texts:
             # No mathematics: a prompt may hold dollars.
-            figure.text(x / width, 1 - from_top / y, text, color=colour, size=size, va="center", parse_math=False)
+            figure.text(text_x / width, 1 - middle / y, text, color=colour, size=size, va="center", parse_math=False)
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=DPI)
 

@@ -106,7 +106,7 @@ class TensorBoard:
             data, (width, height) = media.animation(sample.video, sample.fps)
             image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
             value = Summary.Value(tag=f"samples/{sample.file.stem}", image=image)
-            writer.file_writer.add_summary(Summary(value=[value]), update)  # type: ignore[union-attr]
+            writer.file_writer.add_summary(Summary(value=[value]), update)  # type: ignore[attr-defined]
         cells = [
             [f"{cell:.4f}" if isinstance(cell, float) else str(cell).replace("|", "\\|") for cell in row]
             for row in shown.rows

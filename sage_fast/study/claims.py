@@ -7,9 +7,10 @@ together (Holm); a difference within its interval is reported with the effect si
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
+
+import numpy as np
 
 from sage_fast.study.findings import Findings
 from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm, seed_effect
@@ -206,19 +207,11 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
         flow = findings.arms(experiment, "distance", "flow_grpo, T=20")
         points = sorted((measured("exploration", arm), measured("distance", arm)) for arm in flow)
         ours.append(measured("distance", f"sage_grpo, {REFERENCE}"))
-        theirs.append(_interpolate(points, measured("exploration", f"sage_grpo, {REFERENCE}")))
+        theirs.append(float(np.interp(measured("exploration", f"sage_grpo, {REFERENCE}"), *zip(*points, strict=True))))
     if len(ours) < 2:
         raise KeyError(experiment)
     effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])
     return Evidence(ours=f"{fmean(ours):.4f} and {fmean(theirs):.4f}", effect=effect)
-
-
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The y at an x between points that ascend in x; that of the nearest end outside of them."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[0][1] if x < points[0][0] else points[-1][1]
 
 
 EVIDENCE: Mapping[str, Callable[..., Evidence]] = {

@@ -14,17 +14,18 @@ PUBLISHED_RESULTS = "results/reproduction.jsonl"
 
 HEAD = """# The paper's claims, tested
 
-Written by `sage-fast reproduce --tier quick --publish docs` from [results/reproduction.jsonl](results/reproduction.jsonl).
-The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers, the gradient equalizer and the KL are measured in the
-built-in world of rendered videos, whose data manifold is known: with its base model or, for Figure 2, with the exact
-policy ([algorithm.md](algorithm.md), section 5). Nothing here need hold for an 8.3 B model; a refuted claim is refuted as a
-general statement. `sage-fast reproduce --config hv15_480p_lora_8gpu` makes the same table on a cluster.
+Written by `sage-fast reproduce --tier quick --publish docs` from
+[results/reproduction.jsonl](results/reproduction.jsonl). The claims of the SAGE-GRPO paper (arXiv 2603.21872) about
+samplers, the gradient equalizer and the KL are measured in the built-in world of rendered videos, whose data manifold
+is known: with its base model or, for Figure 2, with the exact policy ([algorithm.md](algorithm.md), section 5).
+Nothing here need hold for an 8.3 B model; a refuted claim is refuted as a general statement. On a cluster:
+`sage-fast reproduce --config hv15_480p_lora_8gpu`.
 
-*Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or is
-computed without uncertainty. *Undetectable*: neither; the last column then has the difference that four of five such
-studies would have found. Differences are of the same seeds and noise. Intervals are Student's over the seeds; scores of
-trained models count seeds and prompts as crossed random effects. "-": no figure of the paper is known here. Each line of
-the results names its commit.
+*Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or
+is computed without uncertainty. *Undetectable*: neither; the last column then has the difference that four of five
+such studies would have found. Differences are of the same seeds and noise. Intervals are Student's over the seeds;
+scores of trained models count seeds and prompts as crossed random effects. "-": no figure of the paper is known here.
+Each line of the results names its commit.
 """
 
 

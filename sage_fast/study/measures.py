@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -194,10 +195,7 @@ def _iterate(config: RunConfig) -> tuple[dict[str, float], list[float]]:
 
 def log_slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Least-squares slope of log y over log x: 1 where y is proportional to x."""
-    u, v = ([math.log(value) for value in column] for column in (x, y))
-    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
-    above = sum((p - mean_u) * (q - mean_v) for p, q in zip(u, v, strict=True))
-    return above / sum((p - mean_u) ** 2 for p in u)
+    return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 
 MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {

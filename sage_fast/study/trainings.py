@@ -103,11 +103,9 @@ class Trainings:
     def kl_weight(self, share: float) -> float:
         """The weight that gives the KL to the initial weights this share of the gradient. ConfigError without probe."""
         run = TrainedRun(self.folder / PROBE / "seed-0")
-        if not (run.folder / "metrics.jsonl").is_file():
-            raise ConfigError(f"The share of the KL is not known before the training {PROBE} in {self.folder} is done.")
-        shares = _settled_shares(run)
+        shares = _settled_shares(run) if (run.folder / "metrics.jsonl").is_file() else []
         if not shares:
-            raise ConfigError(f"{run.folder} has measured no share of the KL yet; let it finish.")
+            raise ConfigError(f"The share of the KL is not known before the training {PROBE} in {self.folder} is done.")
         return float(f"{PROBE_WEIGHT * share / fmean(shares):.3g}")
 
     def _check_same(self, run: TrainedRun, config: RunConfig) -> None:

@@ -80,7 +80,7 @@ def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """Which of a rank's consecutive videos share a group of `size`.
+    """Grouping of a rank's consecutive videos into groups of `size`.
 
     first_video: number of the rank's first video among those of all ranks; it may be in the middle of a group.
     """
@@ -89,7 +89,7 @@ class GroupOrder:
     first_video: int = 0
 
     def begins_at(self, video: int) -> bool:
-        """Whether the rank's video number `video`, from 0, is the first one there of its group."""
+        """True if the rank's video number `video`, from 0, is the first one there of its group."""
         return video == 0 or (self.first_video + video) % self.size == 0
 
 
@@ -116,7 +116,7 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
 
 
 def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[float]:
-    """What the position KL counts at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
+    """Weights of the position KL at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
 
     The positions are the same for all videos of a rollout, so a micro-batch runs as a whole and ranks keep step. With
     permuted steps they are other steps of every video.
@@ -135,7 +135,7 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
 
 
 def best_and_worst(advantages: Tensor, train_on: TrainOnConfig) -> Tensor:
-    """Which videos of every group are trained, (P, G) bool; advantages (P, G).
+    """Mask of the trained videos of every group, (P, G) bool; advantages (P, G).
 
     Of equal advantages that of the earlier member counts as higher, so that the choice is the same everywhere.
     """

@@ -51,7 +51,7 @@ class PolicyGradient(Protocol):
         ...
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """What the sampler calls for the velocities of a micro-batch."""
+        """Velocities of a micro-batch, for the sampler."""
         ...
 
     def measure_anchor(self, scored: ScoredRollout) -> None:
@@ -278,7 +278,7 @@ def gather_terms(
         Those of trained videos, (N,) each, in CPU memory and in the order of one process; and a description of a loss
         that is not finite, with its prompts, or None. The same on every rank.
     """
-    # The only read of the GPU between the gradient and the optimizer's step, besides the gradient's norm.
+    # The only read of the GPU between the gradient and the optimizer's step, apart from the gradient's norm.
     matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
     bad = ~matrix[0].isfinite()
     names = ""

@@ -145,7 +145,7 @@ class BlockKernels(Protocol):
 
 
 class Kernels(BlockKernels, Protocol):
-    """What training computes besides matrix products and attention; here `adaln` is also used with autograd.
+    """Work of training other than matrix products and attention; here `adaln` is also used with autograd.
 
     `sage_kernels.sde_step` and `sage_kernels.policy_loss` say what they compute.
     """
@@ -203,7 +203,7 @@ def select_kernels(choice: Choice, device: torch.device, dtype: torch.dtype = to
 
 
 def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
-    """What a block calls, which differentiates by itself: launchers in place of operators, whose argument checks and
+    """Calls of a block, which differentiates by itself: launchers in place of operators, whose argument checks and
     dispatch take more of the host's time than a launch. On the meta device it is operators that are counted.
     """
     if kernels is REFERENCE or device.type == "meta":

@@ -38,7 +38,7 @@ STREAM_INITIAL = 1
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Whose noise it is. All four fields are signed 64-bit integers.
+    """Key of a sample's noise. All four fields are signed 64-bit integers.
 
     Example:
         >>> key = NoiseKey(seed=0, update=3, prompt_index=17, sample_index=2)
@@ -69,7 +69,7 @@ class NoiseKey:
 
 
 def noise_ids(keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Which noise a batch draws at its steps, (B, 3) int64: the words of each row's key and its step.
+    """Words of the noise that a batch draws at its steps, (B, 3) int64: the words of each row's key and its step.
 
     Raises:
         ValueError: for no keys, a wrong number of steps, or a step out of range.

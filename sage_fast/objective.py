@@ -163,7 +163,7 @@ def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What the loss of a trained step consists of. The defaults are those of the SAGE-GRPO reference."""
+    """Terms of the loss of a trained step. The defaults are those of the SAGE-GRPO reference."""
 
     clip_range: float = 1e-4
     """PPO clip range c of the ratio. The log-ratio is a mean over elements, hence the small number."""
@@ -181,7 +181,7 @@ class ObjectiveConfig:
     kl_position_weight: float = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
     kl_position_fraction: float = 1.0
-    """Share q of a video's trained steps, drawn anew in every rollout, at which the KL to the anchor is measured; it
+    """Share q of a video's trained steps, redrawn in every rollout, at which the KL to the anchor is measured; it
     counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
     single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
     kl_velocity_weight: float = 0.1
@@ -233,7 +233,7 @@ def kl_pulls(settings: ObjectiveConfig, *, anchor_behind: bool) -> bool:
 
 
 def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0) -> LossSettings:
-    """What the loss of an update consists of.
+    """Settings of the loss of an update.
 
     Args:
         settings: of the run.
@@ -262,7 +262,7 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: 
 
 
 def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
-    """What multiplies -A r eps / numel in the surrogate's gradient at the rollout's policy, (B,)."""
+    """Factor of -A r eps / numel in the surrogate's gradient at the rollout's policy, (B,)."""
     factor = torch.ones_like(columns.scale)
     if settings.equalizer:
         factor = factor * columns.scale
@@ -274,7 +274,7 @@ def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
 def loss_columns(
     settings: ObjectiveConfig, *, gain: Tensor, std: Tensor, scale: Tensor, size: Tensor, advantage: Tensor
 ) -> StepColumns:
-    """What the loss takes of each sample's step, (B,) each; `size` is the length of the step in sigma.
+    """Columns of each sample's step for the loss, (B,) each; `size` is the length of the step in sigma.
 
     For RatioNorm the log-ratio's factor 2 std^2 becomes std, and the surrogate's scale 1 / size.
     """

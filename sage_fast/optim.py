@@ -164,7 +164,7 @@ def _gathered(matrix: DTensor) -> Tensor:
 
 @torch.no_grad()
 def norm_is_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether the joint 2-norm of tensors on one device, of DTensors their local shards, is finite in their dtype.
+    """True if the joint 2-norm of tensors on one device, of DTensors their local shards, is finite in their dtype.
 
     It overflows before the tensors do: at 1.8e19 in float32, far beyond any weight that a model can compute with.
     """

@@ -82,7 +82,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What the rollout of one micro-batch leaves for the policy update.
+    """Record of one micro-batch's rollout for the policy update.
 
     The noise itself is not stored: it is a function of `keys` and the step. So (latents, velocities, keys) determine
     the transition exactly, and no rounded log-probability is ever subtracted from another.
@@ -156,7 +156,7 @@ class ScoredRollout:
 
     @property
     def rank(self) -> int:
-        """Which of the ranks of `by_rank` this one is."""
+        """This rank's place in `by_rank`."""
         return self.own.start // len(self.orders)
 
     def trained_rows(self, num_positions: int) -> Tensor:

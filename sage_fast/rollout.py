@@ -204,7 +204,7 @@ class TrajectoryStep:
     size: Tensor
 
     def columns(self, advantage: Tensor, settings: ObjectiveConfig) -> StepColumns:
-        """What the loss takes of the step; advantage (B,)."""
+        """Columns of the step for the loss; advantage (B,)."""
         return loss_columns(
             settings, gain=self.gain, std=self.std, scale=self.scale, size=self.size, advantage=advantage
         )

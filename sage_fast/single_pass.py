@@ -64,7 +64,7 @@ class GradientSum:
 
 @dataclass(kw_only=True)
 class VideoGradient:
-    """What the rollout of a video leaves until its reward is known.
+    """Record of a video's rollout until its reward is known.
 
     kl_factors: of each trained step, what its position KL counts. surrogate: sum over these steps of the gradient per
     unit advantage. kl: sum of the KL's gradient, shared by the videos of the group. terms: per trained step, those at

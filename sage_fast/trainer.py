@@ -169,7 +169,7 @@ class Trainer:
         """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
         config, transformer = self.config, components.transformer
         self.model_digest = base_digest(transformer, components.weights)
-        """Which weights the run starts from."""
+        """Digest of the weights that the run starts from."""
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         if config.model.adapter is not None:
             load_adapter(transformer, Path(config.model.adapter))
@@ -196,7 +196,7 @@ class Trainer:
         self.videos_per_rollout = size * world.dp_degree
         """On all ranks."""
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
-        """Those of this rank."""
+        """Videos of this rank."""
         self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
         if config.training.train_on.count and size % config.rollout.num_generations:
             logger.info(
@@ -292,7 +292,7 @@ class Trainer:
         return None if self.anchor_update == self.update else self.anchor
 
     def _kl_factors(self) -> list[float]:
-        """What the position KL of the coming rollout counts at each position of a sample's order."""
+        """Weights of the position KL of the coming rollout at each position of a sample's order."""
         config = self.config
         trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
         num_steps = num_trained(config.training.timestep_fraction, trainable)
@@ -517,7 +517,7 @@ class Trainer:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors, fit for JSON. Ranks other than 0 take over rank 0's."""
+        """State of a checkpoint without its tensors, fit for JSON. Ranks other than 0 take over rank 0's."""
         return {
             "update": self.update,
             "skipped_updates": self.skipped_updates,

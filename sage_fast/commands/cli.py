@@ -1,6 +1,6 @@
 """The command line: `sage-fast COMMAND`, see `COMMANDS`.
 
-What a command does is in `sage_fast/commands/`; here are the entry point and how errors are told. Exit status: 0 done
+The commands are in `sage_fast/commands/`; here are the entry point and the printing of errors. Exit status: 0 done
 or stopped on request, 1 the run failed, 2 the command or the configuration is wrong, 130 interrupted twice. `doctor`
 ends with 1 where the configuration could not run, `plan` where it does not fit, `status` where a run hangs or has died.
 """

@@ -1,4 +1,4 @@
-"""What the commands share: words of the command line and the configuration."""
+"""Shared parts of the commands: words of the command line and the configuration."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}
 
 
 SAMPLERS = "{sage_grpo,sage_exact,dance_grpo,flow_grpo,cps,ode}"
-"""What --sampler takes, for its help, which loads nothing; the table of samplers is `SDE_TYPES`."""
+"""Values of --sampler, for its help, which loads nothing; the table of samplers is `SDE_TYPES`."""
 
 BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 """An override as Hydra writes it, such as rollout.eta=0.3."""
@@ -26,7 +26,7 @@ BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and `--key=value` overrides among the words that argparse left over.
 
-    The value of `--key value` is no file, and `key=value` is an override unless there is such a file. Example:
+    The value of `--key value` is not a file, and `key=value` is an override unless there is such a file. Example:
     `["more.yaml", "--resume", "auto", "seed=1"]` gives `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
     """
     files: list[str] = []
@@ -129,7 +129,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> No
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which prompts, from which noise."""
+    """Prompts, and the seed of their noise."""
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
         "--seed",

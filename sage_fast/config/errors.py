@@ -1,4 +1,4 @@
-"""What ends a command with a message instead of a traceback. Light: the command line imports it before torch."""
+"""Errors that end a command with a message instead of a traceback. Light: the command line imports it before torch."""
 
 import errno
 from pathlib import Path
@@ -55,7 +55,7 @@ class UnreadableCheckpointError(CheckpointError):
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "UnreadableCheckpointError":
-        """What the system said of `path`."""
+        """Wrap an OSError for `path`."""
         name = errno.errorcode.get(error.errno or 0, type(error).__name__)
         return cls(path, f"{name}: {error.strerror or error}")
 

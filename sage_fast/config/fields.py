@@ -80,7 +80,7 @@ class Limit:
         return f"{lower} and {'less than' if self.below else 'at most'} {self.most:,}"
 
     def holds(self, value: float) -> bool:
-        """Whether a number is in the range; a NaN is not."""
+        """True for a number in the range; False for a NaN."""
         inside = self.least <= value <= self.most
         return inside and not (self.above and value == self.least) and not (self.below and value == self.most)
 

@@ -216,7 +216,7 @@ def _kind(key: str) -> Any:
 
 
 def _takes_text(kind: Any) -> bool:
-    """Whether a word of the command line is a value of this type as it stands, whatever it looks like."""
+    """True if a word of the command line is a value of this type as it stands, whatever it looks like."""
     return kind in (str, str | None) or get_origin(kind) is Literal
 
 
@@ -323,7 +323,7 @@ def _shown(value: object) -> str:
 
 
 def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str]:
-    """What files and overrides name under model.family and reward.rewards."""
+    """Names under model.family and reward.rewards in files and overrides."""
     tree = read_tree(files, overrides)
     rewards = tree.get("reward", {}).get("rewards", [])
     return {
@@ -332,7 +332,7 @@ def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str
 
 
 def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards: bool = True) -> None:
-    """ConfigError where a run directory or a checkpoint names code that is no part of SAGE-Fast.
+    """ConfigError where a run directory or a checkpoint names code outside SAGE-Fast.
 
     Args:
         config: as it was read from there.

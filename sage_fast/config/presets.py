@@ -53,7 +53,7 @@ def config_file(name: str | Path) -> Path:
 
 
 def missing_file(path: Path) -> ConfigError:
-    """What to say of a configuration that is neither a file nor a preset."""
+    """Message for a configuration that is neither a file nor a preset."""
     return ConfigError(f"Config file {str(path)!r} does not exist, and no preset is called that.{_hint(str(path))}")
 
 

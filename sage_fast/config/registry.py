@@ -63,7 +63,7 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
     """The object behind a short name, a name that this process has entered, or a `package.module:attribute`.
 
     Raises:
-        ConfigError: the name is unknown, is no name, or importing its module failed; the message names `key`.
+        ConfigError: the name is unknown, is not a name, or importing its module failed; the message names `key`.
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
@@ -97,5 +97,5 @@ def describe(error: BaseException) -> str:
 
 
 def outside_names(names: Iterable[str], table: Mapping[str, str]) -> list[str]:
-    """Those of the names that are code of the user's own rather than part of SAGE-Fast."""
+    """Names of user code."""
     return [name for name in names if ":" in name and name not in table.values()]

@@ -48,7 +48,7 @@ class RunConfig:
     """Every random number of the run is a function of it."""
     resume: str = free("none", PACE)
     """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
-    a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts anew."""
+    a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
     num_threads: int | None = free(None, MACHINE)
     """CPU threads of torch; null leaves torch's default."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -44,7 +44,7 @@ Seconds = Annotated[float, Limit(0, 30 * 86_400, above=True)]
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, key="model"):
-    """Which text-to-video model is trained."""
+    """The text-to-video model that is trained."""
 
     family: str = fixed("toy", SHAPES)
     """Short name of a model family, or `package.module:Class` of a `ModelFamily` or of a function that returns
@@ -87,7 +87,7 @@ class ModelConfig(Section, key="model"):
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)
-    """What a transformer block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
+    """Tensors that a block keeps for its backward pass: `none` recomputes elementwise work only, `feed_forward`
     also the first product of the feed-forward, `selective` keeps attention's result and recomputes the rest, `full`
     recomputes everything. `none` takes 73 GB per guidance branch of HunyuanVideo-1.5 at 480x832. `auto` takes the first
     of the other three that fits the GPU by the plan; it is `selective` on a CPU."""
@@ -170,7 +170,7 @@ class VideoConfig(Section, key="video"):
     width: Pixels = 624
     """Columns."""
     fps: Annotated[float, Limit(1 / 600, 1000)] = 24.0
-    """Frames per second of the files that are written, and what rewards with an option `fps` are told."""
+    """Frames per second of the files that are written, and the option `fps` of rewards that have one."""
 
 
 @dataclass(kw_only=True)
@@ -297,7 +297,7 @@ class EvaluationConfig(Section, key="evaluation"):
 
 @dataclass(kw_only=True)
 class RewardConfig(Section, key="reward"):
-    """What is maximised."""
+    """The rewards that are maximised."""
 
     rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
     """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
@@ -361,7 +361,7 @@ class OptimizerConfig(Section, key="optimizer"):
 
 @dataclass(kw_only=True)
 class TrainOnConfig(Section, key="training.train_on"):
-    """Which videos of a group are trained: the best and the worst by advantage, or with both at 0 all of them.
+    """Trained videos of a group: the best and the worst by advantage, or with both at 0 all of them.
 
     Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
     alone.
@@ -429,12 +429,12 @@ class TrainingConfig(Section, key="training"):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, key="checkpoint"):
-    """What is kept to resume from."""
+    """Checkpoints to resume from."""
 
     every: Count = 10
     """Updates between checkpoints; the last update is always saved."""
     keep_last: Count = 3
-    """The newest checkpoints that are kept. The best one by evaluation is kept besides."""
+    """The newest checkpoints that are kept. The best one by evaluation is kept too."""
     keep_every: Count | None = None
     """Also keep for good the first checkpoint at or after every multiple of this many updates: a slow divergence
     outlasts the newest ones. null keeps none."""
@@ -445,7 +445,7 @@ class CheckpointConfig(Section, key="checkpoint"):
 
 @dataclass(kw_only=True)
 class LoggingConfig(Section, key="logging"):
-    """Where metrics go besides metrics.jsonl."""
+    """Further places for metrics than metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""

@@ -1,1 +1,1 @@
-"""What a configuration costs before anything is launched: memory, work and time, and what would make it fit."""
+"""Costs of a configuration before anything is launched: memory, work and time, and what would make it fit."""

@@ -1,4 +1,4 @@
-"""What a configuration's calls of the model cost on each GPU: traced, or estimated for diffusers' own forward.
+"""Costs of a configuration's calls of the model on each GPU: traced, or estimated for diffusers' own forward.
 
 With P ranks per video each computes n = N / P video tokens and all text tokens, and attends with 1/P of the heads.
 """
@@ -77,7 +77,7 @@ def _share(call: Call, sp: int) -> Cost:
     # (The text refiner's, which every rank repeats, is one part in 10^5 of it.)
     part = trace(replace(call, latent=(channels, 1, 1, share)))
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    # What an all-to-all sends and what it receives: q, k and v; in the backward also the result and its gradient.
+    # Buffers that an all-to-all sends and receives: q, k and v; in the backward also the result and its gradient.
     exchanged = 5 * share + call.text_tokens if call.gradient else 3 * share
     buffers = 2 * call.batch * width * exchanged * getattr(torch, call.dtype).itemsize
     return replace(

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other: bytes, numbers of collectives and seconds, per phase of an iteration.
+"""Communication between the ranks of a run: bytes, numbers of collectives and seconds, per phase of an iteration.
 
 Counted for a rank of `sage_fast.distributed`. R ranks share the weights, P of them the tokens of a video, W are all.
 
@@ -43,7 +43,7 @@ HOST_HOP = 50e-6
 """Seconds per rank of a collective of Python objects through CPU memory (gloo, TCP); assumed."""
 
 OBJECT_BYTES = 4096.0
-"""What a rank has to say of its videos: scores, failures, terms of the loss; assumed."""
+"""Bytes that a rank reports of its videos: scores, failures, terms of the loss; assumed."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Counter:
             left = max(0.0, left - again[0].call_seconds(self.device))
         if not self.full:
             return
-        # Autograd adds up the branches of a pull before FSDP has the gradient. What is not trained has none.
+        # Autograd adds up the branches of a pull before FSDP has the gradient. Frozen weights have none.
         trained = self.weights.trained - blocks
         calls = (pulls, pulls * layers, pulls)
         sums = units("gradients", "reduce_scatter", ring * 4.0, calls, left, outside=trained)
@@ -262,7 +262,7 @@ class Counter:
             yield from units("gradients of replicas", "all_reduce", scale, calls, left, which=replicas, outside=trained)
 
     def _stays(self, phase: str) -> bool:
-        """Whether weights stay gathered from one pass of a phase to the next."""
+        """True if weights stay gathered from one pass of a phase to the next."""
         keep = self.gathered.keep
         return keep == "always" or (keep == "rollout" and phase != "update")
 

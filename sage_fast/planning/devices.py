@@ -16,7 +16,7 @@ import torch
 from sage_fast.planning.trace import Cost
 
 SMALL_MODEL = 1024
-"""Width below which a model is planned for the CPU unless told otherwise."""
+"""Width below which a model is planned for the CPU by default."""
 
 LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE, CONVOLUTION_SHARE = 0.9, 0.9, 0.8, 0.5
 """Share of each ceiling that a run is taken to reach."""

@@ -57,7 +57,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(MemoryPlan):
-    """What a configuration costs: its memory, work, exchange and time.
+    """Costs of a configuration: its memory, work, exchange and time.
 
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
@@ -251,7 +251,7 @@ def make_plan(
 
 
 def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
-    """Whether a video is decoded in tiles, and what that costs the GPU that decodes it."""
+    """Decoding of a video, whole or in tiles, and its costs on the GPU that decodes it."""
     description, model = held.description, held.config.model
     tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
     cost = Cost(

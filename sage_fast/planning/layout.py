@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks, or groups of `sp` ranks, with videos of their own."""
+        """Ranks, or groups of `sp` ranks, with different videos."""
         return self.replicate * self.shard
 
     @property
@@ -80,7 +80,7 @@ class Layout:
         """Bytes that NCCL keeps on each GPU, from the first collective on; assumed, from its defaults.
 
         Each group of several ranks is a communicator, with a ring and a tree: two neighbours in both. An all-to-all,
-        within `sp`, has connections of its own to every peer. NVLink SHARP's buffers are not counted.
+        within `sp`, has a connection to every peer. NVLink SHARP's buffers are not counted.
         """
         communicators = sum(group.ranks > 1 for group in self.groups.values())
         videos = self.groups["sp"]

@@ -5,7 +5,7 @@ and what works beside them (traced on the meta device). Taken from elsewhere: we
 decoding and scoring need, the runtime, NCCL's buffers, and a reserve for fragmentation.
 
 With weights over R ranks (`distributed/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
-gradients, optimizer state, anchor and average. What a call of the model keeps and works with is in `calls.py`.
+gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `calls.py`.
 """
 
 from collections.abc import Mapping
@@ -254,7 +254,7 @@ class MemoryPlan:
 
     @cached_property
     def _resident(self) -> PhaseMemory:
-        """What is held in every phase from the rollout on."""
+        """Memory held in every phase from the rollout on."""
         config, gathered, shards = self.config, self.gathered, self.layout.weight_shards
         model, lora = config.model, config.training.mode == "lora"
         offloads = lora and model.adaln == "offload" and self.on_gpu
@@ -292,7 +292,7 @@ class MemoryPlan:
 
     @cached_property
     def _produced(self) -> dict[str, float]:
-        """What a rollout leaves behind for its update."""
+        """Memory that a rollout leaves for its update."""
         rollout, video = self.config.rollout, self.config.video
         states = 2 * rollout.num_steps + 1
         produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}

@@ -99,7 +99,7 @@ SUMMARY = {
     "decoding": ("decoding",),
     "scoring": ("scoring",),
 }
-"""What a summary of a plan's memory shows -> fields of `PhaseMemory`."""
+"""Rows of a summary of a plan's memory -> fields of `PhaseMemory`."""
 
 
 def summary(memory: Memory) -> dict[str, float]:
@@ -155,7 +155,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
-    """What one GPU exchanges per iteration and per evaluation."""
+    """Traffic of one GPU per iteration and per evaluation."""
     if not plan.exchanges:
         return
     rows = merged(plan.exchanges)
@@ -222,7 +222,7 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the figures rest on."""
+    """Assumptions behind the figures."""
     config, device = plan.config, plan.device
     product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
     fused = config.model.forward == "fused"

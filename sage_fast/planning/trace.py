@@ -1,8 +1,8 @@
-"""What a call of the policy costs, traced on the meta device: FLOPs, elementwise bytes, and memory alive at its peak.
+"""Costs of a call of the policy, traced on the meta device: FLOPs, elementwise bytes, and memory alive at its peak.
 
 The code that runs is the code that trains, on tensors without memory: `GuidedPolicy` over the fused forward. A model of
 2 and one of 3 blocks are traced; the blocks in the middle are alike, so the cost of any number of blocks follows on a
-line. What an operator does inside is not seen; attention's backward pass is given its float32 query gradients.
+line. The inside of an operator is not seen; attention's backward pass is given its float32 query gradients.
 
 Shapes: B batch, L text tokens.
 """
@@ -36,7 +36,7 @@ THIN = 128
 
 
 def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
-    """Whether an operator costs what it reads and writes: one that is elementwise, or a thin product.
+    """True if an operator costs its reads and writes: one that is elementwise, or a thin product.
 
     Args:
         name: of the operator. arguments: its positional arguments.
@@ -45,7 +45,7 @@ def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
 
 
 def is_thin(name: str, arguments: Sequence[Any]) -> bool:
-    """Whether an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
+    """True if an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
     if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
     a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
@@ -91,7 +91,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is traced. Hashable, because every call is traced once.
+    """Key of a trace. Hashable, because every call is traced once.
 
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
@@ -220,7 +220,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
         policy.velocity(latents, sigma, prompts)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
-        # Gradients are there from the second step of an update on; the plan counts them as a part of their own.
+        # Gradients are there from the second step of an update on; the plan counts them separately.
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
             own.append(parameter.grad)

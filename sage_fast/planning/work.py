@@ -62,7 +62,7 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
 
 
 def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """What of `forward_work` does not reach a text-to-video velocity: the condition channels, and the last block's text
+    """Parts of `forward_work` outside a text-to-video velocity: the condition channels, and the last block's text
     queries, projections and feed-forward.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
@@ -95,7 +95,7 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     """Calls of the model per video.
 
     Args:
-        ranks: that have videos of their own; None is the mean of any number.
+        ranks: that have different videos; None is the mean of any number.
     """
     training, rollout = config.training, config.rollout
     trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]

@@ -110,7 +110,7 @@ def always_read_glyphs(transformer: nn.Module) -> None:
 
     Weight decay and moments then do not depend on which rank has which prompts, or on whether an update has such a
     prompt at all. FSDP2 and ZeRO sum gradients in buckets: a weight that has a gradient on some ranks only would shift
-    the others (from torch 2.13 on FSDP2 can be told), and in ZeRO one without a gradient in the first backward would
+    the others (from torch 2.13 on FSDP2 has an option), and in ZeRO one without a gradient in the first backward would
     add to the last update's.
     """
     modules: Any = transformer

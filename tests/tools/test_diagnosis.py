@@ -302,7 +302,7 @@ def test_loading_needs_cpu_memory(
     ("free", "words", "status"),
     [
         (300, (), "ok"),
-        (50, (), "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign are to be fetched
+        (50, (), "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign must be fetched
         (300, ("--training.mode=full", "--model.dtype=float32"), "missing"),  # five checkpoints of 8.3e9 weights
     ],
     ids=["enough", "downloads", "checkpoints"],

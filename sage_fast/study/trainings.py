@@ -82,9 +82,7 @@ class Trainings:
             **made_with(json.loads(environment.read_text("utf-8")) if environment.is_file() else {}),
         }
 
-        def found(
-            quantity: str, value: float, numbers: Sequence[float], *, kept: bool = True, **more: float
-        ) -> Finding:
+        def found(quantity: str, value: float, numbers: Sequence[float], *, kept: bool = True, **more: Any) -> Finding:
             parts = tuple(numbers) if kept else ()
             return Finding(quantity=quantity, value=value, n=max(1, len(numbers)), parts=parts, **common, **more)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
-
-DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
 
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
 """1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of

@@ -13,6 +13,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import Device, gpu_memory_gb
-from sage_fast.planning.layout import Layout, plan_layout
+from sage_fast.planning.layout import plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Weights, compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
+from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
 
@@ -43,7 +45,7 @@ class Phase:
     """One phase of an iteration, per video, on each of the GPUs that share the video.
 
     cost: work of one GPU. predicted, bound: seconds, as predicted and with the computation at its ceilings; both hold
-    `waiting`, the seconds in which nothing is computed because of an exchange.
+    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank.
 
     Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
     """
@@ -54,23 +56,28 @@ class Phase:
     bound: float
     waiting: float = 0.0
 
+    def times(self, share: float) -> "Phase":
+        """A share of the phase."""
+        seconds = {name: getattr(self, name) * share for name in ("predicted", "bound", "waiting")}
+        return Phase(name=self.name, cost=self.cost.times(share), **seconds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(MemoryPlan):
-    """Costs of a configuration: its memory, work, exchange and time.
+    """Memory, work, exchanges and time of a configuration.
 
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
-    them. exchanges: of one GPU in one iteration. alone: the phases on one GPU, whether or not its memory suffices.
-    seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. exchanges: of one GPU in
+    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
     """
 
     device: Device
     forward: Work
     visits: Visits
+    longest: float
     phases: tuple[Phase, ...]
     exchanges: tuple[Exchange, ...]
-    alone: tuple[Phase, ...]
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
@@ -89,11 +96,9 @@ class Plan(MemoryPlan):
         return 3600.0 / (self.seconds_per_video * self.layout.sp)
 
     @property
-    def weak_scaling(self) -> float:
-        """Videos per GPU-hour over those of one GPU with as large a batch: at most, as ranks never wait for one another
-        here.
-        """
-        return sum(phase.predicted for phase in self.alone) / (self.seconds_per_video * self.layout.sp)
+    def waiting(self) -> float:
+        """Seconds per video in which a rank computes nothing."""
+        return sum(phase.waiting for phase in self.phases)
 
 
 def make_memory_plan(
@@ -205,7 +210,7 @@ def make_plan(
     Args:
         device: its ceilings.
         gpus: processes, one per GPU, as the config's `distributed` section divides them.
-        memory_gb: 1e9 bytes that may be used; None is what the device has.
+        memory_gb: 1e9 bytes that may be used; None is all of the device.
         runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
         description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their files.
@@ -223,35 +228,56 @@ def make_plan(
         description=description,
         sizes=sizes,
     )
-    config, description = held.config, held.description
+    config, description, layout = held.config, held.description, held.layout
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
-    visited = visits(config, held.layout.data_parallel)
+    visited = visits(config, layout.data_parallel)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.micro_batch_size)
     _, decode_evaluated = _decoding(held, device, evaluated, config.evaluation.batch_size)
-    exchanges = Counter(
-        held,
-        device,
-        visited,
-        evaluation_tokens=description.tokens(evaluated),
-        eval_batches=_evaluation_batches(held),
-    ).exchanges()
+    batches = _evaluation_batches(held)
+    tokens = description.tokens(evaluated)
+    exchanges = Counter(held, visited, evaluation_tokens=tokens, eval_batches=batches).exchanges()
+    longest = longest_prompt(config, layout.data_parallel)
+    forward = forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens)
+    longer = forward_work(description.transformer, prod(held.latent[1:]), round(longest * description.text_tokens))
+    slower = longer.total / forward.total - 1
+    seconds_per_evaluation = None
+    if config.evaluation.every:
+        one, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
+        decoded = math.ceil(batches * config.evaluation.batch_size / layout.sp)
+        seconds_per_evaluation = batches * config.evaluation_steps * one + decoded * decode_evaluated.predicted
+        seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
     return Plan(
         **{field.name: getattr(held, field.name) for field in fields(held)},
         device=device,
-        forward=forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens),
+        forward=forward,
         visits=visited,
-        phases=_phases(held, device, visited, decode, exchanges),
+        longest=longest,
+        phases=_phases(held, device, visited, decode, exchanges, slower),
         exchanges=exchanges,
-        alone=_phases(replace(held, layout=Layout()), device, visits(config), decode, ()),
-        seconds_per_evaluation=_evaluation_seconds(held, device, decode_evaluated.predicted, exchanges),
-        checkpoint=checkpoint_bytes(config, held.weights) / held.layout.gpus,
+        seconds_per_evaluation=seconds_per_evaluation,
+        checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
         tiled=tiled,
     )
 
 
+def longest_prompt(config: RunConfig, data_parallel: int) -> float:
+    """Expected length in words of the longest prompt among the ranks of a rollout, over the mean length.
+
+    All ranks wait for the one that has it. 1 where a rollout has one prompt, or its prompts are not here.
+    """
+    groups = data_parallel * config.rollout.batch_size // config.rollout.num_generations
+    if data_parallel == 1 or groups <= 1 or not Path(config.data.prompts).is_file():
+        return 1.0
+    words = sorted(word_count(prompt.text) for prompt in read_prompts(config.data.prompts))
+    # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups - ((n-1)/N)^groups.
+    chances = [(n / len(words)) ** groups for n in range(len(words) + 1)]
+    longest = sum(count * (high - low) for count, (low, high) in zip(words, pairwise(chances), strict=True))
+    return max(1.0, longest * len(words) / max(1, sum(words)))
+
+
 def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
-    """Decoding of a video, whole or in tiles, and its costs on the GPU that decodes it."""
+    """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
     description, model = held.description, held.config.model
     tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
     cost = Cost(
@@ -269,57 +295,39 @@ def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
 
 
 def _phases(
-    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, exchanges: Sequence[Exchange]
+    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, exchanges: Sequence[Exchange], slower: float
 ) -> tuple[Phase, ...]:
+    """Phases per video; `slower` is the share by which the rank with the longest prompts computes longer."""
     config, weights, calls, layout = held.config, held.weights, held.calls, held.layout
-    model, batch = config.model, config.rollout.micro_batch_size
-    updates, videos = config.training.updates_per_rollout, config.rollout.batch_size
+    batch, videos = config.rollout.micro_batch_size, config.rollout.batch_size
+    updates = config.training.updates_per_rollout
 
-    def waiting(name: str) -> float:
-        return sum(e.exposed(device) for e in exchanges if e.phase == name) / videos
-
-    def phase(name: str, cost: Cost) -> Phase:
-        predicted, bound = device.seconds(cost, compute_dtype(config), model.attention)
-        wait = waiting(name)
+    def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
+        predicted, bound = device.seconds(cost, compute_dtype(config), config.model.attention)
+        wait = sum(e.waiting(device) for e in exchanges if e.phase == name) / videos + slower * predicted
         return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
 
-    # The products of a second backward pass are those of a gradient's cost less a velocity's.
-    backward = _less(calls.single_pass, calls.velocity)
     rollout = calls.velocity.times(visited.rollout / batch) + calls.single_pass.times(visited.pass_steps / batch)
-    anchor = calls.velocity.times(visited.anchor / batch)
     if config.training.update == "single_pass":
-        rollout = rollout + backward.times(visited.second_products / batch)
+        # The products of a second backward pass are those of a gradient's cost less a velocity's.
+        second = calls.single_pass + calls.velocity.times(-1.0)
+        rollout = rollout + second.times(visited.second_products / batch)
     update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
-    # are those of this rank, but what Muon makes orthogonal is whole.
+    # are those of this rank, but the matrices that Muon makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
     elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * shard
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
     # The ranks that share videos decode and score a share of them each, once all are sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
     scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
-    scoring += waiting("reward")
     return (
-        phase("rollout", rollout),
-        Phase(
-            name="decode",
-            cost=decode.cost.times(in_turn),
-            predicted=decode.predicted * in_turn,
-            bound=decode.bound * in_turn,
-        ),
-        Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring, waiting=waiting("reward")),
-        phase("anchor", anchor),
-        phase("update", update),
+        phase("rollout", rollout, slower),
+        decode.times(in_turn),
+        Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring),
+        phase("anchor", calls.velocity.times(visited.anchor / batch), slower),
+        phase("update", update, slower),
         phase("optimizer", optimizer.times(updates / videos)),
-    )
-
-
-def _less(whole: Cost, part: Cost) -> Cost:
-    return Cost(
-        linear=whole.linear - part.linear,
-        attention=whole.attention - part.attention,
-        attention_backward=whole.attention_backward,
-        elementwise=whole.elementwise - part.elementwise,
     )
 
 
@@ -330,18 +338,6 @@ def _evaluation_batches(held: MemoryPlan) -> int:
         return 0
     prompts = section.num_prompts or len(read_prompts(section.prompts or held.config.data.prompts))
     return math.ceil(math.ceil(prompts / section.batch_size) / held.layout.data_parallel)
-
-
-def _evaluation_seconds(
-    held: MemoryPlan, device: Device, decode_seconds: float, exchanges: Sequence[Exchange]
-) -> float | None:
-    config, batches = held.config, _evaluation_batches(held)
-    if not config.evaluation.every:
-        return None
-    forward, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
-    in_turn = math.ceil(batches * config.evaluation.batch_size / held.layout.sp)
-    waiting = sum(e.exposed(device) for e in exchanges if e.phase == "evaluation")
-    return batches * config.evaluation_steps * forward + in_turn * decode_seconds + waiting
 
 
 def resident_bytes() -> int:

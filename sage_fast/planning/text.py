@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from sage_fast.planning.communication import Exchange
@@ -16,9 +17,22 @@ from sage_fast.planning.work import anchor_share
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
-    lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options)]
-    lines += [*_assumptions(plan), ""]
-    return "\n".join(line.rstrip() for line in [*lines, _verdict(plan)])
+    lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options), "assumptions"]
+    lines += [f"  - {line}" for line in assumptions(plan)]
+    verdict = "It fits" if plan.fits else "It does not fit"
+    lines += ["", f"{verdict}: {plan.memory.peak / plan.memory_limit:.0%} of the memory."]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
+    """Lines of a table whose first `left` columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -47,18 +61,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     unit, size, digits = _unit(plan)
     visible = 0.5 * size / 10**digits
     shown = [part for part in PhaseMemory().parts() if max(c[part] for c in columns.values()) >= visible]
-    width = max(map(len, [*shown, "total"]))
     where = f"on each {plan.device.name}" if plan.gpus > 1 else f"on {plan.device.name}"
     yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
-
-    def row(name: str, cells: Sequence[str]) -> str:
-        aligned = "  ".join(f"{cell:>{max(len(phase), 7)}}" for cell, phase in zip(cells, columns, strict=True))
-        return f"  {name:<{width}}  {aligned}"
-
-    yield row("", list(columns))
-    for part in shown:
-        yield row(part, [f"{c[part] / size:.{digits}f}" if c[part] else "" for c in columns.values()])
-    yield row("total", [f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns])
+    rows = [[part, *(f"{c[part] / size:.{digits}f}" if c[part] else "" for c in columns.values())] for part in shown]
+    rows.append(["total", *(f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns)])
+    yield from table(["", *columns], rows)
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
     if plan.asked.model.checkpointing == "auto":
@@ -99,7 +106,7 @@ SUMMARY = {
     "decoding": ("decoding",),
     "scoring": ("scoring",),
 }
-"""Rows of a summary of a plan's memory -> fields of `PhaseMemory`."""
+"""What a summary of a plan's memory shows -> fields of `PhaseMemory`."""
 
 
 def summary(memory: Memory) -> dict[str, float]:
@@ -111,41 +118,29 @@ def summary(memory: Memory) -> dict[str, float]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    big = plan.forward.total > 1e11
+    big, several = plan.forward.total > 1e11, plan.gpus > 1
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
-    several = plan.gpus > 1
     shared = f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
-    waits = f"  {'of it waiting':>13}" if several else ""
     yield f"time per video{shared}, predicted"
-    yield (
-        f"  {'':<13}  {'linear':>9}  {'attention':>9}  {'elementwise':>11}  "
-        f"{'predicted':>10}{waits}  {'at ceilings':>11}"
-    )
-    seconds = f"  {'s':>13}" if several else ""
-    yield f"  {'':<13}  {flop_unit:>9}  {flop_unit:>9}  {byte_unit:>11}  {'s':>10}{seconds}  {'s':>11}"
 
-    def row(name: str, phases: Sequence[Phase]) -> str:
+    def row(name: str, phases: Sequence[Phase]) -> list[str]:
         linear = sum(phase.cost.linear for phase in phases) / flop_size
         attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
-        waiting = f"  {_number(sum(phase.waiting for phase in phases)):>13}" if several else ""
-        return (
-            f"  {name:<13}  {linear:>9,.1f}  {attention:>9,.1f}  {moved:>11,.2f}  "
-            f"{_number(sum(phase.predicted for phase in phases)):>10}{waiting}  "
-            f"{_number(sum(phase.bound for phase in phases)):>11}"
-        )
+        seconds = [sum(p.predicted for p in phases), sum(p.waiting for p in phases), sum(p.bound for p in phases)]
+        shown = [_number(value) for value in (seconds if several else seconds[::2])]
+        return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
 
-    yield from (row(phase.name, [phase]) for phase in plan.phases)
-    yield row("total", plan.phases)
+    waits = ["of it waiting, s"] if several else []
+    head = ["", f"linear, {flop_unit}", f"attention, {flop_unit}", f"elementwise, {byte_unit}"]
+    rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
+    yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
     hours, batch = plan.videos_per_gpu_hour, plan.config.rollout.batch_size
     iteration = _span(plan.seconds_per_rollout)
     yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
     if several:
-        yield (
-            f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour, at most {plan.weak_scaling:.1%} of "
-            f"{plan.gpus} times one GPU (weak scaling)"
-        )
+        yield f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour"
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}"
@@ -155,35 +150,23 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
-    """Traffic of one GPU per iteration and per evaluation."""
+    """Exchanges of one GPU per iteration and per evaluation."""
     if not plan.exchanges:
         return
-    rows = merged(plan.exchanges)
-    width = max(len(purpose) for _, purpose, _ in rows)
+
+    def kind(exchange: Exchange) -> tuple[str, str, str]:
+        return exchange.phase, exchange.purpose, exchange.kind.replace("_", "-")
+
+    rows = []
+    for key, group in groupby(plan.exchanges, key=kind):
+        found = list(group)
+        near = sum(e.bytes * (1 - e.network_share) for e in found) / 1e9
+        far = sum(e.bytes * e.network_share for e in found) / 1e9
+        waited = "hidden" if found[0].hidden else _number(sum(e.waiting(plan.device) for e in found))
+        rows.append([*key, f"{sum(e.count for e in found):,.0f}", f"{near:,.2f}", f"{far:,.2f}", waited])
     yield "exchange of one GPU per rollout and its updates (and per evaluation)"
-    yield (
-        f"  {'':<10}  {'':<{width}}  {'':<14}  {'calls':>9}  {'NVLink GB':>10}  {'network GB':>10}  {'s':>8}  "
-        f"{'waited s':>8}"
-    )
-    for (phase, purpose, kind), exchanges in rows.items():
-        near = sum(e.bytes * (1 - e.network_share) for e in exchanges) / 1e9
-        far = sum(e.bytes * e.network_share for e in exchanges) / 1e9
-        seconds = sum(e.seconds(plan.device) for e in exchanges)
-        waited = sum(e.exposed(plan.device) for e in exchanges)
-        yield (
-            f"  {phase:<10}  {purpose:<{width}}  {kind.replace('_', '-'):<14}  "
-            f"{sum(e.count for e in exchanges):>9,.0f}  {near:>10,.2f}  {far:>10,.2f}  {_number(seconds):>8}  "
-            f"{_number(waited):>8}"
-        )
+    yield from table(["", "", "", "calls", "NVLink GB", "network GB", "waited s"], rows, left=3)
     yield ""
-
-
-def merged(exchanges: Sequence[Exchange]) -> dict[tuple[str, str, str], list[Exchange]]:
-    """Exchanges of one phase, purpose and kind together."""
-    rows: dict[tuple[str, str, str], list[Exchange]] = {}
-    for exchange in exchanges:
-        rows.setdefault((exchange.phase, exchange.purpose, exchange.kind), []).append(exchange)
-    return rows
 
 
 def _bytes(size: float) -> str:
@@ -203,18 +186,15 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
         return
     unit, size, digits = _unit(plan)
     if plan.fits:
-        yield "what could be changed, one at a time; none changes what is computed"
+        yield "possible changes, one at a time; the result stays the same"
     elif options[0].plan.fits:
-        yield "what makes it fit, the fewest changes first; none changes what is computed"
+        yield "changes that make it fit, each line by itself; the result stays the same"
     else:
-        yield "no change of how it is computed makes it fit; the one that needs least memory"
-    width = max(len(option.overrides) for option in options)
-    yield f"  {'':<{width}}  {'peak ' + unit:>9}  {'s per video':>11}"
-    for option in options:
-        yield (
-            f"  {option.overrides:<{width}}  {option.plan.memory.peak / size:>9.{digits}f}  "
-            f"{_number(option.plan.seconds_per_video):>11}"
-        )
+        yield "no change that keeps the result makes it fit; this one needs least memory"
+    rows = [
+        [o.overrides, f"{o.plan.memory.peak / size:.{digits}f}", _number(o.plan.seconds_per_video)] for o in options
+    ]
+    yield from table(["", f"peak {unit}", "s per video"], rows)
     if not plan.fits and not options[0].plan.fits:
         smaller = "more GPUs (--gpus), --training.mode=lora, or " if plan.config.training.mode == "full" else ""
         yield f"  beyond that: {smaller}a smaller video.num_frames, video.height and video.width, or more memory"
@@ -222,8 +202,8 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Assumptions behind the figures."""
-    config, device = plan.config, plan.device
+    """Premises of the figures."""
+    config, device, layout = plan.config, plan.device, plan.layout
     product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
     fused = config.model.forward == "fused"
     counted = "traced on the meta device" if fused else "estimated: diffusers' own forward cannot be traced"
@@ -237,70 +217,46 @@ def assumptions(plan: Plan) -> list[str]:
     ]
     if plan.visits.anchor:
         share = anchor_share(config.training, config.objective.kl_mode)
+        measured = config.objective.kl_position_fraction
+        steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
         lines.append(
-            f"the anchor lies behind the policy in {share:.0%} of the rollouts; the others need no forward for it"
+            f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0"
         )
-        if config.objective.kl_position_fraction < 1:
-            lines.append(f"the KL to it is measured at {config.objective.kl_position_fraction:.0%} of the steps")
-    rollout, chosen = config.rollout, config.training.train_on.count
-    if chosen:
-        uneven = plan.layout.data_parallel > 1 and rollout.batch_size % rollout.num_generations
-        waiting = "; a group lies on several ranks, which wait for the one with most" if uneven else ""
-        lines.append(f"{chosen} of the {rollout.num_generations} videos of a group are trained{waiting}")
+    if chosen := config.training.train_on.count:
+        lines.append(f"{chosen} of the {config.rollout.num_generations} videos of a group are trained")
     if plan.on_gpu:
-        lines.append(f"fragmentation {FRAGMENTATION:.0%} of what comes and goes; a CUDA context of 1.5 GB")
+        lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")
     else:
         lines.append(
-            f"runtime is this process with the libraries of a run; the allocator keeps {CPU_FRAGMENTATION:.0%} of what "
-            "comes and goes; operators that take microseconds cost more"
+            "runtime is this process with the libraries of a run; the allocator keeps "
+            f"{CPU_FRAGMENTATION:.0%} of temporary memory; operators that take microseconds cost more"
         )
     if plan.tiled:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
     if plan.gpus > 1:
-        lines += _several(plan)
+        fabric = f"NVLink {device.link:,.0f} GB/s"
+        fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}" if layout.nodes > 1 else ""
+        lines += [
+            f"waiting counted: exchanges that no computation hides ({fabric}, reported); ranks wait for the longest "
+            f"prompts (expected {plan.longest:.2f} times the mean) and for the rank with most videos to train, tokens, "
+            "videos to decode and evaluation batches",
+            "waiting not counted: latencies, GPUs of unequal speed, rewards, multiprocessors that a collective takes",
+            f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks",
+        ]
+        if plan.gathered.sharded:
+            kept = {
+                "never": "for every forward and backward",
+                "rollout": "once for rollout, anchor and evaluation, and for every pass of an update",
+                "always": "once",
+            }
+            lines.append(f"weights are gathered {kept[plan.gathered.keep]} (distributed.keep_gathered)")
+        if plan.gathered.sharded and config.distributed.cpu_offload:
+            lines.append("the way of shards over PCIe, and the optimizer on the CPU, are not predicted")
     elif plan.gathered.sharded:
         lines.append("one process under torchrun: FSDP gathers from one rank, and nothing is exchanged")
     else:
-        lines.append("one process, so no communication")
+        lines.append("one process, so no communication and no waiting")
     return lines
-
-
-def _several(plan: Plan) -> Iterator[str]:
-    device, layout = plan.device, plan.layout
-    fabric = f"exchange (reported, not measured here): NVLink {device.link:,.0f} GB/s"
-    if plan.gpus > layout.node:
-        fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
-    yield f"{fabric}; latencies of NCCL's rings"
-    if plan.on_gpu:
-        yield f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks"
-    if plan.gathered.sharded:
-        kept = {
-            "never": "gathered for every forward and backward",
-            "rollout": "kept gathered through rollout, anchor and evaluation, gathered for every pass of an update",
-            "always": "kept gathered",
-        }
-        yield (
-            f"weights are {kept[plan.gathered.keep]} (distributed.keep_gathered); what is gathered or summed hides "
-            "behind a block's computation"
-        )
-    if layout.sp > 1:
-        yield "all-to-alls hide behind nothing; a video is decoded and scored by one of its ranks"
-    if plan.gathered.sharded and plan.config.distributed.cpu_offload:
-        yield "the way of shards over PCIe, and the optimizer on the CPU, are not predicted"
-    yield "no rank waits for another: prompts of one length, GPUs of one speed, rewards in time"
-
-
-def _assumptions(plan: Plan) -> Iterator[str]:
-    yield "assumptions"
-    for line in assumptions(plan):
-        yield f"  - {line}"
-
-
-def _verdict(plan: Plan) -> str:
-    used = plan.memory.peak / plan.memory_limit
-    if plan.fits:
-        return f"It fits: {used:.0%} of the memory."
-    return f"It does not fit: {used:.0%} of the memory."
 
 
 def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
@@ -333,23 +289,13 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
             for phase in plan.phases
         },
         "seconds_per_video": plan.seconds_per_video,
+        "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
-        "weak_scaling": plan.weak_scaling,
         "checkpoint_bytes_per_gpu": plan.checkpoint,
         "exchanges": [
-            {
-                "phase": e.phase,
-                "purpose": e.purpose,
-                "kind": e.kind,
-                "count": e.count,
-                "bytes_sent": e.bytes,
-                "network_share": e.network_share,
-                "ranks": e.group.ranks,
-                "seconds": e.seconds(plan.device),
-                "seconds_waiting": e.exposed(plan.device),
-            }
+            asdict(e) | {"bytes": e.bytes, "network_share": e.network_share, "seconds_waiting": e.waiting(plan.device)}
             for e in plan.exchanges
         ],
         "options": [

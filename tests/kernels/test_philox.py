@@ -163,12 +163,14 @@ def ten_million(device: torch.device) -> Tensor:
     return draw(noise_ids, DRAWS, device, block=None if device.type == "cuda" else 2**18)[0].double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_ten_million_numbers_are_standard_normal(check: Callable[[Tensor], float], ten_million: Tensor) -> None:
     assert len(ten_million) == DRAWS and float(ten_million.abs().max()) < 6.77
     assert check(ten_million) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "spoil"),
     [

@@ -177,7 +177,7 @@ class Counter:
             yield from units("gradients of replicas", "all_reduce", scale, (last * layers, last), trained, replicas)
 
     def _stays(self, phase: str) -> bool:
-        """Whether weights stay gathered from one pass of a phase to the next."""
+        """True if weights stay gathered from one pass of a phase to the next."""
         keep = self.held.gathered.keep
         return keep == "always" or (keep == "rollout" and phase != "update")
 

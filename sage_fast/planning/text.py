@@ -106,7 +106,7 @@ SUMMARY = {
     "decoding": ("decoding",),
     "scoring": ("scoring",),
 }
-"""What a summary of a plan's memory shows -> fields of `PhaseMemory`."""
+"""Label in the summary of a plan's memory -> fields of `PhaseMemory`."""
 
 
 def summary(memory: Memory) -> dict[str, float]:
@@ -219,9 +219,7 @@ def assumptions(plan: Plan) -> list[str]:
         share = anchor_share(config.training, config.objective.kl_mode)
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
-        lines.append(
-            f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0"
-        )
+        lines.append(f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0")
     if chosen := config.training.train_on.count:
         lines.append(f"{chosen} of the {config.rollout.num_generations} videos of a group are trained")
     if plan.on_gpu:

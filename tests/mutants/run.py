@@ -88,8 +88,14 @@ def main(words: list[str]) -> int:
             if (ROOT / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name)
+        sound: dict[tuple[str, ...], str | None] = {}
         for name, file, before, after, tests in mutants:
             text = (ROOT / file).read_text("utf-8")
+            if tuple(tests) not in sound:
+                sound[tuple(tests)] = first_failure(tree, tests)
+            if failed := sound[tuple(tests)]:
+                alive.append(f"{file} {name}: {failed} fails without it")
+                continue
             if text.count(before) != 1:
                 continue
             (tree / file).write_text(text.replace(before, after), "utf-8")

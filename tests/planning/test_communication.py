@@ -196,7 +196,7 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(checkpointing: str) -> None:
-    """72 tokens; 2 + 2 all-to-alls per layer, of which the last one's text is no part."""
+    """72 tokens; 2 + 2 all-to-alls per layer, without the text of the last one."""
     sp = 2
     plan = small(f"--distributed.sp={sp}", f"--model.checkpointing={checkpointing}", gpus=sp)
     share, away = ceil(TOKENS / sp), (sp - 1) / sp

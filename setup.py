@@ -58,6 +58,7 @@ EXTRAS_REQUIRE = {
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.29,<2"],
     "dev": [
         "pytest>=8.2",
+        "pytest-benchmark>=5.1",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         # The tests compare DeepSpeed's engine with torch's; its wheel is built in seconds, without operators.

@@ -7,11 +7,16 @@
 Parity comes first: an op that is further from the float64 oracle than its bound is not timed, and the exit status is 1.
 Bytes are those that an operator reads and writes once each, so GB/s of ours are what the table in kernels/README.md
 promises. A variant that returns more than eager code does (an activation beside a gradient) is timed with it.
+
+The same calls under pytest-benchmark, which stores and compares runs:
+
+    pytest benchmarks/suites/kernels.py --benchmark-timer=benchmarks.harness.device_clock
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -167,3 +172,25 @@ BANDWIDTH = Suite(name="kernels bandwidth", cells=partial(timing_cells, contende
 WIDE = Suite(name="kernels wide parity", cells=wide_cells, limit=60.0)
 COMPILED = Suite(name="kernels compiled", cells=partial(timing_cells, contenders=CONTENDERS[2:]), limit=120.0)
 SUITES = (PARITY, BANDWIDTH, WIDE, COMPILED)
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Hand `test_speed` every op, shape, direction and contender."""
+    ops = [(spec, case) for spec in specs().values() for case in cases_of(spec, smoke=not torch.cuda.is_available())]
+    found = [
+        (spec, case, direction, contender)
+        for spec, case in ops
+        for direction in (DIRECTIONS if spec.differentiable else DIRECTIONS[:1])
+        for contender in CONTENDERS
+    ]
+    ids = [f"{spec.name}-{case.id}-{direction}-{contender}" for spec, case, direction, contender in found]
+    metafunc.parametrize(("spec", "case", "direction", "contender"), found, ids=ids)
+
+
+def test_speed(benchmark: Any, spec: OpSpec, case: Case, direction: str, contender: str) -> None:
+    """Time a call by pytest-benchmark, behind the same parity check."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert not parity.failures(parity.compare(spec, case, spec.bench_dtype, device))
+    call, nbytes = calls_of(spec, case, direction, contender, device, smoke=device.type == "cpu")
+    with torch.set_grad_enabled(direction == "backward"):
+        benchmark.pedantic(call, rounds=20, warmup_rounds=3, iterations=harness.calls_per_stretch(nbytes))

@@ -1,7 +1,10 @@
 """The kernels' suite: its arithmetic, its refusal behind a red parity check, and a smoke run of the command."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from sage_kernels.readme import bandwidths
 from sage_kernels.registry import specs
 from tests.benchmarks.made_up import gpu_result
 
+ROOT = Path(__file__).resolve().parents[2]
 MakeSession = Callable[..., Session]
 
 
@@ -80,6 +84,16 @@ def test_smoke_run_prints_ratios_of_what_passed_only(
     assert {step: set(found) for (suite, step, _), found in rows.items() if suite == "kernels"} == {
         f"gelu_tanh {direction}": set(kernels.CONTENDERS) for direction in kernels.DIRECTIONS
     }
+
+
+def test_pytest_benchmark_times_the_same_calls() -> None:
+    names = ["benchmarks/suites/kernels.py", "-k", "gelu_tanh and forward and ours"]
+    options = ["--benchmark-timer=benchmarks.harness.device_clock", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "pytest", *names, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "1 passed" in done.stdout and "Median" in done.stdout
 
 
 def test_an_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,8 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
         flow = findings.arms(experiment, "distance", "flow_grpo, T=20")
         points = sorted((measured("exploration", arm), measured("distance", arm)) for arm in flow)
         ours.append(measured("distance", f"sage_grpo, {REFERENCE}"))
-        theirs.append(float(np.interp(measured("exploration", f"sage_grpo, {REFERENCE}"), *zip(*points, strict=True))))
+        explored, distances = zip(*points, strict=True)
+        theirs.append(float(np.interp(measured("exploration", f"sage_grpo, {REFERENCE}"), explored, distances)))
     if len(ours) < 2:
         raise KeyError(experiment)
     effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])

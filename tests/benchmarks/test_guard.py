@@ -102,8 +102,9 @@ def something_kept(patch: Patch, folder: Path) -> None:
     forward = block_module._BlockFunction.forward
 
     def keeping(ctx: Any, settings: Any, streams: Any, rotary: Any, x: Tensor, *tensors: Tensor) -> Any:
-        ctx.kept = x.clone()
-        return forward(ctx, settings, streams, rotary, x, *tensors)
+        result = forward(ctx, settings, streams, rotary, x, *tensors)
+        ctx.save_for_backward(*ctx.to_save, x.clone())
+        return result
 
     patch.setattr(block_module._BlockFunction, "forward", staticmethod(keeping))
 

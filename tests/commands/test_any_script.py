@@ -1,10 +1,10 @@
 """Prompts in any script through train, generate and evaluate: file names, sheets, pages and records keep them."""
 
 import json
-from html import escape
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from PIL import Image
 
 from sage_fast.commands.cli import main

@@ -209,7 +209,7 @@ def test_a_preset_fits_80_gigabytes(preset: Path) -> None:
 def test_the_plan_of_a_preset(preset: Path) -> None:
     """It fits, loses little to the exchange, and takes as long per update as the comment on its checkpoints says."""
     plan = make_plan(load_config(preset), DEVICES["h100"], gpus=preset_gpus(preset), sizes={})
-    assert plan.fits and plan.weak_scaling > 0.9
+    assert plan.fits and plan.waiting < 0.1 * sum(phase.predicted for phase in plan.phases)
     assert plan.seconds_per_rollout / 60 == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
 
 

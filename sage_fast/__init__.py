@@ -36,7 +36,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "sage_fast.config.errors": ("SageError",),
     "sage_fast.config.load": ("load_config",),
-    "sage_fast.models.hunyuan15.fused": ("Acceleration", "accelerate"),
     "sage_fast.records": ("RolloutRecord",),
     "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
     "sage_fast.tools.api": ("TrainedRun", "open_run", "train"),
@@ -45,6 +44,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # torch and diffusers take seconds to import.
+    if name in ("Acceleration", "accelerate"):
+        from sage_fast.models.hunyuan15 import fused
+
+        return getattr(fused, name)
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

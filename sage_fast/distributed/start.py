@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.sections import DistributedConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from sage_fast.config.sections import DistributedConfig
     from sage_fast.distributed.world import World
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def check_restartable(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def start_world(
-    distributed: DistributedConfig,
+    distributed: "DistributedConfig",
     mode: Literal["lora", "full"],
     device: "torch.device",
     configuration: Mapping[str, Any],

@@ -131,6 +131,7 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
     run = Run(tiny_run())
 
     def lose() -> None:
+        (run.directory / "lease.json").unlink()
         (run.directory / "lease.json").write_text("{}")
         (run.directory / FILE_NAME).write_text("another run's")
         raise TrainingError("lost")

@@ -59,7 +59,7 @@ def test_ten_lines(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.Monkey
     row = run.metrics[-1]
     assert row["reward/mean"] == pytest.approx(row["reward/brightness_mean"])
     report = run.evaluate(num_videos=1, resamples=100)
-    assert [score.name for score in report.scores] == ["Reward", "brightness"] and "brightness" in str(report)
+    assert list(report.scores) == ["Reward", "brightness"] and "brightness" in str(report)
     paths = run.generate(["a red circle moving left", "a blue square moving up"], seed=3)
     assert [path.parent for path in paths] == [run.output_dir / "generated"] * 2
     assert video_files.read_video(paths[0]).shape[1] == 3

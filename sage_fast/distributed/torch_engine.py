@@ -1,6 +1,6 @@
 """Gradients and optimizer by torch itself: on one process, replicated, or sharded by FSDP2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,9 +40,7 @@ class TorchEngine:
         self.sharded = self.lockstep = bool(gathering.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
 
-    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """As in `Engine`."""
-        vjp_into_grad(output, cotangents)
+    vjp = staticmethod(vjp_into_grad)
 
     def last_vjp(self, last: bool) -> None:
         """As in `Engine`: sums over replicas of the weights wait for the last backward."""

@@ -29,7 +29,7 @@ Jacobian to wherever gradients are collected."""
 
 
 def vjp_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
-    """The `VJP` of a single cotangent into `.grad` of the parameters."""
+    """The `VJP` of a single cotangent into `.grad` of the parameters: every engine's but DeepSpeed's."""
     (cotangent,) = cotangents
     output.backward(cotangent)
 

@@ -213,6 +213,7 @@ def test_the_kl_at_a_share_of_the_steps_is_unbiased(
     config = tiny_run(
         *EXACT,
         *STRONG_KL,
+        "--rollout.num_steps=3",
         f"--training.update={update}",
         f"--rollout.sde_type={sde_type}",
         f"--objective.kl_mode={kl_mode}",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +13,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import harness, results
+from benchmarks import results
 from benchmarks import session as sessions
 from benchmarks.session import Session
 from benchmarks.suites import kernels
-from sage_kernels.readme import bandwidths
 from sage_kernels.registry import specs
-from tests.benchmarks.made_up import gpu_result
 
 ROOT = Path(__file__).resolve().parents[2]
 MakeSession = Callable[..., Session]
@@ -53,19 +50,6 @@ def test_an_unknown_op_is_refused(session: MakeSession) -> None:
     run = session(options={"op": ["gelu"]})
     run.run(kernels.PARITY)
     assert "--op gelu is no op; there are adaln, " in run.cells["kernels parity setup"]["status"]
-
-
-def test_results_go_where_the_readme_looks(tmp_path: Path) -> None:
-    environment = {"gpu": {"name": "NVIDIA H100 80GB HBM3"}, "commit": "0123456789abcdef-dirty"}
-    path = harness.result_file(environment, tmp_path)
-    assert path.parent.name == "nvidia-h100-80gb-hbm3"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d-012345678-dirty\.json", path.name)
-    result = gpu_result()
-    for cell in ("ours", "eager"):
-        (row,) = result["cells"][f"kernels adaln forward B {cell}"]["rows"]
-        row |= {"op": "adaln", "dtype": "bfloat16"}
-    harness.write_result(path, result)
-    assert bandwidths(tmp_path) == {"adaln": f"forward 2237 GB/s (83% of copy), {path.parent.name}/{path.name}"}
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Duties of every op of the registry: parity, operator contract, compile, checkpoint, bytes, refusals."""
 
 import dataclasses
-import json
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,13 +368,3 @@ def test_split_covers_every_token_once() -> None:
 def test_readme_table_is_current() -> None:
     text = readme.README.read_text("utf-8")
     assert readme.with_table(text, readme.table()) == text, "run python -m sage_kernels.readme --write"
-
-
-def test_bandwidth_column_reads_the_newest_run(tmp_path: Path) -> None:
-    folder = tmp_path / "H100"
-    folder.mkdir()
-    row = {"op": "adaln", "shape": "B", "step": "adaln forward", "contender": "ours", "share": 0.9}
-    for day, rate in (("2026-01-01-aaa", 1000), ("2026-01-02-bbb", 2500)):
-        cells = {"one": {"suite": "kernels", "rows": [row | {"rate": rate}, row | {"contender": "eager", "rate": 9}]}}
-        (folder / f"{day}.json").write_text(json.dumps({"cells": cells}))
-    assert readme.bandwidths(tmp_path) == {"adaln": "forward 2500 GB/s (90% of copy), H100/2026-01-02-bbb.json"}

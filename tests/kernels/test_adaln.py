@@ -1,11 +1,10 @@
-"""adaln beyond parity: the reference's own backward, per-sample independence, diffusers' module, odd inputs."""
+"""adaln beyond parity: diffusers' module, odd inputs."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from sage_kernels import adaln, adaln_backward, reference
-from tests.kernels.support import assert_backward_is_autograd
 
 
 def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -15,36 +14,12 @@ def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float
     return x.to(dtype), scale.to(dtype), shift.to(dtype)
 
 
-def test_reference_backward_is_autograd_of_the_reference() -> None:
-    x, scale, shift = sample(2, 5, 7, torch.float64)
-    assert_backward_is_autograd(
-        reference.adaln,
-        (x, scale, shift),
-        lambda cotangents: reference.adaln_backward(cotangents[0], x, scale, shift.dtype),
-    )
-
-
 def test_is_what_the_block_of_the_model_computes(device: torch.device) -> None:
     norm = torch.nn.LayerNorm(96, elementwise_affine=False, eps=1e-6)
     x, scale, shift = sample(2, 4, 96)
     expected = norm(x) * (1 + scale[:, None]) + shift[:, None]
     given = adaln(x.to(device), scale.to(device), shift.to(device))
     torch.testing.assert_close(given.cpu(), expected, rtol=0, atol=5e-6)
-
-
-def test_a_sample_does_not_see_its_batch(device: torch.device) -> None:
-    x, scale, shift = (tensor.to(device) for tensor in sample(3, 9, 40))
-    together = adaln(x, scale, shift)
-    for i in range(3):
-        assert torch.equal(adaln(x[i : i + 1], scale[i : i + 1], shift[i : i + 1])[0], together[i])
-
-
-def test_no_tokens(device: torch.device) -> None:
-    x, scale, shift = (tensor.to(device).requires_grad_() for tensor in sample(2, 0, 16))
-    out = adaln(x, scale, shift)
-    gradients = torch.autograd.grad(out, (x, scale, shift), torch.empty_like(out))
-    assert out.shape == (2, 0, 16)
-    assert [bool(gradient.any()) for gradient in gradients] == [False, False, False]
 
 
 def test_a_large_mean_does_not_drown_the_variance(device: torch.device) -> None:

@@ -149,7 +149,7 @@ def kernel(function, block, warps):
                   streaming=("x_ptr", "out_ptr"))
 
 
-for function, block, warps in ((copy, 1024, 4), (hoard, 32768, 2)):
+for function, block, warps in ((copy, 1024, 4), (hoard, 8192, 1)):
     for line in build("bad", function.__name__, kernel(function, block, warps), 90).violations():
         print(line)
 """
@@ -227,8 +227,3 @@ def test_records_are_of_what_the_cases_launch() -> None:
         )
     assert [line for build in written for line in build.violations()] == []
     assert {build.op for build in written} == set(registry.specs())
-
-
-def test_unknown_ops_are_refused() -> None:
-    done = run_python("-m", "sage_kernels.aot", "no_such_op")
-    assert done.returncode != 0 and "no_such_op" in done.stderr and "adaln" in done.stderr

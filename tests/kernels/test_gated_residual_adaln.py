@@ -1,11 +1,10 @@
-"""gated_residual_adaln beyond parity: the reference's own backward, agreement with the two ops it joins."""
+"""gated_residual_adaln beyond parity: agreement with the two ops it joins."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from sage_kernels import adaln, gated_residual, gated_residual_adaln, reference
-from tests.kernels.support import assert_backward_is_autograd
 
 
 def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -13,18 +12,6 @@ def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float
     rows = torch.randn(2, batch, tokens, width, generator=generator)
     modulation = torch.randn(3, batch, width, generator=generator)
     return [tensor.to(dtype) for tensor in (*rows, *modulation)]
-
-
-def test_reference_backward_is_autograd_of_the_reference() -> None:
-    x, y, gate, scale, shift = sample(2, 5, 7, torch.float64)
-    residual, _ = reference.gated_residual_adaln(x, y, gate, scale, shift)
-    assert_backward_is_autograd(
-        reference.gated_residual_adaln,
-        (x, y, gate, scale, shift),
-        lambda cotangents: reference.gated_residual_adaln_backward(
-            *cotangents, residual, y, gate, scale, y.dtype, shift.dtype
-        ),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,11 +33,3 @@ def test_one_output_may_go_unused(unused: int, device: torch.device) -> None:
     for a, b in zip(given, expected, strict=True):
         assert a is not None
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-5, atol=1e-5)
-
-
-def test_no_tokens(device: torch.device) -> None:
-    inputs = [tensor.to(device).requires_grad_() for tensor in sample(2, 0, 16)]
-    outputs = gated_residual_adaln(*inputs)
-    gradients = torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs])
-    assert [output.shape for output in outputs] == [(2, 0, 16), (2, 0, 16)]
-    assert [bool(gradient.any()) for gradient in gradients] == [False] * 5

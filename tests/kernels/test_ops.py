@@ -1,6 +1,8 @@
 """Duties of every op of the registry: parity, operator contract, compile, checkpoint, bytes, refusals."""
 
 import dataclasses
+import itertools
+import math
 import random
 from functools import partial
 from typing import Any
@@ -21,14 +23,14 @@ each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 def parity_cases() -> list[Any]:
+    """Every case in every type; the three layouts take turns over cases and types."""
+    layouts: tuple[parity.Layout, ...] = ("as built", "gaps", "permuted")
     cases = []
     for spec in SPECS.values():
-        for case in spec.test_cases:
-            for dtype in spec.dtypes:
-                layouts: list[parity.Layout] = ["as built", "gaps", "permuted"] if case.strided else ["as built"]
-                for layout in layouts:
-                    name = f"{spec.name}-{case.id}-{str(dtype).removeprefix('torch.')}-{layout.replace(' ', '-')}"
-                    cases.append(pytest.param(spec, case, dtype, layout, id=name))
+        for (i, case), (j, dtype) in itertools.product(enumerate(spec.test_cases), enumerate(spec.dtypes)):
+            layout = layouts[(i + j) % 3] if case.strided else "as built"
+            name = f"{spec.name}-{case.id}-{str(dtype).removeprefix('torch.')}-{layout.replace(' ', '-')}"
+            cases.append(pytest.param(spec, case, dtype, layout, id=name))
     return cases
 
 
@@ -74,17 +76,13 @@ def test_kernel_is_as_close_to_float64_as_the_reference(
 
 
 @each_op
-def test_k_is_at_most_two(spec: OpSpec) -> None:
-    assert spec.k_bf16 <= 2
-
-
-@each_op
 def test_cases_cover_what_kernels_get_wrong(spec: OpSpec) -> None:
     sizes = [max(case.shape.values()) for case in spec.test_cases]
     assert any(case.strided for case in spec.test_cases)
     assert min(sizes) <= 2 or any("one" in case.id for case in spec.test_cases), "a one-element case"
     assert any(size % 2 for size in sizes), "an odd size"
-    assert {torch.float32, torch.bfloat16} <= set(spec.dtypes)
+    assert {torch.float32, torch.bfloat16} <= set(spec.dtypes) and spec.k_bf16 <= 2
+    assert [case.id for case in spec.bench_cases[:2]] == ["A", "B"]
 
 
 @each_op
@@ -103,7 +101,28 @@ def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: p
     expected, _ = parity.run_forward(spec, spec.reference, inputs)
     for a, b in zip(given, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=False)
-    assert parity.failures(parity.compare(spec, odd_case(spec), torch.bfloat16, "cpu")) == []
+    # The reference's backward pass is written by hand: it is held against autograd in float64.
+    for dtype in (torch.float32, torch.bfloat16):
+        assert parity.failures(parity.compare(spec, odd_case(spec), dtype, "cpu")) == []
+
+
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope"])
+def test_a_sample_does_not_see_its_batch(name: str, device: torch.device) -> None:
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device)
+    together, _ = parity.run_forward(spec, spec.op, inputs)
+    shared = ("cos", "sin")
+    alone = {k: v[1:2] if isinstance(v, Tensor) and v.ndim > 1 and k not in shared else v for k, v in inputs.items()}
+    for one, all_rows in zip(parity.run_forward(spec, spec.op, alone)[0], together, strict=True):
+        assert len(all_rows) > 1 and torch.equal(one[0], all_rows[1])
+
+
+@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
+def test_no_tokens(name: str, device: torch.device) -> None:
+    spec = SPECS[name]
+    inputs = inputs_of(spec, device, Case(id="none", shape={"batch": 2, "tokens": 0, "width": 16}))
+    results = parity.run(spec, spec.op, inputs, cotangents_of(spec, inputs))
+    assert results[0][1].shape == (2, 0, 16) and not any(value.any() for _, value in results)
 
 
 @pytest.mark.parametrize("name", ["adaln", "gated_residual_adaln", "qk_norm_rope"])
@@ -140,7 +159,9 @@ def test_inputs_beyond_two_to_the_31_elements(name: str, dims: tuple[int, int, i
 
 @each_op
 def test_operators_pass_opcheck(spec: OpSpec, device: torch.device) -> None:
-    inputs = inputs_of(spec, device)
+    # The smallest case: shapes are another test's matter, and the operators run dozens of times.
+    case = min(spec.test_cases, key=lambda case: math.prod(case.shape.values()))
+    inputs = inputs_of(spec, device, case)
     cotangents = cotangents_of(spec, inputs)
     with Recorder() as recorder:
         parity.run(spec, spec.op, inputs, cotangents)
@@ -189,9 +210,15 @@ def test_inductor_compiles_a_permuted_input_on_a_cpu(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(compiled(**inputs), spec.reference(**inputs) + 1)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.differentiable], ids=lambda spec: spec.name)
-@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_selective_checkpointing(spec: OpSpec, policy: CheckpointPolicy, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *((spec.name, CheckpointPolicy.MUST_SAVE) for spec in SPECS.values() if spec.differentiable),
+        ("gated_residual_adaln", CheckpointPolicy.PREFER_RECOMPUTE),
+    ],
+)
+def test_selective_checkpointing(name: str, policy: CheckpointPolicy, device: torch.device) -> None:
+    spec = SPECS[name]
     inputs = inputs_of(spec, device)
     with Recorder() as recorder:
         parity.run_forward(spec, spec.op, inputs)
@@ -236,11 +263,6 @@ def test_a_pass_is_one_operator(spec: OpSpec) -> None:
         assert (forward.operators, backward.operators) == (1, 1 if spec.differentiable else 0), case
 
 
-@each_op
-def test_bench_cases_begin_with_shapes_a_and_b(spec: OpSpec) -> None:
-    assert [case.id for case in spec.bench_cases[:2]] == ["A", "B"]
-
-
 @pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
 @pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
 def test_frozen_modulation_costs_nothing(
@@ -266,7 +288,7 @@ def test_frozen_modulation_costs_nothing(
     assert backward.total // unit == {"adaln": 3, "gated_residual": 2, "gated_residual_adaln": 5}[name]
 
 
-@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope"])
+@pytest.mark.parametrize("name", ["gated_residual_adaln", "qk_norm_rope"])
 def test_single_gradients(name: str, device: torch.device) -> None:
     spec = SPECS[name]
     inputs = inputs_of(spec, device)
@@ -316,18 +338,6 @@ def test_comparison_fails_a_wrong_gradient(device: torch.device) -> None:
     for dtype in spec.dtypes:
         failed = parity.failures(parity.compare(spec, odd_case(spec), dtype, device, op=wrong))
         assert len(failed) == 1 and failed[0].startswith("d x")
-
-
-def test_comparison_fails_truncation(device: torch.device) -> None:
-    # Truncation to bfloat16 has twice the error of rounding to nearest.
-    spec = SPECS["gelu_tanh"]
-
-    def truncated(x: Tensor) -> Tensor:
-        bits = spec.reference(x.detach().float()).view(torch.int32) & -(2**16)
-        return spec.reference(x) * 0 + bits.view(torch.float32).to(x.dtype)
-
-    failed = parity.failures(parity.compare(spec, odd_case(spec), torch.bfloat16, device, op=truncated))
-    assert failed[0].startswith("out 0")
 
 
 def test_comparison_fails_an_unwritten_element(device: torch.device) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
-from sage_kernels import gaussian_log_prob, reference, sde_step, sde_step_log_prob
+from sage_kernels import gaussian_log_prob, sde_step, sde_step_log_prob
 from sage_kernels.ops import sde_step as module
 from sage_kernels.reference.philox import philox_normal
 
@@ -16,18 +15,6 @@ IDS = torch.tensor([[11, 12, 4], [13, 14, 4], [15, 16, 4]])
 def latents(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(count)]
-
-
-@pytest.mark.parametrize("sde_type", SDE_TYPES)
-def test_every_sampler_takes_its_own_step(sde_type: str, device: torch.device) -> None:
-    x, v = latents(2)
-    table = transition_table(sde_type, sigma_schedule(6, 5.0), 0.5)
-    for step in range(table.num_steps):
-        a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
-        ids = IDS if std else None
-        expected = reference.sde_step(x, v, ids, a, b, std)
-        given = sde_step(x.to(device), v.to(device), ids if ids is None else ids.to(device), a, b, std)
-        torch.testing.assert_close(given.cpu(), expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

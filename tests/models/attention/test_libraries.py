@@ -1,14 +1,15 @@
 """The calls of the libraries that need a GPU, against stand-ins for them.
 
-Each stand-in has the signature of the real function (flash-attn 2.8, FlashAttention-3 3.0, flash-attn-4, xformers
+Each stand-in has the parameters of the real function (flash-attn 2.8, FlashAttention-3 3.0, flash-attn-4, xformers
 0.0.33, torch 2.13), refuses what is not dense attention, and computes with what arrives under each name, so that a
 swapped argument is a wrong number.
 """
 
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,121 +32,97 @@ def backward_of(*arguments: Tensor, scale: float) -> tuple[Tensor, Tensor, Tenso
     return LIBRARIES["reference"].backward(*arguments, deterministic=False)
 
 
-def all_absent(arguments: dict[str, Any], *names: str) -> None:
-    assert all(arguments[name] is None for name in names)
+class Interface(NamedTuple):
+    """The two functions of a library by name and parameters; those behind | have a default."""
+
+    module: str
+    forward: str
+    forward_parameters: str
+    backward: str
+    backward_parameters: str
 
 
-def flash2_module(seen: dict[str, Any]) -> types.ModuleType:
-    def _flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax,
-    ):  # fmt: skip
-        assert (dropout_p, causal, window_size_left, window_size_right, softcap) == (0.0, False, -1, -1, 0.0)
-        assert alibi_slopes is None and return_softmax is False
-        return *forward_of(q, k, v, softmax_scale), torch.empty(0), torch.empty(2, dtype=torch.int64)
+INTERFACES = {
+    "flash2": Interface(
+        "flash_attn.flash_attn_interface",
+        "_flash_attn_forward",
+        "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes return_softmax",
+        "_flash_attn_backward",
+        "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal window_size_left window_size_right softcap "
+        "alibi_slopes deterministic | rng_state",
+    ),
+    "flash3": Interface(
+        "flash_attn_interface",
+        "_flash_attn_forward",
+        "q k v | k_new v_new qv out_ cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q "
+        "max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale "
+        "v_descale softmax_scale causal",
+        "_flash_attn_backward",
+        "dout q k v out softmax_lse | cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv "
+        "softmax_scale is_causal window_size_left window_size_right softcap deterministic",
+    ),
+    "flash4": Interface(
+        "flash_attn.cute.interface",
+        "_flash_attn_fwd",
+        "q k v | cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k page_table softmax_scale "
+        "causal return_lse",
+        "_flash_attn_bwd",
+        "q k v out dout lse | softmax_scale causal softcap window_size_left window_size_right deterministic dq dk dv",
+    ),
+    "xformers": Interface(
+        "xformers.ops.fmha",
+        "memory_efficient_attention_forward_requires_grad",
+        "query key value | attn_bias p scale",
+        "memory_efficient_attention_backward",
+        "grad output lse query key value | attn_bias p scale",
+    ),
+}
+ROLES = {"query": "q", "key": "k", "value": "v", "dout": "grad", "output": "out"}
+ROLES |= {"softmax_lse": "lse", "softmax_scale": "scale"}
 
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        assert (dropout_p, causal, window_size_left, window_size_right, softcap) == (0.0, False, -1, -1, 0.0)
-        assert alibi_slopes is None and rng_state is None
-        seen["deterministic"] = deterministic
-        results = backward_of(dout, q, k, v, out, softmax_lse, scale=softmax_scale)
-        for buffer, result in zip((dq, dk, dv), results, strict=True):
+
+def stand_in(parameters: str, seen: dict[str, Any]) -> Callable[..., Any]:
+    """A function of these parameters that refuses what is not dense attention."""
+    required, _, optional = (part.split() for part in parameters.partition("|"))
+    names = required + optional
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        assert len(given) == len(args) and not given.keys() & options.keys()
+        given |= options
+        assert set(required) <= given.keys() <= set(names)
+        given = {ROLES.get(name, name): value for name, value in given.items()}
+        scale = given.pop("scale")
+        seen["deterministic"] = given.pop("deterministic", False)
+        assert given.pop("return_lse", True) is True
+        buffers = [given.pop(name) for name in ("dq", "dk", "dv") if name in given]
+        tensors = [given.pop(name) for name in ("grad", "q", "k", "v", "out", "lse") if name in given]
+        assert all(value in (None, False, 0.0, -1) for value in given.values()), given
+        if len(tensors) == 3:
+            return forward_of(*tensors, scale)
+        results = backward_of(*tensors, scale=scale)
+        for buffer, result in zip(buffers, results, strict=False):
             buffer.copy_(result)
-        return torch.empty(0)
+        return torch.empty(0) if buffers else results
 
-    fake = types.ModuleType("flash_attn.flash_attn_interface")
-    fake._flash_attn_forward, fake._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    return call
+
+
+def module_of(backend: str, seen: dict[str, Any]) -> types.ModuleType:
+    interface = INTERFACES[backend]
+    forward = stand_in(interface.forward_parameters, seen)
+
+    def padded(*args: Any, **options: Any) -> tuple[Any, ...]:
+        """Results as the library gives them: more of them, or rows of the lse that end at a multiple of 32."""
+        out, lse = forward(*args, **options)
+        if backend == "xformers":
+            return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        return (out, lse) if backend == "flash4" else (out, lse, torch.empty(0), None)
+
+    fake = types.ModuleType(interface.module)
+    setattr(fake, interface.forward, padded)
+    setattr(fake, interface.backward, stand_in(interface.backward_parameters, seen))
     return fake
-
-
-def flash3_module(seen: dict[str, Any]) -> types.ModuleType:
-    def _flash_attn_forward(
-        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None,
-        kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None,
-        k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1,
-        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
-        sm_margin=0,
-    ):  # fmt: skip
-        all_absent(locals(), "k_new", "out_", "cu_seqlens_q", "max_seqlen_k", "seqlens_rotary", "v_descale")
-        assert (causal, window_size_left, window_size_right, attention_chunk, softcap) == (False, -1, -1, 0, 0.0)
-        return *forward_of(q, k, v, softmax_scale), torch.tensor([]), torch.tensor([])
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        all_absent(locals(), "cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k")
-        assert (is_causal, window_size_left, window_size_right, softcap) == (False, -1, -1, 0.0)
-        seen["deterministic"] = deterministic
-        results = backward_of(dout, q, k, v, out, softmax_lse, scale=softmax_scale)
-        for buffer, result in zip((dq, dk, dv), results, strict=True):
-            buffer.copy_(result)
-        return torch.empty(0)
-
-    fake = types.ModuleType("flash_attn_interface")
-    fake._flash_attn_forward, fake._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    return fake
-
-
-def flash4_module(seen: dict[str, Any]) -> types.ModuleType:
-    def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-        window_size_right=None, learnable_sink=None, m_block_size=128, n_block_size=128, num_threads=384,
-        num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None,
-        cu_total_m_blocks=None, cu_total_n_blocks=None, return_lse=False, out=None, lse=None, aux_tensors=None,
-    ):  # fmt: skip
-        all_absent(locals(), "cu_seqlens_q", "seqused_k", "window_size_left", "softcap", "out", "lse")
-        assert (causal, num_splits) == (False, 1)
-        out, lse = forward_of(q, k, v, softmax_scale)
-        return out, lse if return_lse else None
-
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
-        num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
-        AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
-        score_mod_bwd=None, mask_mod=None, aux_tensors=None, block_sparse_tensors=None,
-    ):  # fmt: skip
-        all_absent(locals(), "cu_seqlens_q", "seqused_k", "window_size_left", "dq")
-        assert (causal, softcap) == (False, 0.0)
-        seen["deterministic"] = deterministic
-        return backward_of(dout, q, k, v, out, lse, scale=softmax_scale)
-
-    fake = types.ModuleType("flash_attn.cute.interface")
-    fake._flash_attn_fwd, fake._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
-    return fake
-
-
-def xformers_module(seen: dict[str, Any]) -> types.ModuleType:
-    def memory_efficient_attention_forward_requires_grad(
-        query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
-    ):
-        assert attn_bias is None and p == 0.0 and op is None
-        out, lse = forward_of(query, key, value, scale)
-        # The CUTLASS kernel's rows end at a multiple of 32.
-        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-
-    def memory_efficient_attention_backward(
-        grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
-    ):
-        assert attn_bias is None and p == 0.0 and op is None
-        seen["deterministic"] = False
-        return backward_of(grad, query, key, value, output, lse, scale=scale)
-
-    fake = types.ModuleType("xformers.ops.fmha")
-    fake.memory_efficient_attention_forward_requires_grad = memory_efficient_attention_forward_requires_grad
-    fake.memory_efficient_attention_backward = memory_efficient_attention_backward
-    return fake
-
-
-FAKES = {"flash2": flash2_module, "flash3": flash3_module, "flash4": flash4_module, "xformers": xformers_module}
 
 
 def run_calls(backend: str, inputs: Inputs, deterministic: bool = False) -> tuple[Tensor, ...]:
@@ -157,12 +134,12 @@ def run_calls(backend: str, inputs: Inputs, deterministic: bool = False) -> tupl
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("backend", FAKES)
+@pytest.mark.parametrize("backend", INTERFACES)
 def test_calls_of_a_library_fit_its_signature(
     monkeypatch: pytest.MonkeyPatch, backend: str, deterministic: bool
 ) -> None:
     seen: dict[str, Any] = {}
-    fake = FAKES[backend](seen)
+    fake = module_of(backend, seen)
     parents = fake.__name__.split(".")[:-1]
     for depth in range(1, len(parents) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parents[:depth]), types.ModuleType(".".join(parents[:depth])))

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_fast.config.load import load_config
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.start import start_world
-from sage_fast.distributed.world import set_group_timeouts
 from sage_fast.models.hunyuan15 import text_encoders as conditioning
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.records import PromptEmbeds
-from sage_fast.run.run import build_trainer
-from tests.distributed.ranks import peak_bytes, run_ranks, try_ranks
+from tests.distributed.ranks import run_ranks, try_ranks
 from tests.tiny.checkpoints import GLYPH_DIM, TEXT_DIM, copy_tree
 
 QUOTING = 'a sign that says "open" and “late”'
@@ -233,39 +229,32 @@ def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_
 
 
 def encode_on_a_rank(
-    checkpoint: str, cache: str, texts: list[str], dies_after: int | None, pause: float, timeout: float
-) -> tuple[list[str], list[tuple[int, int]], list[int]]:
-    """Texts that this rank has encoded, the lengths it got, and the progress it has heard of.
-
-    Rank 1 pauses before it writes a prompt, and is killed when it has written some.
-    """
+    checkpoint: str, cache: str, texts: list[str], dies_after: int | None
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Texts that this rank has encoded, and the lengths it got. Rank 1 is killed when it has written some."""
     world = start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
-    encoder, encoded, heard = encoder_of(Path(checkpoint), Path(cache), batch_size=1), [], []
+    encoder, encoded = encoder_of(Path(checkpoint), Path(cache), batch_size=1), []
     write = encoder._write
 
-    def slowly(text: str, embeds: PromptEmbeds) -> None:
-        if world.rank == 1:
-            time.sleep(pause)
-            if len(encoded) == dies_after:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def observed(text: str, embeds: PromptEmbeds) -> None:
+        if world.rank == 1 and len(encoded) == dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
         write(text, embeds)
         encoded.append(text)
 
-    encoder._write = slowly  # type: ignore[method-assign]
+    encoder._write = observed  # type: ignore[method-assign]
     conditioning.ROUND_SECONDS = 0.2
-    set_group_timeouts(timeout)
-    lengths = encoder.prepare(texts, world, lambda done, total: heard.append(done))
-    return encoded, lengths, heard
+    return encoded, encoder.prepare(texts, world)
 
 
 def test_ranks_share_the_encoding_and_go_on_after_a_kill(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     texts = ["", *(f"a cat says {'“miau” ' * (n % 2)}{'and ' * n}" for n in range(9))]
     arguments = str(diffusers_checkpoint), str(tmp_path / "cache"), texts
-    (first, _), (second, _) = try_ranks(encode_on_a_rank, 2, *arguments, 2, 0.0, 60.0)
+    (first, _), (second, _) = try_ranks(encode_on_a_rank, 2, *arguments, 2)
     assert (first, second) == ("error", "gone")
     cached = {path.name for path in (tmp_path / "cache").glob("*/*.safetensors")}
     assert 2 <= len(cached) <= 7
-    (one, lengths, _), (other, same, _) = run_ranks(encode_on_a_rank, 2, *arguments, None, 0.0, 60.0)
+    (one, lengths), (other, same) = run_ranks(encode_on_a_rank, 2, *arguments, None)
     encoder = encoder_of(diffusers_checkpoint, tmp_path / "cache")
     assert one and other and len(one + other) == len({*one, *other}) == len(texts) - len(cached)
     assert not cached & {encoder.path_of(text).name for text in one + other}
@@ -273,67 +262,6 @@ def test_ranks_share_the_encoding_and_go_on_after_a_kill(diffusers_checkpoint: P
     assert lengths == same == [embeds.lengths for embeds in alone]
     for ours, expected in zip(encoder.encode(texts), alone, strict=True):
         assert_same(ours, expected)
-
-
-@pytest.mark.slow
-def test_encoding_may_take_longer_than_a_collective_may_wait(diffusers_checkpoint: Path, tmp_path: Path) -> None:
-    """A rank that is done waits for the other, but never longer than for a round of it."""
-    texts = [f"a cat {n}" for n in range(12)]
-    start = time.monotonic()
-    results = run_ranks(
-        encode_on_a_rank, 2, str(diffusers_checkpoint), str(tmp_path), texts, None, 3.0, 10.0, timeout=200
-    )
-    assert time.monotonic() - start > 18
-    for encoded, _, heard in results:
-        assert len(encoded) == 6 and heard == sorted(heard) and len(set(heard)) >= 6
-
-
-def start_of_a_rollout(small: str, large: str) -> tuple[int, float]:
-    """Bytes by which a trainer of `large` and its rollouts' prompts raise the resident memory at most; the seconds in
-    which the first of these is ready to be sampled, the best of some. A trainer of `small` has been built before.
-    """
-    build_trainer(load_config(small))
-    before = peak_bytes(anew=True)
-    trainer = build_trainer(load_config(large))
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        assert len(trainer._samples()) == 16
-        seconds.append(time.perf_counter() - start)
-    for trainer.rollouts in range(50):
-        assert len(trainer._samples()) == 16
-    return peak_bytes() - before, min(seconds)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_prompts_stay_on_disk(diffusers_checkpoint: Path, tmp_path: Path) -> None:
-    """33 kB each, which are 655 MB; those of the first rollout have the size of real ones, 1.8 MB."""
-    encoder = encoder_of(diffusers_checkpoint, tmp_path / "cache" / "prompts")
-    texts = ["", *(f"a cat and {n} dogs" for n in range(20_000))]
-    small, real = torch.randn(256, TEXT_DIM), torch.randn(250, 3584).bfloat16()
-    for number, text in enumerate(texts):
-        tensors = {"text": real if 0 < number <= 8 else small, "glyph": torch.zeros(0, GLYPH_DIM)}
-        path = encoder.path_of(text)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata={"prompt": text, "checksum": conditioning._checksum(tensors)})
-    runs = []
-    for count in (8, 20_000):
-        (tmp_path / f"{count}.txt").write_text("\n".join(texts[1 : count + 1]))
-        tree = {
-            "output_dir": str(tmp_path / "run"),
-            "data": {"prompts": str(tmp_path / f"{count}.txt"), "shuffle": False},
-            "model": {"family": "hunyuan15", "path": str(diffusers_checkpoint), "cache_dir": str(tmp_path / "cache")},
-            "video": {"num_frames": 5, "height": 16, "width": 32},
-            "rollout": {"num_steps": 3, "num_generations": 2, "batch_size": 16, "micro_batch_size": 2},
-            "reward": {"rewards": ["tests.models.hunyuan15.test_loading:Brightness"], "weights": {"brightness": 1.0}},
-            "lora": {"rank": 2},
-            "evaluation": {"every": 0},
-        }
-        runs.append(str(tmp_path / f"{count}.yaml"))
-        Path(runs[-1]).write_text(json.dumps(tree))
-    ((growth, seconds),) = run_ranks(start_of_a_rollout, 1, *runs)
-    assert growth < 100e6, growth
-    assert seconds < 0.2, seconds
 
 
 def test_prompts_in_float16_are_kept_apart(encoder: HunyuanPromptEncoder, tmp_path: Path) -> None:

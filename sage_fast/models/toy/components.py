@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,8 +21,8 @@ ASSETS = Path(__file__).parent / "assets"
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "weights.safetensors"
 
-# The class creates these whatever the task. Without glyph and image tokens they never act, and their hidden
-# layer of fixed width 2048 would be two thirds of the file: they are not stored, and loaded as zeros.
+# The class creates these whatever the task. Without glyph and image tokens they never act: they are not stored, and
+# loaded as zeros.
 UNUSED_MODULES = ("context_embedder_2", "image_embedder")
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
@@ -54,6 +55,10 @@ def is_unused(name: str) -> bool:
 def build_transformer(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
     """A freshly initialised float32 transformer in training mode, its unused modules zero."""
     transformer = HunyuanVideo15Transformer3DModel(**config)
+    # The class fixes the hidden width of this one at 2048: two thirds of all weights, for text that no caption quotes.
+    with torch.device("meta"):
+        glyphs = HunyuanVideo15ByT5TextProjection(GLYPH_DIM, GLYPH_DIM, transformer.proj_out.in_features)
+    transformer.context_embedder_2 = glyphs.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             if is_unused(name):

@@ -98,7 +98,7 @@ class StepLoss:
             step.velocity,
             step.velocity if self.velocity_anchor is None else self.velocity_anchor,
             noise_ids(self.keys, step.steps, velocity.device),
-            step.columns(self.advantage.to(velocity.device), self.settings),
+            step.columns(self.advantage.to(velocity.device, non_blocking=True), self.settings),
             loss_settings(self.settings, self.kl_weight, self.position_factor),
         )
         return terms._replace(kl_position=terms.kl_position * self.position_factor)
@@ -108,7 +108,7 @@ class StepLoss:
         with torch.enable_grad():
             leaf = velocity.detach().requires_grad_()
             terms = self.terms(leaf)
-            (result,) = torch.autograd.grad(terms.loss, leaf, row_weights.to(terms.loss))
+            (result,) = torch.autograd.grad(terms.loss, leaf, row_weights.to(terms.loss, non_blocking=True))
         return result, PolicyTerms(*(term.detach() for term in terms))
 
 

@@ -81,7 +81,7 @@ def noise_ids(keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.devi
     if any(not 0 <= step <= MASK32 for step in steps):
         raise ValueError(f"steps are {list(steps)}; each must be between 0 and 2^32 - 1")
     rows = [(*key.words, step) for key, step in zip(keys, steps, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _draw(

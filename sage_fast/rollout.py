@@ -227,7 +227,7 @@ def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tenso
     """The record of step `steps[b]` of sample b, whose state and velocity (B, C, F, H, W) are given."""
 
     def column(values: Tensor) -> Tensor:
-        return values[list(steps)].to(device=latents.device, dtype=torch.float32)
+        return values[list(steps)].float().to(latents.device, non_blocking=True)
 
     return TrajectoryStep(
         latents=latents,

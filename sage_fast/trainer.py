@@ -121,6 +121,9 @@ class Trainer:
         self.on_rollout: Callable[[RolloutRecord], None] = lambda record: None
         """Called on every rank when a rollout is scored; may be replaced between two iterations."""
         self.device = rank_device(config.model.device)
+        # Where torch picks cuDNN's attention by itself, its kernel depends on whether a gradient is wanted, and the
+        # first ratio would not be 1. `model.attention: cudnn` calls it by name and is not affected.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.kernels = select_kernels(config.model.kernels, self.device)
         check_trainable_steps(config.rollout, config.training)
 

@@ -46,6 +46,7 @@ TINY = {
 }
 
 TINY_RUN: dict[str, Any] = {
+    "model": {"device": "cpu"},  # also where there is a GPU: tests make their own tensors on the CPU
     "data": {"prompts": "configs/prompts/toy_train.csv"},
     "video": {"num_frames": 4, "height": 16, "width": 16, "fps": 4},
     "rollout": {
@@ -87,12 +88,17 @@ def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def tiny_run_of(model: Path, folder: Path) -> dict[str, Any]:
+    """Tree of a run of that model, written to `folder / "run"`."""
+    return TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(model), "device": "cpu"}}
+
+
 @pytest.fixture(scope="session")
 def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run of two updates; copy it before changing it."""
     folder = tmp_path_factory.mktemp("finished")
     file = folder / "run.yaml"
-    file.write_text(json.dumps(TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(tiny_model)}}))
+    file.write_text(json.dumps(tiny_run_of(tiny_model, folder)))
     Run(load_config(file)).train()
     return folder / "run"
 
@@ -101,8 +107,7 @@ def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """`tiny_run("--training.mode=full")` is the config of a two-update run in a fresh directory."""
     file = tmp_path / "run.yaml"
-    tree = TINY_RUN | {"output_dir": str(tmp_path / "run"), "model": {"path": str(tiny_model)}}
-    file.write_text(json.dumps(tree))
+    file.write_text(json.dumps(tiny_run_of(tiny_model, tmp_path)))
 
     def make(*overrides: str) -> RunConfig:
         return load_config(file, overrides)

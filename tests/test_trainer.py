@@ -96,6 +96,12 @@ def test_micro_batch_size_changes_nothing_but_rounding(tiny_run: MakeRun) -> Non
         assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999
 
 
+def test_torch_may_not_pick_cudnn_whose_kernel_depends_on_the_gradient(tiny_run: MakeRun) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build_trainer(tiny_run())
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_forwards_per_phase(tiny_run: MakeRun, forwards: list[tuple[int, bool]]) -> None:
     """4 rollout steps, 4 anchor forwards unless the anchor is fresh, 4 training forwards."""
     trainer = build_trainer(tiny_run("--training.anchor_interval=2"))

@@ -53,6 +53,11 @@ def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     come this way), masks select everything.
     """
     name = func.overloadpacket.__name__
+    if name in ("_to_copy", "copy_") and not kwargs.get("non_blocking") and args[2:] != (True,):
+        # To the device: a copy from memory that is not pinned waits for all work, unless it may be staged.
+        copied, target = args[name == "copy_"], torch.device(kwargs.get("device") or args[0].device)
+        if copied.device.type == "cpu" and target.type == "meta":
+            return [func(*args, **kwargs)]
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     if not any(tensor.device.type == "meta" for tensor in tensors):
         return []

@@ -172,6 +172,9 @@ class WeightSnapshot:
             self._exchange()
 
     def _exchange(self) -> None:
+        if any(p.device.type == "cpu" for p in self._parameters.values()) and torch.cuda.is_available():
+            # With `cpu_offload` copies to the GPU that are queued still read the pinned shards that change here.
+            torch.cuda.synchronize()
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
                 # FSDP2 gathers from the storage that it made itself.

@@ -91,7 +91,9 @@ def parallelize(
     if (sharded or zero) and model.adaln == "auto":
         # `auto` would make a table whenever the weights happen to be gathered.
         model = replace(model, adaln="weights")
-    acceleration = backbone(transformer).choose_forward(transformer, model)
+    # Weights that will be sharded are still on the CPU, in their masters' type.
+    dtype = getattr(torch, distributed.param_dtype) if full else transformer.dtype
+    acceleration = backbone(transformer).choose_forward(transformer, model, computes_in=(device, dtype))
     # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
     if world.sp > 1:
         if acceleration is None:

@@ -66,7 +66,7 @@ class VideoDecoder(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB videos.
+        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB videos on the CPU.
 
         A function of each sample by itself, so that a batch may be split over processes.
         """

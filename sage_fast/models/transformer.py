@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.registry import TRANSFORMERS, resolve
-from sage_fast.config.sections import ModelConfig
 from sage_fast.models.attention.joint import SequenceLayout
 
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
@@ -53,8 +52,10 @@ class Backbone:
     dead_modules: modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
         Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
     adaln_layers: layers of all blocks whose output is a function of the noise level alone.
-    choose_forward: gives the transformer the fused forward, or leaves it its own (`model.forward: stock`, None).
-        `undo` of the handle is needed before an adapter is added. ConfigError for an attention backend that cannot run;
+    choose_forward: (transformer, model section) gives the transformer the fused forward, or leaves it its own
+        (`model.forward: stock`, None).
+        `undo` of the handle is needed before an adapter is added. `computes_in` is the (device, dtype) of its inputs,
+        where that is not the weights' yet. ConfigError for an attention backend that cannot run;
         ValueError for options or a variant that the fused forward does not support.
     named_adapter: a LoRA adapter by diffusers' names, with alpha = rank, by the names of a layout.
 
@@ -66,7 +67,7 @@ class Backbone:
     velocity: Callable[..., Tensor]
     dead_modules: Callable[[Any], tuple[str, ...]]
     adaln_layers: Callable[[Any], list[nn.Module]]
-    choose_forward: Callable[[Any, ModelConfig], FusedForward | None]
+    choose_forward: Callable[..., FusedForward | None]
     named_adapter: Callable[[Mapping[str, Tensor], Layout], dict[str, Tensor]]
 
 

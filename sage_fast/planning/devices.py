@@ -65,9 +65,8 @@ class Device:
         if dtype == "float32":
             product = self.matmul_float32 * 1e12
             return product, product / 2, product / 2, "float32 attention at half the rate of products"
-        chosen = backend if backend in self.attention else next(iter(self.attention))
-        if backend in ("sdpa", "xformers"):
-            chosen = "flash2"
+        kin = "flash2" if backend in ("sdpa", "xformers") else backend  # both run its kernels
+        chosen = next(name for name in (backend, kin, *self.attention) if name in self.attention)
         forward, backward = self.attention[chosen]
         return self.matmul * 1e12, forward * 1e12, backward * 1e12, f"{chosen} {forward:.0f}/{backward:.0f} TFLOP/s"
 
@@ -154,7 +153,7 @@ def measure_cpu(memory_gb: float) -> Device:
         memory_gb=memory_gb,
         matmul=product,
         matmul_float32=product,
-        attention={"sdpa": (product / 2, product / 2), "flash2": (product / 2, product / 2)},
+        attention={"sdpa": (product / 2, product / 2)},
         bandwidth=bandwidth,
         link=0.0,
         network=0.0,

@@ -82,8 +82,8 @@ def add_lora(
         target_modules=lora_targets(transformer, target_modules),
         init_lora_weights=True,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # adapters are made on the CPU
         transformer.add_adapter(config)
     for parameter in transformer.parameters():
         if parameter.requires_grad:

@@ -38,7 +38,7 @@ class Reward(Protocol):
         """Score a batch.
 
         Args:
-            videos: (B, F, 3, H, W) uint8 RGB.
+            videos: (B, F, 3, H, W) uint8 RGB, on the CPU.
             prompts: B texts.
 
         Returns:

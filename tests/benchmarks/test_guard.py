@@ -158,6 +158,12 @@ def a_sync_in_every_phase(patch: Patch, folder: Path) -> None:
     in_every_method_of_the_gradient(patch, lambda policy: next(policy.transformer.parameters()).sum().item())
 
 
+def a_blocking_copy_in_every_phase(patch: Patch, folder: Path) -> None:
+    in_every_method_of_the_gradient(
+        patch, lambda policy: torch.ones(3).to(next(policy.transformer.parameters()).device)
+    )
+
+
 def a_second_update(patch: Patch, folder: Path) -> None:
     step = OptimizerSet.step
 
@@ -236,6 +242,7 @@ MUTATIONS: dict[str, Mutation] = {
     "additional forwards": (additional_forwards, ["iteration.forwards/*", "iteration.forwards_elsewhere/*"]),
     "a second update": (a_second_update, ["iteration.optimizer_updates/*"]),
     "a sync in every phase": (a_sync_in_every_phase, ["loop.host_syncs/*"]),
+    "a blocking copy in every phase": (a_blocking_copy_in_every_phase, ["loop.host_syncs/*"]),
     "a collective": (a_collective, ["loop.collectives/*"]),
     "a register more": (rewritten_kernels(lambda row: {"registers": row["registers"] + 1}), ["kernels.registers/*"]),
     "local memory": (rewritten_kernels(lambda row: {"local": 8}), ["kernels.local_memory"]),

@@ -28,7 +28,7 @@ def test_prompts_in_any_script_go_all_the_way(tmp_path: Path) -> None:
     tree = TINY_RUN | {
         "data": {"prompts": str(tmp_path / "prompts.txt")},
         "output_dir": str(tmp_path / "run"),
-        "model": {"family": "hunyuan15", "path": str(tmp_path / "model")},
+        "model": {"family": "hunyuan15", "path": str(tmp_path / "model"), "device": "cpu"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
         "reward": {"rewards": [reward], "weights": {"brightness": 1.0}},
         "training": {"num_updates": 1},

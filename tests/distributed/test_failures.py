@@ -30,7 +30,7 @@ def run_file(tiny_model: Path, folder: Path, **sections: dict[str, Any]) -> Path
     tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
     tree["training"] = {"num_updates": UPDATES}
     tree["checkpoint"] = {"every": 1, "keep_last": 3}
-    tree["model"] = {"path": str(tiny_model), "adaln": "weights"}
+    tree["model"] = {"path": str(tiny_model), "adaln": "weights", "device": "cpu"}
     tree["num_threads"] = 1
     tree["distributed"] = {"startup_timeout_seconds": 60, "timeout_seconds": 20}
     for name, section in sections.items():

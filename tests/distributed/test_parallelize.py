@@ -25,7 +25,7 @@ def write_run(model: Path, folder: Path) -> str:
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
     tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
     tree["training"] = {"mode": "full", "num_updates": 2}
-    tree |= {"model": {"path": str(model), "adaln": "weights"}, "output_dir": str(folder / "run")}
+    tree |= {"model": {"path": str(model), "device": "cpu", "adaln": "weights"}, "output_dir": str(folder / "run")}
     file = folder / "run.yaml"
     file.write_text(json.dumps(tree))
     return str(file)

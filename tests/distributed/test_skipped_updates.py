@@ -62,7 +62,7 @@ def test_a_rank_with_nan_makes_all_skip_and_none_remember(layout: str, tiny_mode
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
     tree["training"] |= {"skip_nonfinite_updates": 1}
     tree["rollout"] |= {"batch_size": 2, "micro_batch_size": 2}
-    tree |= {"model": {"path": str(tiny_model)}, "output_dir": str(tmp_path / "run")}
+    tree |= {"model": {"path": str(tiny_model), "device": "cpu"}, "output_dir": str(tmp_path / "run")}
     words = list(LAYOUTS[layout])
     if "zero" in layout:
         pytest.importorskip("deepspeed")

@@ -77,7 +77,7 @@ def settings(model: Path, folder: Path, mode: str) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = json.loads(json.dumps({k: v for k, v in TINY_RUN.items()}))
     sections["rollout"] |= {"num_generations": 4, "batch_size": VIDEOS, "micro_batch_size": 2}
     # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
-    sections["model"] = {"path": str(model), "adaln": "weights"}
+    sections["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
     sections["objective"] = {"kl_mode": "dual"}
     sections["reward"] = {
         "rewards": ["tests.distributed.rewards:BrightShare"],

@@ -46,6 +46,7 @@ def test_the_host_may_copy_and_read_what_it_has() -> None:
     with Record() as record:
         torch.ones(2)[torch.tensor([True, False])].sum().item()
         torch.ones(2, device="meta").to(torch.bfloat16)
+        torch.ones(2).to("meta", non_blocking=True)
     assert record.syncs == []
 
 
@@ -55,6 +56,8 @@ def test_the_host_may_copy_and_read_what_it_has() -> None:
         (lambda x: x.sum().item(), "_local_scalar_dense"),
         (lambda x: bool(x[0]), "_local_scalar_dense"),
         (lambda x: x.cpu(), "_to_copy"),
+        (lambda x: torch.ones(3).to(x), "_to_copy"),
+        (lambda x: x.copy_(torch.ones(3)), "copy_"),
         (lambda x: torch.empty(3).copy_(x), "copy_"),
         (lambda x: x[x > 0], "index"),
         (lambda x: x.masked_select(x > 0), "masked_select"),

@@ -181,7 +181,11 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
     """Both branches of guidance in one pull, which is what is special of it: gradients are summed once."""
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
     tree["rollout"] |= {"num_generations": 4, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
-    tree |= {"model": {"path": str(tiny_model)}, "objective": {"kl_mode": "none"}, "evaluation": {"every": 0}}
+    tree |= {
+        "model": {"path": str(tiny_model), "device": "cpu"},
+        "objective": {"kl_mode": "none"},
+        "evaluation": {"every": 0},
+    }
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(tree))
     first, second = run_ranks(count_collectives, 2, str(file))

@@ -109,6 +109,16 @@ def test_what_is_written_is_read(tmp_path):
     assert (read[inner].int() - video[inner].int()).abs().max() <= 6
 
 
+@pytest.mark.slow
+def test_the_same_video_is_the_same_file(tmp_path):
+    video = torch.randint(0, 256, (8, 3, 66, 98), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    files = set()
+    for number in range(100):
+        write_video(tmp_path / "a.mp4", video[:, :, : 66 - number % 2].contiguous(), 8)
+        files.add((number % 2, (tmp_path / "a.mp4").read_bytes()))
+    assert len(files) == 2
+
+
 def test_a_file_that_is_no_video_is_an_error(tmp_path):
     (tmp_path / "a.mp4").write_text("not a video")
     with pytest.raises(OSError, match="Delete it"):

@@ -286,7 +286,7 @@ def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     tree = TINY_RUN | {
         "data": {"prompts": str(folder / "prompts.txt")},
         "output_dir": str(folder / "run"),
-        "model": {"family": "hunyuan15", "path": str(folder / "model"), "forward": "stock"},
+        "model": {"family": "hunyuan15", "path": str(folder / "model"), "device": "cpu", "forward": "stock"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
         "lora": {"rank": 2, "alpha": 3, "target_modules": LAYERS},
         "optimizer": {"name": "adamw", "learning_rate": 0.05},

@@ -42,7 +42,11 @@ def velocity(
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
         call: Any = transformer
-        packed: Tensor = call(hidden_states=latents, timestep=sigma * 1000.0, prompts=prompts, return_dict=False)[0]
+        timestep = sigma * 1000.0
+        if call._acceleration.adaln == "weights":
+            # No table reads it on the host, and FSDP2 would wait for its copy.
+            timestep = timestep.to(latents.device, non_blocking=True)
+        packed: Tensor = call(hidden_states=latents, timestep=timestep, prompts=prompts, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
@@ -90,7 +94,11 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
     )
 
 
-def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig) -> Acceleration | None:
+def choose_forward(
+    transformer: HunyuanVideo15Transformer3DModel,
+    model: ModelConfig,
+    computes_in: tuple[torch.device, torch.dtype] | None = None,
+) -> Acceleration | None:
     """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
 
     Returns:
@@ -111,6 +119,7 @@ def choose_forward(transformer: HunyuanVideo15Transformer3DModel, model: ModelCo
         checkpointing=model.settled_checkpointing,
         deterministic=model.deterministic,
         adaln=model.adaln,
+        computes_in=computes_in,
     )
 
 

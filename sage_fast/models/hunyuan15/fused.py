@@ -340,6 +340,7 @@ def accelerate(
     checkpointing: Checkpointing = "none",
     deterministic: bool = False,
     adaln: AdaLN = "auto",
+    computes_in: tuple[torch.device, torch.dtype] | None = None,
 ) -> Acceleration:
     """Give one transformer the fused forward, for training and for generating.
 
@@ -354,6 +355,7 @@ def accelerate(
         checkpointing: what blocks save for the backward pass, see `block.py`.
         deterministic: only attention backends whose backward gives the same bits every time.
         adaln: where the timestep modulation comes from: `weights`, `table`, `offload` or `auto`, see `ModelConfig`.
+        computes_in: device and dtype of the blocks' inputs; None for those that the weights have now.
 
     Returns:
         The handle whose `undo()` restores diffusers' forward, as does the end of a `with` over it.
@@ -377,10 +379,10 @@ def accelerate(
         deterministic=deterministic,
         adaln=adaln,
     )
-    weight = next(transformer.parameters())
-    if weight.device.type != "meta":
+    device, dtype = computes_in or (next(transformer.parameters()).device, transformer.dtype)
+    if device.type != "meta":
         # Options that cannot be satisfied are refused now, not in the middle of a run.
-        acceleration.settings(weight.device, transformer.dtype)
+        acceleration.settings(device, dtype)
     acceleration.install()
     return acceleration
 

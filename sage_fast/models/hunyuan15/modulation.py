@@ -68,7 +68,7 @@ class ModulationTable:
             if timestep not in self._rows:
                 # Rows computed in inference mode, while generating, must serve training as well.
                 with torch.inference_mode(False):
-                    embedded = self.embed(torch.tensor([timestep], dtype=torch.float32, device=device))
+                    embedded = self.embed(torch.tensor([timestep], dtype=torch.float32).to(device, non_blocking=True))
                     self._rows[timestep] = torch.stack([_apply(layer, embedded)[0] for layer in self.layers])
         return torch.stack([self._rows[timestep] for timestep in timesteps], dim=1)
 

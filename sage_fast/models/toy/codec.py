@@ -61,7 +61,7 @@ class PatchCodec:
         return (blocks @ self._basis.T.to(videos.device)).permute(0, 4, 1, 2, 3).contiguous()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """float (B, 96, F, H, W) -> uint8 (B, 2F, 3, 4H, 4W), clipped. ValueError for another shape."""
+        """float (B, 96, F, H, W) -> uint8 (B, 2F, 3, 4H, 4W) on the CPU, clipped. ValueError for another shape."""
         if latents.ndim != 5 or latents.shape[1] != LATENT_CHANNELS:
             raise ValueError(f"Expected latents (B, {LATENT_CHANNELS}, F, H, W), got {tuple(latents.shape)}.")
         batch, _, f, h, w = latents.shape
@@ -70,4 +70,4 @@ class PatchCodec:
         pixels = blocks.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(
             batch, f * PATCH_FRAMES, 3, h * PATCH_HEIGHT, w * PATCH_WIDTH
         )
-        return to_uint8(pixels * PIXEL_STD + self._mean.to(latents.device))
+        return to_uint8(pixels * PIXEL_STD + self._mean.to(latents.device)).cpu()

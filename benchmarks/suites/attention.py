@@ -21,7 +21,7 @@ from benchmarks.errors import relative_error, verdict
 from benchmarks.results import Record, Result
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.workload import HUNYUAN_VIDEO_15, SHAPES, SMOKE, TINY, Shape, attention_backend
-from sage_fast.models.attention.attention import attention, attention_backward, backend_report
+from sage_fast.models.attention.attention import attention, backend_report
 
 SUITE = "attention"
 ALLOWED = 3.0
@@ -51,7 +51,7 @@ def gradients(tensors: Sequence[Tensor], backend: str) -> list[Tensor]:
     """[out, dq, dk, dv] for [q, k, v, gradient of out]."""
     q, k, v, grad = tensors
     out, lse = attention(q, k, v, backend=backend)
-    return [out, *attention_backward(grad, q, k, v, out, lse, backend=backend)]
+    return [out, *torch.ops.sage_fast.attention_backward(grad, q, k, v, out, lse, backend, False)]
 
 
 def exact(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -104,7 +104,7 @@ def time_backend(session: Session, backend: str, shape: Shape, config: Mapping[s
     out, lse = attention(q, k, v, backend=backend)
     calls = {
         "forward": lambda: attention(q, k, v, backend=backend),
-        "backward": lambda: attention_backward(grad, q, k, v, out, lse, backend=backend),
+        "backward": lambda: torch.ops.sage_fast.attention_backward(grad, q, k, v, out, lse, backend, False),
     }
     rows = []
     for direction, call in calls.items():

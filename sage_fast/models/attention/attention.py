@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.models.attention.libraries import LIBRARIES, Backend, dtype_names, lse_dtype
+from sage_fast.models.attention.libraries import LIBRARIES, Backend, Use, dtype_names, lse_dtype
 
-__all__ = ["BACKENDS", "Backend", "attention", "attention_backward", "backend_report", "resolve_backend"]
+__all__ = ["BACKENDS", "Backend", "attention", "backend_report", "resolve_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,19 +83,20 @@ def resolve_backend(
     Raises:
         ConfigError: an unknown name, or a backend that cannot run there; says why and what to do.
     """
-    device = torch.device(device)
+    use = Use(torch.device(device), dtype, head_dim, deterministic)
     if name == "auto":
-        return _fastest(device, dtype, head_dim, deterministic)
+        return _fastest(use)
     if name not in LIBRARIES:
         raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
-    _require_runnable(name, device, dtype, head_dim, deterministic)
+    _require_runnable(name, use)
     return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> Backend:
+def _fastest(use: Use) -> Backend:
+    device, dtype = use.device, use.dtype
     passed_over: list[str] = []
     for name in _candidates(device, dtype):
-        reason = LIBRARIES[name].unavailable(device, dtype, head_dim, deterministic)
+        reason = LIBRARIES[name].unavailable(use)
         if reason is None:
             if (str(device), name) not in _logged:
                 _logged.add((str(device), name))
@@ -112,26 +113,26 @@ def backend_report(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> dict[str, str | None]:
     """Backends on a device: name -> None if it can run there, else the reason why not."""
-    device = torch.device(device)
-    return {name: LIBRARIES[name].unavailable(device, dtype, head_dim) for name in BACKENDS}
+    use = Use(torch.device(device), dtype, head_dim)
+    return {name: LIBRARIES[name].unavailable(use) for name in BACKENDS}
 
 
 @functools.cache
-def _require_runnable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> None:
+def _require_runnable(name: str, use: Use) -> None:
     """Refuse a backend that cannot run. Cached: the ops ask at every call, and what is installed does not change."""
-    reason = LIBRARIES[name].unavailable(device, dtype, head_dim, deterministic)
+    reason = LIBRARIES[name].unavailable(use)
     if reason is None:
         return
-    others = [other for other in BACKENDS if not LIBRARIES[other].unavailable(device, dtype, head_dim, deterministic)]
+    others = [other for other in BACKENDS if not LIBRARIES[other].unavailable(use)]
     raise ConfigError(
-        f"The attention backend {name!r} cannot run on {device}: {reason}. "
+        f"The attention backend {name!r} cannot run on {use.device}: {reason}. "
         f"Or set model.attention to auto, or to one that can run here: {', '.join(others) or 'none'}."
     )
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
     """`attention` without graph and dispatcher, for callers that differentiate by themselves."""
-    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
+    _require_runnable(backend, Use(q.device, q.dtype, q.shape[-1], deterministic))
     out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
@@ -139,8 +140,17 @@ def call_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: b
 def call_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, backend: str, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward` in the same way."""
-    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
+    """Gradients of `attention`, for callers that write their backward pass by hand.
+
+    Args:
+        grad_out: (B, Nq, H, D), gradient with respect to out; copied if not contiguous.
+        q, k, v: as given to `attention`.
+        out, lse: as returned by it, by the same backend or another.
+
+    Returns:
+        dq (B, Nq, H, D), dk and dv (B, Nk, H, D), contiguous, in q's dtype. Not differentiable again.
+    """
+    _require_runnable(backend, Use(q.device, q.dtype, q.shape[-1], deterministic))
     # Autograd may hand over a broadcast gradient, which no library reads.
     grad_out, lse = grad_out.contiguous(), lse.contiguous()
     library = LIBRARIES[backend]
@@ -212,28 +222,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, deterministic: b
         ConfigError: a backend that cannot run there.
     """
     return _attention(q, k, v, backend, deterministic)
-
-
-def attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    backend: str,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention`, for callers that write their backward pass by hand.
-
-    Args:
-        grad_out: (B, Nq, H, D), gradient with respect to out; copied if not contiguous.
-        q, k, v: as given to `attention`.
-        out, lse: as returned by it, by the same backend or another.
-        backend, deterministic: as there.
-
-    Returns:
-        dq (B, Nq, H, D), dk and dv (B, Nk, H, D), contiguous, in q's dtype. Not differentiable again.
-    """
-    return _attention_backward(grad_out, q, k, v, out, lse, backend, deterministic)

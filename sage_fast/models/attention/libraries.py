@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,15 @@ Backend = Literal["cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "re
 HALF = (torch.bfloat16, torch.float16)
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Use(NamedTuple):
+    """Attention that is asked for: the device and type of q, k and v, and whether gradients repeat bit for bit."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    deterministic: bool = False
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,25 +99,23 @@ class Library:
     deterministic: bool = False
     """Tells whether `backward` can give the same bits every time."""
 
-    def unavailable(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
-    ) -> str | None:
+    def unavailable(self, use: Use) -> str | None:
         """Why this backend cannot run there, or None if it can. Cheap checks first: the last one imports."""
-        if device.type == "meta":
+        if use.device.type == "meta":
             return None
-        if device.type != "cuda":
-            return f"it runs on NVIDIA GPUs, and the device is {device.type}"
-        major, minor = torch.cuda.get_device_capability(device)
+        if use.device.type != "cuda":
+            return f"it runs on NVIDIA GPUs, and the device is {use.device.type}"
+        major, minor = torch.cuda.get_device_capability(use.device)
         least, most = self.capabilities
         if not least <= major <= most:
             span = f"{least}.x or newer" if most == 99 else f"{least}.x" if least == most else f"{least}.x to {most}.x"
             return f"it needs a GPU of compute capability {span}, and this one has {major}.{minor}"
-        if dtype not in self.dtypes:
-            return f"it computes in {dtype_names(self.dtypes)}, not in {dtype_names((dtype,))}"
+        if use.dtype not in self.dtypes:
+            return f"it computes in {dtype_names(self.dtypes)}, not in {dtype_names((use.dtype,))}"
         multiple, largest = self.head_dims
-        if head_dim % multiple or head_dim > largest:
-            return f"it needs a head dim that is a multiple of {multiple} up to {largest}, not {head_dim}"
-        if deterministic and not self.deterministic:
+        if use.head_dim % multiple or use.head_dim > largest:
+            return f"it needs a head dim that is a multiple of {multiple} up to {largest}, not {use.head_dim}"
+        if use.deterministic and not self.deterministic:
             return "its backward pass is not deterministic"
         return self._missing()
 
@@ -140,11 +147,11 @@ class Reference(Library):
     install = "it is part of this project"
     deterministic = True
 
-    def unavailable(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
-    ) -> str | None:
+    def unavailable(self, use: Use) -> str | None:
         """Runs everywhere."""
-        return None if dtype.is_floating_point else f"it computes in floating point, not in {dtype_names((dtype,))}"
+        if use.dtype.is_floating_point:
+            return None
+        return f"it computes in floating point, not in {dtype_names((use.dtype,))}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The formulas of `attention.py`."""
@@ -183,19 +190,15 @@ class Sdpa(Library):
     capabilities = (7, 99)
     deterministic = True
 
-    def unavailable(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
-    ) -> str | None:
+    def unavailable(self, use: Use) -> str | None:
         """CPU: any head dim and float dtype."""
-        if device.type == "cpu":
+        if use.device.type == "cpu":
             allowed = (*self.dtypes, torch.float64)
-            return (
-                None if dtype in allowed else f"it computes in {dtype_names(allowed)}, not in {dtype_names((dtype,))}"
-            )
-        older = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
-        if older and dtype == torch.bfloat16:
+            return None if use.dtype in allowed else f"it computes in {dtype_names(allowed)}, not in {use.dtype}"
+        older = use.device.type == "cuda" and torch.cuda.get_device_capability(use.device)[0] < 8
+        if older and use.dtype == torch.bfloat16:
             return "bfloat16 needs a GPU of compute capability 8.x or newer"
-        return super().unavailable(device, dtype, head_dim, deterministic)
+        return super().unavailable(use)
 
     @staticmethod
     def _on_cpu(q: Tensor) -> bool:
@@ -392,13 +395,11 @@ class Flash4(Library):
     head_dims = (8, 128)
     deterministic = True
 
-    def unavailable(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
-    ) -> str | None:
+    def unavailable(self, use: Use) -> str | None:
         """As in `Library`."""
-        if deterministic and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 10:
+        if use.deterministic and use.device.type == "cuda" and torch.cuda.get_device_capability(use.device)[0] < 10:
             return "its backward pass is deterministic on Blackwell GPUs only"
-        return super().unavailable(device, dtype, head_dim, deterministic)
+        return super().unavailable(use)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in `Library`."""

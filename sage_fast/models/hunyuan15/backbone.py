@@ -19,8 +19,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
-from sage_fast.models.hunyuan15.modulation import adaln_layers
+from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, adaln_layers
 from sage_fast.models.transformer import Backbone, Layout, transformer_blocks, velocity_dtype
 from sage_fast.records import PromptEmbeds
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import Kernels, without_graph
-from sage_fast.models.attention.attention import attention, attention_backward, call_backward, call_forward
+from sage_fast.models.attention.attention import call_backward, call_forward
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.projection import (
     Adapter,
@@ -69,17 +69,15 @@ class LocalAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
         """As in `JointAttention`."""
-        if q.device.type == "meta":
-            return attention(q, k, v, backend=self.backend, deterministic=self.deterministic)
-        return call_forward(q, k, v, self.backend, self.deterministic)
+        run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
+        return run(q, k, v, self.backend, self.deterministic)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in `JointAttention`."""
-        if q.device.type == "meta":
-            return attention_backward(grad, q, k, v, out, lse, backend=self.backend, deterministic=self.deterministic)
-        return call_backward(grad, q, k, v, out, lse, self.backend, self.deterministic)
+        run = torch.ops.sage_fast.attention_backward if q.device.type == "meta" else call_backward
+        return run(grad, q, k, v, out, lse, self.backend, self.deterministic)
 
 
 @dataclass(frozen=True)

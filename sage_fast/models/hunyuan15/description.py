@@ -1,7 +1,7 @@
 """Description of a HunyuanVideo-1.5 before it is loaded, for the planner."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -146,20 +146,17 @@ def describe_local(model: ModelConfig) -> ModelDescription:
     if folder is None:
         return published_model()
     changes: dict[str, Any] = {}
-    if stored := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
-        changes["decoder_gb"] = stored / 1e9
+    if size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
+        changes["decoder_gb"] = size / 1e9
     file = folder / "transformer" / "config.json"
     if file.is_file():
-        transformer = HUNYUAN_VIDEO_15 | _public(json.loads(file.read_text(encoding="utf-8")))
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        # Without diffusers' own entries, such as `_class_name`.
+        transformer = HUNYUAN_VIDEO_15 | {key: value for key, value in stored.items() if not key.startswith("_")}
 
         def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-            _, *size = _published_decoder().latent_shape(num_frames, height, width)
-            return int(transformer["out_channels"]), size[0], size[1], size[2]
+            _, *sizes = _published_decoder().latent_shape(num_frames, height, width)
+            return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
 
         changes |= {"transformer": transformer, "latent_shape": latent_shape}
     return published_model(**changes)
-
-
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without diffusers' own entries, such as `_class_name`."""
-    return {key: value for key, value in config.items() if not key.startswith("_")}

@@ -39,7 +39,6 @@ from sage_fast.models.hunyuan15.block import (
     block_forward,
     read_block,
 )
-from sage_fast.models.hunyuan15.modulation import ModulationTable, adaln_layers, can_tabulate
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
 from sage_fast.models.transformer import Checkpointing, FusedForward, transformer_blocks
 from sage_fast.records import PromptEmbeds
@@ -48,8 +47,99 @@ logger = logging.getLogger(__name__)
 
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
-
 _WEAK_CACHES = ("_masks", "_images")
+
+MAX_LEVELS = 512
+"""Most noise levels in a table; beyond them it is emptied."""
+
+
+class ModulationTable:
+    """Modulation of all blocks by timestep, computed once per noise level.
+
+    A block's modulation depends on the timestep alone. If its weights are frozen and a run visits a fixed set of noise
+    levels, it is a table (53 MB in bfloat16 for 20 levels of the 8.3 B model), and 5.4 GB of weights need not be on
+    the GPU.
+
+    A row is computed from its timestep alone, whichever batch asks for it first, so it has the same bits in every run.
+    Rows are dropped when the weights change in place or are replaced. A change through `.data` goes unnoticed: call
+    `forget` after one.
+
+    Args:
+        transformer: the model, of K blocks.
+        embed: silu of the time embedding (1, D) of a timestep (1,).
+        offload: hold the AdaLN weights in CPU memory and copy them to the device for new timesteps only.
+    """
+
+    def __init__(self, transformer: Any, embed: Callable[[Tensor], Tensor], *, offload: bool) -> None:
+        self.embed = embed
+        self.layers: list[Any] = [layer for b in transformer_blocks(transformer) for layer in adaln_layers(b)]
+        self.offload = offload
+        self._rows: dict[float, Tensor] = {}
+        self._version: tuple[Any, ...] | None = None
+        self.watched = [transformer.time_embed, *self.layers]
+        if offload:
+            for layer in self.layers:
+                _move(layer, torch.device("cpu"))
+
+    @torch.no_grad()
+    def lookup(self, timesteps: Sequence[float], device: torch.device) -> Tensor:
+        """Modulation of B samples, (2 K, B, 6 D) for K blocks: video and text of block 0, then of block 1, and so on.
+
+        Args:
+            timesteps: B numbers.
+            device: where the forward runs.
+        """
+        watched = (p for module in self.watched for p in module.parameters())
+        version = (device, *((id(p), p.data_ptr(), p._version) for p in watched))
+        if version != self._version or len(self._rows) > MAX_LEVELS:
+            self._rows, self._version = {}, version
+        for timestep in timesteps:
+            if timestep not in self._rows:
+                # Rows computed in inference mode, while generating, must serve training as well.
+                with torch.inference_mode(False):
+                    embedded = self.embed(torch.tensor([timestep], dtype=torch.float32).to(device, non_blocking=True))
+                    self._rows[timestep] = torch.stack([_apply(layer, embedded)[0] for layer in self.layers])
+        return torch.stack([self._rows[timestep] for timestep in timesteps], dim=1)
+
+    def forget(self) -> None:
+        """Drop all rows."""
+        self._rows = {}
+
+    def restore(self, device: torch.device) -> None:
+        """Bring offloaded weights back to the device."""
+        if self.offload:
+            for layer in self.layers:
+                _move(layer, device)
+
+
+def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The AdaLN projections of a block: video, text."""
+    modules: Any = block
+    return modules.norm1.linear, modules.norm1_context.linear
+
+
+def can_tabulate(transformer: nn.Module) -> bool:
+    """Tell whether the modulation is a function of the timestep that does not change during a run.
+
+    True if the time embedding and the AdaLN layers of all blocks are plain, whole on this device, and frozen.
+    """
+    modules: Any = transformer
+    layers = [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
+    return all(isinstance(layer, nn.Linear) for layer in layers) and all(
+        type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
+        for module in (modules.time_embed, *layers)
+        for p in module.parameters()
+    )
+
+
+def _apply(layer: nn.Linear, row: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.to(row.device, non_blocking=True)
+    return F.linear(row, layer.weight.to(row.device, non_blocking=True), bias)
+
+
+def _move(layer: nn.Module, device: torch.device) -> None:
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(device)
 
 
 class Acceleration(FusedForward):
@@ -89,7 +179,7 @@ class Acceleration(FusedForward):
                 "them first, or choose auto."
             )
         if adaln == "offload":
-            self.table = self._make_table(offload=True)
+            self.table = ModulationTable(transformer, self.embed_time, offload=True)
 
     # ------------------------------------------------------------------------------------------------- switching
 
@@ -255,10 +345,6 @@ class Acceleration(FusedForward):
                 self._rope[key] = self.transformer.rope(torch.empty(latents.shape, device=device))
         return self._rope[key]
 
-    def _make_table(self, *, offload: bool) -> ModulationTable:
-        transformer: Any = self.transformer
-        return ModulationTable(self.blocks, self.embed_time, transformer.time_embed, offload=offload)
-
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
         if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
@@ -269,7 +355,7 @@ class Acceleration(FusedForward):
                 "with adaln='auto'."
             )
         if self.table is None:
-            self.table = self._make_table(offload=False)
+            self.table = ModulationTable(self.transformer, self.embed_time, offload=False)
         return self.table.lookup(timestep.tolist() if known is None else known, timestep.device)
 
     def forget(self) -> None:

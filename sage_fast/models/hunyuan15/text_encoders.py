@@ -266,7 +266,8 @@ class HunyuanPromptEncoder:
         if not texts:
             return
         encode_glyphs = self._load_glyph_encoder() if any(map(extract_glyph_texts, texts)) else None
-        no_glyphs = torch.zeros(0, self._glyph_width())
+        width = json.loads((self.glyph_encoder / "config.json").read_text(encoding="utf-8"))["d_model"]
+        no_glyphs = torch.zeros(0, width)
         encoder, tokenizer = self._load_text_encoder()
         try:
             for first in range(0, len(texts), self.batch_size):
@@ -356,10 +357,6 @@ class HunyuanPromptEncoder:
                 f"trained with {_TEMPLATE['crop_start']}: it is not the tokenizer of Qwen2.5-VL-7B-Instruct, or its "
                 "chat template was changed. Take the one that was published with the weights."
             )
-
-    def _glyph_width(self) -> int:
-        config = json.loads((self.glyph_encoder / "config.json").read_text(encoding="utf-8"))
-        return int(config["d_model"])
 
     def _release(self) -> None:
         """Give the memory of encoders that are no longer referenced back to the device."""

@@ -1,8 +1,8 @@
 """The language of the toy world: "a red circle moving left", and its word embeddings."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -16,16 +16,12 @@ EMBED_DIM = 24
 GLYPH_DIM = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caption:
+class Caption(NamedTuple):
     """The attributes that a caption names, e.g. `Caption(colour="red", shape="circle", motion="left")`."""
 
     colour: str
     shape: str
     motion: str
-
-    def __post_init__(self) -> None:
-        Scene(colour=self.colour, shape=self.shape, motion=self.motion)
 
     @property
     def text(self) -> str:
@@ -40,10 +36,7 @@ def caption_of(scene: Scene) -> Caption:
 
 def all_captions() -> tuple[Caption, ...]:
     """The 120 captions, ordered by colour, shape, motion (the last varies fastest)."""
-    return tuple(
-        Caption(colour=colour, shape=shape, motion=motion)
-        for colour, shape, motion in product(COLOURS, SHAPES, MOTIONS)
-    )
+    return tuple(Caption(*words) for words in product(COLOURS, SHAPES, MOTIONS))
 
 
 def tokenize(text: str) -> list[int]:
@@ -65,19 +58,13 @@ def parse_caption(text: str) -> Caption:
     ValueError for unknown words and for sentences of another form.
     """
     words = [VOCABULARY[token] for token in tokenize(text)]
-    well_formed = (
-        len(words) == 5
-        and (words[0], words[3]) == ("a", "moving")
-        and words[1] in COLOURS
-        and words[2] in SHAPES
-        and words[4] in MOTIONS
-    )
-    if not well_formed:
+    caption = Caption(words[1], words[2], words[4]) if len(words) == 5 else None
+    if caption not in all_captions() or caption.text.split() != words:
         raise ValueError(
             f"The toy prompt {text!r} is not of the form 'a COLOUR SHAPE moving DIRECTION', with a colour of "
             f"{', '.join(COLOURS)}; a shape of {', '.join(SHAPES)}; a direction of {', '.join(MOTIONS)}."
         )
-    return Caption(colour=words[1], shape=words[2], motion=words[4])
+    return caption
 
 
 class WordEncoder:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.renderer import Manifold, manifold_for
+from sage_fast.models.toy.renderer import manifold_for
 from sage_fast.records import Trajectory
 
 SPREAD = 0.02
@@ -29,7 +29,7 @@ class ExactPolicy:
         atoms: (M, C, F, H, W).
         spread: s0, positive.
 
-    Example: `sample_trajectory(exact_policy(manifold_for(8, 16, 16)).velocity, samples, keys, table, initial)`
+    Example: `sample_trajectory(ExactWorld(video).velocity, samples, keys, table, initial)`
     """
 
     def __init__(self, atoms: Tensor, spread: float = SPREAD) -> None:
@@ -59,11 +59,6 @@ class ExactPolicy:
         return rows, (x - self.atoms[rows]).square().mean(1).sqrt()
 
 
-def exact_policy(manifold: Manifold) -> ExactPolicy:
-    """The exact policy of the legal videos of one size."""
-    return ExactPolicy(PatchCodec().encode(manifold.videos).double())
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplerMeasures:
     """Measures of a sampler on the exact policy. Distances are root mean squares over elements and samples.
@@ -87,35 +82,30 @@ class SamplerMeasures:
     """Root mean square deviation of the samples from the mean of their group, in latents."""
 
 
-def measure_sampler(trajectory: Trajectory, policy: ExactPolicy, manifold: Manifold, group: int = 1) -> SamplerMeasures:
-    """Measure a trajectory of the exact policy, each `group` consecutive samples of which have one start."""
-    table, last = trajectory.table, trajectory.latents[-1]
-    mean = float(table.a[-1]) * last + float(table.b[-1]) * trajectory.velocities[-1]
-    final = trajectory.final
-    rows, distance = policy.nearest(final)
-    count, atoms = len(final), len(policy.atoms)
-    groups = rows.view(-1, group)
-    members = final.reshape(-1, group, final[0].numel())
-    return SamplerMeasures(
-        leftover_noise=float(table.std[-1]),
-        dispersion=float(policy.nearest(mean)[1].square().mean().sqrt()) / policy.spread,
-        distance=float(distance.square().mean().sqrt()),
-        pixel_distance=float(manifold.distance(PatchCodec().decode(final)).mean()),
-        coverage=len(rows.unique()) / (atoms * (1 - (1 - 1 / atoms) ** count)),
-        exploration=sum(len(row.unique()) for row in groups) / len(groups),
-        group_spread=float((members - members.mean(1, keepdim=True)).square().mean().sqrt()),
-    )
-
-
 class ExactWorld:
     """The exact policy of the legal videos of one size, and what it measures, as a study of samplers asks for it."""
 
     def __init__(self, video: VideoConfig) -> None:
         self.manifold = manifold_for(video.num_frames, video.height, video.width)
-        self.policy = exact_policy(self.manifold)
+        self.policy = ExactPolicy(PatchCodec().encode(self.manifold.videos).double())
         self.velocity = self.policy.velocity
         self.latent_shape = PatchCodec().latent_shape(video.num_frames, video.height, video.width)
 
     def measure(self, trajectory: Trajectory, group: int) -> SamplerMeasures:
-        """See `measure_sampler`."""
-        return measure_sampler(trajectory, self.policy, self.manifold, group)
+        """Measure a trajectory of the exact policy, each `group` consecutive samples of which have one start."""
+        table, last = trajectory.table, trajectory.latents[-1]
+        mean = float(table.a[-1]) * last + float(table.b[-1]) * trajectory.velocities[-1]
+        final = trajectory.final
+        rows, distance = self.policy.nearest(final)
+        atoms = len(self.policy.atoms)
+        groups = rows.view(-1, group)
+        members = final.reshape(-1, group, final[0].numel())
+        return SamplerMeasures(
+            leftover_noise=float(table.std[-1]),
+            dispersion=float(self.policy.nearest(mean)[1].square().mean().sqrt()) / self.policy.spread,
+            distance=float(distance.square().mean().sqrt()),
+            pixel_distance=float(self.manifold.distance(PatchCodec().decode(final)).mean()),
+            coverage=len(rows.unique()) / (atoms * (1 - (1 - 1 / atoms) ** len(final))),
+            exploration=sum(len(row.unique()) for row in groups) / len(groups),
+            group_spread=float((members - members.mean(1, keepdim=True)).square().mean().sqrt()),
+        )

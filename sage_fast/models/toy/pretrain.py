@@ -23,7 +23,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from sage_fast.models.toy.captions import Caption, WordEncoder, all_captions
+from sage_fast.models.toy.captions import WordEncoder, all_captions
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import (
     CONFIG_NAME,
@@ -165,7 +165,7 @@ def shown_by_caption(phase: Phase) -> Tensor:
         for name, (share, values) in wrong.items():
             for value in values:
                 if value != getattr(caption, name):
-                    shown = Caption(**{**vars(caption), name: value})
+                    shown = caption._replace(**{name: value})
                     table[row, captions.index(shown)] = share / (len(values) - 1)
     return table
 

@@ -191,10 +191,6 @@ class Manifold:
         parts = [part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy for part in flat.split(256)]
         return torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
 
-    def nearest_index(self, videos: Tensor) -> Tensor:
-        """Row of the nearest legal video: int64 (B,)."""
-        return self.squared_distances(self.flatten(videos)).argmin(1)
-
     def distance(self, videos: Tensor) -> Tensor:
         """Root mean square pixel distance to the nearest legal video, float32 (B,), pixels in [0, 1].
 

@@ -20,7 +20,7 @@ from sage_fast.models.attention.attention import (
     backend_report,
     resolve_backend,
 )
-from sage_fast.models.attention.libraries import LIBRARIES
+from sage_fast.models.attention.libraries import LIBRARIES, Use
 from tests.models.attention.attention_cases import (
     CASES,
     CPU,
@@ -313,7 +313,7 @@ def test_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, layout: str, deterministic: bool
 ) -> None:
     monkeypatch.setitem(CASES, "gpu", (2, 333, 1011, 4, 128))
-    reason = LIBRARIES[backend].unavailable(GPU, dtype, 128, deterministic)
+    reason = LIBRARIES[backend].unavailable(Use(GPU, dtype, 128, deterministic))
     if reason:
         pytest.skip(reason)
     inputs = make_inputs("gpu", dtype, layout, GPU)

@@ -27,16 +27,13 @@ from sage_fast.models.toy.pretrain import (
     MODULE_COMMAND,
     PHASES,
     PretrainConfig,
-    _Data,
-    _optimizers,
-    _train,
     main,
     pretrain,
     shown_by_caption,
 )
 
-WORDS = [(caption.colour, caption.shape, caption.motion) for caption in all_captions()]
-TINY = PretrainConfig(phases=(replace(PHASES[0], steps=3), replace(PHASES[1], steps=2)), seed=1, batch_size=4)
+WORDS = all_captions()
+TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)), seed=1, batch_size=4)
 
 
 def test_the_shipped_checkpoint_loads():
@@ -70,7 +67,9 @@ def test_the_shipped_checkpoint_says_how_it_was_made():
     assert (ASSETS / WEIGHTS_NAME).stat().st_size < 20e6
 
 
-def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
+def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkeypatch):
+    for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
+        monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
     torch.manual_seed(123)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     losses = [pretrain(TINY, tmp_path / name, progress=False) for name in ("one", "two")]
@@ -81,29 +80,6 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path):
     components = load_components(ModelConfig(path=str(tmp_path / "one")))
     stored = stored_parameters(components.transformer)
     assert all(torch.equal(stored[name], one[name].float()) for name in stored)
-
-
-def test_a_phase_goes_on_from_the_weights_of_the_one_before(tmp_path):
-    pretrain(replace(TINY, phases=TINY.phases[:1]), tmp_path / "first", progress=False)
-    losses = pretrain(TINY, tmp_path / "both", progress=False)
-    transformer = build_transformer(TRANSFORMER_CONFIG)
-    first = load_file(tmp_path / "first" / WEIGHTS_NAME)
-    transformer.load_state_dict({name: value.float() for name, value in first.items()}, strict=False)
-    assert _train(transformer, TINY, TINY.phases[1], TINY.seed + 1, None) == losses[TINY.phases[0].steps :]
-    both = load_file(tmp_path / "both" / WEIGHTS_NAME)
-    assert all(torch.equal(value.half(), both[name]) for name, value in stored_parameters(transformer).items())
-
-
-def test_a_phase_has_its_rates_and_its_noise_levels():
-    parameters = dict(build_transformer(TRANSFORMER_CONFIG).named_parameters())
-    for phase in PHASES:
-        rates = [
-            group["lr"] for optimizer in _optimizers(parameters, TINY, phase.rate) for group in optimizer.param_groups
-        ]
-        assert rates == [phase.rate * TINY.learning_rate, phase.rate * TINY.other_learning_rate]
-        data = _Data(TINY, phase, torch.Generator().manual_seed(0))
-        sigma = data.noised(torch.zeros(2000, dtype=torch.int64))[1]
-        assert 0.95 * phase.noised_up_to < sigma.max() <= phase.noised_up_to and sigma.min() >= 1e-3
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
@@ -145,6 +121,8 @@ def test_wrong_captions_differ_in_one_attribute(phase):
 
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match="float32 table"):
+        load_components(ModelConfig(text_encoder_dtype="float16"))
     with pytest.raises(ValueError, match=r"has no config.json.*sage_fast.models.toy.pretrain"):
         load_components(ModelConfig(path=str(tmp_path)))
     weights = stored_parameters(build_transformer(TRANSFORMER_CONFIG))
@@ -153,12 +131,3 @@ def test_load_errors_name_the_file_and_the_way_out(tmp_path):
     (tmp_path / CONFIG_NAME).write_text(json.dumps(TRANSFORMER_CONFIG))
     with pytest.raises(ValueError, match=r"missing \['proj_out.weight'\]"):
         load_components(ModelConfig(path=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"text_encoder_dtype": "float16"}, "float32 table")],
-)
-def test_settings_that_a_toy_model_does_not_have_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        load_components(ModelConfig(**options))

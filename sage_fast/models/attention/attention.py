@@ -88,7 +88,7 @@ def resolve_backend(
         return _fastest(use)
     if name not in LIBRARIES:
         raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
-    _require_runnable(name, use)
+    _require_runnable(name, *use)
     return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
 
 
@@ -118,8 +118,9 @@ def backend_report(
 
 
 @functools.cache
-def _require_runnable(name: str, use: Use) -> None:
+def _require_runnable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> None:
     """Refuse a backend that cannot run. Cached: the ops ask at every call, and what is installed does not change."""
+    use = Use(device, dtype, head_dim, deterministic)
     reason = LIBRARIES[name].unavailable(use)
     if reason is None:
         return
@@ -132,7 +133,7 @@ def _require_runnable(name: str, use: Use) -> None:
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
     """`attention` without graph and dispatcher, for callers that differentiate by themselves."""
-    _require_runnable(backend, Use(q.device, q.dtype, q.shape[-1], deterministic))
+    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
@@ -150,7 +151,7 @@ def call_backward(
     Returns:
         dq (B, Nq, H, D), dk and dv (B, Nk, H, D), contiguous, in q's dtype. Not differentiable again.
     """
-    _require_runnable(backend, Use(q.device, q.dtype, q.shape[-1], deterministic))
+    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     # Autograd may hand over a broadcast gradient, which no library reads.
     grad_out, lse = grad_out.contiguous(), lse.contiguous()
     library = LIBRARIES[backend]

@@ -24,7 +24,9 @@ def _reward_code(name: str, when: str, refusals: tuple[type[BaseException], ...]
     """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass."""
     try:
         yield
-    except (KeyboardInterrupt, *refusals):
+    except KeyboardInterrupt:
+        raise
+    except refusals:
         raise
     except SystemExit as call:
         # It would end the run as if it had succeeded.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig
@@ -121,6 +122,10 @@ def random_transformer(
     """
     with torch.device("meta"):
         transformer = HunyuanVideo15Transformer3DModel(**config)
+        if transformer.proj_out.in_features < 2048:
+            # The class fixes this hidden width at 2048, and Muon's products of such matrices take minutes on a CPU.
+            width = transformer.proj_out.in_features
+            transformer.context_embedder_2 = HunyuanVideo15ByT5TextProjection(config["text_embed_2_dim"], width, width)
     cast_weights(transformer, dtype)
     transformer.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)

@@ -1,25 +1,29 @@
-"""A run on a GPU against the committed baseline of the same device, as ratios within a run.
+"""A run against the committed baseline of its device: ratios within a run, and seconds of an iteration.
 
 Seconds differ between two days of one machine; ours over the peer's of the same run differ less. Every pair of timings
-that a result holds becomes one ratio, ours over theirs, and a ratio of a ceiling for what has one. A ratio may exceed
-the baseline's by its noise band:
+that a result holds becomes one ratio, ours over theirs, and a ratio of a ceiling for what has one. Only `iteration` is
+held in seconds per video, because users pay for those.
 
-    band = max(FLOOR, WIDTH * sqrt(sum of s^2 over the four timings)),   s = 1.2533 (q80 - q20) / (1.683 median sqrt(n))
+A baseline is at least three runs of one commit. A figure of it is their median, and its error their spread; it may be
+exceeded by
+
+    band = max(floor, WIDTH * sqrt(spread^2 + s^2)),    s = 1.2533 (q80 - q20) / (1.683 median sqrt(n)) per timing
 
 s is the relative standard error of a median of n rounds whose spread is taken from the raw quantiles: q80 - q20 is
-1.683 standard deviations of a normal distribution, and a median's error is 1.2533 times a mean's. FLOOR covers what the
-rounds of one process cannot show, such as another placement in memory.
+1.683 standard deviations of a normal distribution, and a median's error is 1.2533 times a mean's.
 
-The baseline of a device is a file under benchmarks/results/<device>/, named in benchmarks/budgets.yaml.
+benchmarks/budgets.yaml names the baseline of every device, as files under benchmarks/results/<device>/, and the figures
+that a run must have: without one of these the guard is red, so an empty run never passes.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import re
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import yaml
 
 from benchmarks import harness, results
@@ -28,14 +32,18 @@ from benchmarks.results import Result
 FILE = Path(__file__).with_name("budgets.yaml")
 FLOOR, WIDTH = 0.03, 4.0
 """Least relative band, and standard errors that a ratio may be off."""
-PASSING = ("ok", "faster", "not measured")
-"""Statuses of a ratio that pass; a skipped step, or one that the run did not ask for, is not measured."""
+FLOORS = {"cpu": 0.15, "iteration": 0.05}
+"""Least band of a suite whose process or machine differs more from run to run."""
+FEWEST_RUNS = 3
+"""Runs of a baseline."""
+PASSING = ("ok", "faster", "not measured", "not repeated")
+"""Statuses that pass: a step that was skipped and is not required, and what was slow once and not again."""
 MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
 CEILINGS = {"bytes": "copy", "flop": "matmul"}
 """Work of a row -> the ceiling it stands under."""
-COMPARED = ("kernels", "transformer", "block", "decode")
-"""Suites whose ratios are held; how many layers fit into CPU memory differs between machines."""
+COMPARED = ("kernels", "transformer", "block", "decode", "sharded", "two_ranks", "cpu")
+"""Suites in which ours stands beside peers."""
 
 
 class Ratio(NamedTuple):
@@ -50,13 +58,13 @@ class Ratio(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One ratio of both runs; `now` is None, and `status` the reason, where there is no figure.
+    """One figure of a run and its baseline; None, and `status` the reason, where there is none.
 
     Example: `Row("transformer forward B / P2", baseline=0.77, now=0.84, band=0.03, status="REGRESSED")`
     """
 
     name: str
-    baseline: float
+    baseline: float | None
     now: float | None
     band: float
     status: str
@@ -76,6 +84,22 @@ class Comparison(NamedTuple):
     def ok(self) -> bool:
         return all(row.ok for row in self.rows)
 
+    @property
+    def flagged(self) -> list[str]:
+        """Suites in which something regressed, to be measured again."""
+        return sorted({row.name.split()[0] for row in self.rows if row.status == "REGRESSED"})
+
+    def confirmed(self, again: "Comparison") -> "Comparison":
+        """What is still as slow in a second measurement of its suite."""
+        second = {row.name: row for row in again.rows}
+        rows = [
+            row._replace(status="not repeated")
+            if row.status == "REGRESSED" and row.name in second and second[row.name].ok
+            else row
+            for row in self.rows
+        ]
+        return Comparison(f"{self.message}; measured again: {', '.join(self.flagged)}", tuple(rows))
+
     def table(self) -> str:
         """Regressions first."""
         if not self.rows:
@@ -83,20 +107,22 @@ class Comparison(NamedTuple):
         form = "{:60} {:>9} {:>9} {:>8} {:>7}  {}"
         lines = [self.message, form.format("ratio, ours over theirs", "baseline", "now", "change", "band", "")]
         for row in sorted(self.rows, key=lambda row: row.ok):
-            now = "-" if row.now is None else f"{row.now:.4f}"
-            change = "-" if row.now is None else f"{row.now / row.baseline - 1:+.1%}"
-            lines.append(form.format(row.name, f"{row.baseline:.4f}", now, change, f"{row.band:.1%}", row.status))
+            both = row.now is not None and row.baseline is not None
+            shown = ["-" if value is None else f"{value:.4f}" for value in (row.baseline, row.now)]
+            shown += [f"{row.now / row.baseline - 1:+.1%}", f"{row.band:.1%}"] if both else ["-", "-"]  # type: ignore[operator]
+            lines.append(form.format(row.name, *shown, row.status))
         return "\n".join(lines)
 
 
-def over(ours: Mapping[str, float], theirs: Mapping[str, float], scale: float = 1.0) -> Ratio:
+def error_of(quantiles: Mapping[str, float]) -> float:
+    """Relative standard error of a median."""
+    deviation = (quantiles["q80"] - quantiles["q20"]) / 1.683
+    return 1.2533 * deviation / (quantiles["median"] * math.sqrt(quantiles["rounds"]))
+
+
+def over(ours: Mapping[str, float], theirs: Mapping[str, float], scale: float = 1.0, floor: float = FLOOR) -> Ratio:
     """Ratio of two timings of one run, times a number without an error."""
-
-    def error(seconds: Mapping[str, float]) -> float:
-        deviation = (seconds["q80"] - seconds["q20"]) / 1.683
-        return 1.2533 * deviation / (seconds["median"] * math.sqrt(seconds["rounds"]))
-
-    return Ratio(scale * ours["median"] / theirs["median"], math.hypot(error(ours), error(theirs)))
+    return Ratio(scale * ours["median"] / theirs["median"], math.hypot(error_of(ours), error_of(theirs)), floor)
 
 
 def ratios(result: Result) -> dict[str, Ratio]:
@@ -107,14 +133,31 @@ def ratios(result: Result) -> dict[str, Ratio]:
     rows = results.rows(result)
     ceilings = {work: (name, results.ceiling_row(rows, name)) for work, name in CEILINGS.items()}
     for (suite, step, shape), contenders in rows.items():
+        name, floor = results.name_of(suite, step, shape), FLOORS.get(suite, FLOOR)
+        if suite == "attention" and (top := ceilings["flop"][1]) is not None:
+            # Backends are each other's peers, and which are installed differs: each stands under the product's rate.
+            found |= {
+                f"{name} {who} / matmul": Ratio(top["rate"] / row["rate"], error_of(row["seconds"]))
+                for who, row in contenders.items()
+                if "rate" in row
+            }
         ours = contenders.get("ours")
-        if suite not in COMPARED or ours is None:
+        if ours is None:
             continue
-        name = results.name_of(suite, step, shape)
+        if suite == "iteration":
+            seconds = ours["seconds"]["median"] / ours.get("videos", 1)
+            found[f"{name} seconds per video"] = Ratio(seconds, error_of(ours["seconds"]), floor)
+        # How many layers of an offloaded run fit into CPU memory differs between machines.
+        if suite not in COMPARED or "offloaded" in step:
+            continue
         # The split gradient and the single pass stand beside the peers' training step.
         beside = rows.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
-        peers = {who: row for who, row in (beside | contenders).items() if who != "ours"}
-        found |= {f"{name} / {who}": over(ours["seconds"], row["seconds"]) for who, row in peers.items()}
+        for who, row in (beside | contenders).items():
+            turns = ours.get("over", {}).get(who)
+            if turns is not None:
+                found[f"{name} / {who}"] = Ratio(turns["median"], error_of(turns), floor)
+            elif who != "ours":
+                found[f"{name} / {who}"] = over(ours["seconds"], row["seconds"], floor=floor)
         for work, (ceiling, top) in ceilings.items():
             if work in ours and top is not None:
                 found[f"{name} / {ceiling}"] = over(ours["seconds"], top["seconds"], top[work] / ours[work])
@@ -137,56 +180,97 @@ def failures(result: Result) -> dict[str, str]:
     return found
 
 
-def compare(now: Result, before: Result) -> list[Row]:
-    """One row per ratio of the baseline."""
+def compare(now: Result, before: Sequence[Result], required: Collection[str] = ()) -> list[Row]:
+    """One row per figure of the baseline, and per required one that it lacks.
+
+    Args:
+        before: runs of the baseline; none, and only what is required must be there.
+        required: names that must have been measured.
+    """
     rows = []
     present, failed = ratios(now), failures(now)
-    for name, old in ratios(before).items():
-        new = present.get(name)
+    known: dict[str, list[Ratio]] = {}
+    for run in before:
+        for name, ratio in ratios(run).items():
+            known.setdefault(name, []).append(ratio)
+    for name in dict.fromkeys([*known, *required]):
+        old, new = known.get(name, []), present.get(name)
+        values = [ratio.value for ratio in old]
+        center = statistics.median(values) if values else None
         if new is None:
-            status = next((text for start, text in failed.items() if name.startswith(start)), "not measured")
-            rows.append(Row(name, old.value, None, old.floor, status))
+            absent = "MISSING" if name in required else "not measured"
+            status = next((text for start, text in failed.items() if name.startswith(start)), absent)
+            rows.append(Row(name, center, None, 0.0, status))
             continue
-        band = max(old.floor, WIDTH * math.hypot(old.error, new.error))
-        change = new.value / old.value - 1.0
+        if center is None:
+            rows.append(Row(name, None, new.value, 0.0, "ok"))
+            continue
+        spread = statistics.stdev(values) / center if len(values) > 1 else old[0].error
+        band = max(new.floor, WIDTH * math.hypot(spread, new.error))
+        change = new.value / center - 1.0
         status = "REGRESSED" if change > band else "faster" if change < -band else "ok"
-        rows.append(Row(name, old.value, new.value, band, status))
+        rows.append(Row(name, center, new.value, band, status))
     return rows
 
 
-def compare_newest(given: Path | None = None, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
+def newest_result(folder: Path = harness.RESULTS) -> Path | None:
+    """The newest result of this machine's GPU; None where there is none."""
+    own = harness.result_file(harness.environment(), folder).parent
+    # Names begin with the date; the time of writing decides within one.
+    return max(own.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime), default=None)
+
+
+def compare_run(now: Result, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
     """Compare a run with the baseline of its device.
 
     Args:
-        given: JSON file of the run; None is the newest result of this machine's GPU.
+        now: the run.
         folder: of the results.
-        file: names the baselines.
+        file: names the baselines and what is required.
 
     Raises:
-        ValueError: the file does not hold a full run, or the baseline that is named does not exist.
+        ValueError: not a full run, or a baseline that is named does not exist or has too few runs.
     """
-    if given is None:
-        if not torch.cuda.is_available():
-            return Comparison("baseline: no GPU here, so no seconds are compared")
-        own = harness.result_file(harness.environment(), folder).parent
-        # Names begin with the date; the time of writing decides within one.
-        files = sorted(own.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime))
-        if not files:
-            return Comparison(f"baseline: no result of {own.name} yet, nothing to compare")
-        given = files[-1]
-    now = json.loads(given.read_text("utf-8"))
     if "environment" not in now or now.get("smoke"):
-        raise ValueError(f"{given} is not a full run of a benchmark. Give a file written without --smoke.")
-    device = harness.result_file(dict(now["environment"])).parent.name
-    name = (yaml.safe_load(file.read_text("utf-8")).get("baselines") or {}).get(device)
-    if name is None:
-        return Comparison(f"baseline: none is committed for {device}; name one in {file.name} (baselines)")
-    path = folder / device / name
-    if not path.is_file():
-        raise ValueError(f"{file.name} names {name} as the baseline of {device}, but {path} does not exist.")
-    if path.resolve() == given.resolve():
-        return Comparison(f"baseline: {given.name} is the baseline itself, nothing newer to compare")
-    rows = compare(now, json.loads(path.read_text("utf-8")))
+        raise ValueError("The run to compare is not a full run of a benchmark: measure without --smoke.")
+    kind = "gpu" if now["environment"]["gpu"] else "cpu"
+    # A CPU's ratios are held whatever the CPU is.
+    device = harness.result_file(dict(now["environment"])).parent.name if kind == "gpu" else kind
+    settings = yaml.safe_load(file.read_text("utf-8"))
+    names = (settings.get("baselines") or {}).get(device, [])
+    missing = [name for name in names if not (folder / device / name).is_file()]
+    if missing or 0 < len(names) < FEWEST_RUNS:
+        raise ValueError(
+            f"{file.name} names {len(names)} run(s) as the baseline of {device}: it takes {FEWEST_RUNS}, under "
+            f"{folder / device}" + (f", where {missing[0]} does not exist." if missing else ".")
+        )
+    before = [json.loads((folder / device / name).read_text("utf-8")) for name in names]
+    required = list(settings["required"][kind])
+    if kind == "gpu" and now["environment"]["gpu"].get("count", 1) > 1:
+        required += settings["required"]["two_gpus"]
+    rows = compare(now, before, required)
     worse, compared = sum(not row.ok for row in rows), sum(row.now is not None for row in rows)
-    message = f"baseline: {given.name} against {name} on {device}: {compared} of {len(rows)} ratios compared, "
-    return Comparison(f"{message}{worse} regressed or failed", tuple(rows))
+    known = f"{len(names)} runs" if names else "no baseline (commit three runs and name them in budgets.yaml)"
+    message = f"baseline of {device}: {known}; {compared} of {len(rows)} figures measured, {worse} regressed or missing"
+    return Comparison(message, tuple(rows))
+
+
+def from_pytest_benchmark(file: Path) -> Result:
+    """Rows of the kernels from a file of pytest-benchmark (`--benchmark-json`), in the format of `benchmarks.session`.
+
+    Its quartiles stand for the quantiles at .2 and .8, widened as a normal distribution's. The test that times a call
+    has checked its parity before.
+    """
+    cells: dict[str, Any] = {}
+    for entry in json.loads(file.read_text("utf-8")).get("benchmarks", []):
+        found = re.search(r"\[(\w+)-(.+)-(forward|backward)-(\w+)\]$", entry["name"])
+        if found is None:
+            continue
+        op, case, direction, contender = found.groups()
+        stats = entry["stats"]
+        low, high = (stats["median"] + (stats[q] - stats["median"]) * 1.683 / 1.349 for q in ("q1", "q3"))
+        seconds = {"q20": low, "median": stats["median"], "q80": high, "rounds": stats["rounds"]}
+        row = {"step": f"{op} {direction}", "shape": case, "contender": contender, "seconds": seconds}
+        record = {"suite": "kernels", "needs": [], "status": "done", "rows": [row]}
+        cells[f"kernels {op} {direction} {case} {contender}"] = record
+    return {"cells": cells}

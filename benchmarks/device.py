@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, execute, parser_of, supervise
-from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, transformer
+from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, transformer, two_ranks
 from sage_kernels import parity
 from sage_kernels.registry import specs
 
@@ -121,6 +121,7 @@ SUITES = (
     kernels.COMPILED,
     block.COMPILED,
     *sharded.SUITES,
+    *two_ranks.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),
 )
 """In the order of their value, after the ceilings."""

@@ -3,6 +3,7 @@
     python -m benchmarks report                print the tables of benchmarks/results/*/*.json
     python -m benchmarks report FILE ...       of these files alone
     python -m benchmarks report --write        renew the documents
+    python -m benchmarks report --history FILE plot what the guard requires over all runs
     python -m benchmarks report --check        exit status 1 if a document is not what the results say
 
 A document holds blocks between `<!-- benchmark NAME: begin -->` and `<!-- benchmark NAME: end -->`; `BLOCKS` has the
@@ -20,7 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import goals, harness, results
+import yaml
+
+from benchmarks import baseline, goals, harness, results
 from benchmarks.results import Record, Result
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
@@ -221,6 +224,34 @@ def document(text: str, found: Results) -> str:
 # ------------------------------------------------------------------------------------------ the command
 
 
+def plot_history(files: Iterable[Path], target: Path) -> None:
+    """Ratios that the guard requires over the committed runs of every device, oldest first, as one plot."""
+    from matplotlib.figure import Figure
+
+    required = {
+        name for names in yaml.safe_load(baseline.FILE.read_text("utf-8"))["required"].values() for name in names
+    }
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    runs = sorted(files, key=lambda path: path.name)
+    for device in sorted({path.parent.name for path in runs}):
+        lines: dict[str, list[tuple[str, float]]] = {}
+        for path in (path for path in runs if path.parent.name == device):
+            for name, ratio in baseline.ratios(json.loads(path.read_text("utf-8"))).items():
+                if name in required:
+                    lines.setdefault(name, []).append((path.stem[:20], ratio.value))
+        for name, points in lines.items():
+            first = points[0][1]
+            days, values = zip(*points, strict=True)
+            axes.plot(days, [value / first for value in values], marker="o", label=f"{device}: {name}")
+    axes.axhline(1.0, color="gray", linewidth=0.5)
+    axes.set_ylabel("figure over that of the first run (less is better)")
+    axes.tick_params(axis="x", labelrotation=30)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    figure.savefig(target)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; with --check returns 1 when a document is stale."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=(__doc__ or "").split("\n")[0])
@@ -228,7 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", action="store_true", help="renew the documents")
     mode.add_argument("--check", action="store_true", help="exit status 1 if a document is stale")
+    mode.add_argument("--history", type=Path, metavar="FILE", help="plot the guard's figures over all runs")
     options = parser.parse_args(argv)
+    if options.history is not None:
+        plot_history(options.files or committed_files(), options.history)
+        return 0
     if options.files and (options.write or options.check):
         parser.error("documents are made from all committed results: leave the files out")
     try:

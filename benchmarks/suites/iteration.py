@@ -125,7 +125,7 @@ class Iteration:
         note += "" if planned is None else f"; planned {planned:.1f} GB"
         note += f"; without the kernels of {', '.join(self.reference_ops)}" if self.reference_ops else ""
         row = timing("2 videos of 4 steps", "B", "ours", Quantiles.of([total]), peak_memory_gb=peak, note=note)
-        return {"rows": [row | {"phases": phases, "planned_memory_gb": planned}]}
+        return {"rows": [row | {"videos": 2, "phases": phases, "planned_memory_gb": planned}]}
 
     def planned_gb(self) -> float | None:
         """Predicted peak of PyTorch's allocations before an evaluation; None for a smoke run,

@@ -72,4 +72,10 @@ def gpu_result() -> dict[str, Any]:
     cells["attention B wrong"] = timed("attention", "forward", "B", "wrong", 0.01, needs=("attention parity wrong",))
     add("attention", "forward", "B", "cudnn", 0.017, "cudnn", rate=595.0, unit="TFLOP/s", share=0.75)
     add("attention", "backward", "B", "cudnn", 0.05, "cudnn", rate=516.0, unit="TFLOP/s", share=0.65)
+    cells["iteration parity"] = parity("iteration")
+    iteration = timed("iteration", "2 videos of 4 steps", "B", "ours", 110.0, needs=("iteration parity",), videos=2)
+    cells["iteration B"] = iteration
+    lora = timed("sharded", "LoRA gradient", "B", "ours", 5.5)
+    lora["rows"] += timed("sharded", "LoRA gradient", "B", "unwrapped", 5.0)["rows"]
+    cells["sharded lora"] = lora
     return {"environment": environment(), "smoke": False, "cells": cells}

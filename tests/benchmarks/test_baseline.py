@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from benchmarks import baseline, guard, harness
-from benchmarks.baseline import FLOOR, compare, compare_newest, ratios
+from benchmarks.baseline import FLOOR, Comparison, compare, compare_run, from_pytest_benchmark, ratios
 from benchmarks.harness import Quantiles
+from benchmarks.suites import cpu
 from tests.benchmarks.made_up import gpu_result, quantiles
 
 DEVICE = "nvidia-h100-80gb-hbm3"
 FORWARD = "transformer forward B ours"
+
+
+BEFORE = [gpu_result()] * 3
 
 
 def changed(cell: str, **values: Any) -> dict[str, Any]:
@@ -27,7 +30,7 @@ def changed(cell: str, **values: Any) -> dict[str, Any]:
     record = result["cells"][cell]
     for name, value in values.items():
         if name in ("seconds", "peak_memory_gb"):
-            (row,) = record["rows"]
+            row = record["rows"][0]
             row[name] = (
                 quantiles(value * row["seconds"]["median"]) if isinstance(value, float) and name == "seconds" else value
             )
@@ -36,8 +39,8 @@ def changed(cell: str, **values: Any) -> dict[str, Any]:
     return result
 
 
-def statuses(now: dict[str, Any], before: dict[str, Any] | None = None) -> dict[str, str]:
-    return {row.name: row.status for row in compare(now, before or gpu_result())}
+def statuses(now: dict[str, Any]) -> dict[str, str]:
+    return {row.name: row.status for row in compare(now, BEFORE)}
 
 
 def test_the_made_up_timing_is_the_harness_own_format() -> None:
@@ -58,21 +61,26 @@ def test_every_suite_has_its_ratios() -> None:
     assert found["decode B / stock"].value == pytest.approx(2.0 / 2.2)
     assert found["transformer train B GB of memory"].value == 55.0
     assert not any("P2c" in name or "wrong" in name for name in found)
-    assert len(found) == 3 + (2 + 1 + 1 + 1) + 4 + 4 + 2
+    assert found["attention forward B cudnn / matmul"].value == pytest.approx(730 / 595)
+    assert found["iteration 2 videos of 4 steps B seconds per video"].value == pytest.approx(55.0)
+    assert found["sharded LoRA gradient B / unwrapped"].value == pytest.approx(1.1)
+    assert len(found) == 3 + (2 + 1 + 1 + 1) + 4 + 4 + 2 + 2 + 1 + 1
 
 
 def test_the_same_run_holds() -> None:
     assert set(statuses(gpu_result()).values()) == {"ok"}
 
 
-def test_a_slower_machine_is_no_regression() -> None:
+def test_a_slower_machine_is_no_regression_but_for_the_seconds_of_an_iteration() -> None:
     """Every timing 30 % longer, ours and the peers': the ratios stay."""
     text = re.sub(
         r'"(q20|median|q80)": ([\d.e-]+)',
         lambda m: f'"{m[1]}": {1.3 * float(m[2])}',
         json.dumps(gpu_result()),
     )
-    assert set(statuses(json.loads(text)).values()) == {"ok"}
+    found = statuses(json.loads(text))
+    assert found.pop("iteration 2 videos of 4 steps B seconds per video") == "REGRESSED"
+    assert set(found.values()) == {"ok"}
 
 
 SLOWER: dict[str, list[str]] = {
@@ -80,6 +88,7 @@ SLOWER: dict[str, list[str]] = {
     FORWARD: [f"transformer forward B / {other}" for other in ("P1", "P2", "matmul")],
     "block forward B ours": ["block forward B / P2"],
     "decode B ours": ["decode B / stock"],
+    "sharded lora": ["sharded LoRA gradient B / unwrapped"],
 }
 
 
@@ -98,13 +107,23 @@ def test_more_memory_is_a_regression() -> None:
     assert statuses(changed(cell, peak_memory_gb=55.5))[name] == "ok"
 
 
-def test_the_band_is_that_of_the_rounds() -> None:
-    """1.2533 (q80 - q20) / (1.683 median sqrt(n)) of four timings, of which one is noisy, times four."""
-    noisy = changed(FORWARD, seconds=quantiles(0.9 * 1.05, spread=0.05, rounds=4))
-    (row,) = [row for row in compare(noisy, gpu_result()) if row.name == "transformer forward B / P2"]
+def test_an_iteration_a_tenth_slower_is_named_with_its_seconds() -> None:
+    name = "iteration 2 videos of 4 steps B seconds per video"
+    found = statuses(changed("iteration B", seconds=1.1))
+    assert {name for name, status in found.items() if status == "REGRESSED"} == {name}
+    assert set(statuses(changed("iteration B", seconds=1.04)).values()) == {"ok"}
+
+
+def test_the_band_is_the_spread_of_the_runs_and_of_the_rounds() -> None:
+    """Three runs at 0.75, 0.7 and 0.8 spread by 0.05; the new one has two noisy medians."""
+    name = "transformer forward B / P2"
+    runs = [gpu_result(), changed(FORWARD, seconds=0.7 / 0.75), changed(FORWARD, seconds=0.8 / 0.75)]
+    now = changed(FORWARD, seconds=quantiles(0.9 * 1.2, spread=0.05, rounds=4))
+    (row,) = [row for row in compare(now, runs) if row.name == name]
     of = lambda spread, rounds: 1.2533 * 2 * spread / (1.683 * rounds**0.5)  # noqa: E731
-    assert row.band == pytest.approx(4.0 * (of(0.05, 4) ** 2 + 3 * of(0.002, 20) ** 2) ** 0.5)
-    assert row.band > 0.05 > FLOOR and row.status == "ok"
+    expected = 4.0 * ((0.05 / 0.75) ** 2 + of(0.05, 4) ** 2 + of(0.002, 20) ** 2) ** 0.5
+    assert row.baseline == pytest.approx(0.75) and row.band == pytest.approx(expected)
+    assert row.band > 0.2 > FLOOR and row.status == "ok"
 
 
 TRAIN = "transformer train B ours"
@@ -126,9 +145,27 @@ TRAIN = "transformer train B ours"
 def test_what_failed_is_told_from_what_was_not_measured(
     cell: str, values: dict[str, Any], name: str, status: str
 ) -> None:
-    (row,) = [row for row in compare(changed(cell, **values), gpu_result()) if row.name == name]
+    (row,) = [row for row in compare(changed(cell, **values), BEFORE) if row.name == name]
     assert row.status == status and row.now is None
     assert row.ok == (status == "not measured")
+
+
+def test_a_required_figure_must_be_there() -> None:
+    """An empty run, or one without the iteration, is red; without a baseline what is there counts."""
+    required = yaml.safe_load(baseline.FILE.read_text("utf-8"))["required"]["gpu"]
+    missing = {row.name for row in compare({"cells": {}}, [], required) if row.status == "MISSING"}
+    assert missing == set(required)
+    now = gpu_result()
+    del now["cells"]["iteration B"]
+    (row,) = [row for row in compare(now, BEFORE, required) if row.name.startswith("iteration")]
+    assert row.status == "MISSING" and not row.ok
+
+
+def test_what_is_slow_once_does_not_count() -> None:
+    slow = Comparison("", tuple(compare(changed("block forward B ours", seconds=1.2), BEFORE)))
+    assert slow.flagged == ["block"] and not slow.ok
+    assert slow.confirmed(Comparison("", tuple(compare(gpu_result(), BEFORE)))).ok
+    assert not slow.confirmed(slow).ok
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -141,16 +178,17 @@ class Folder:
         self.results, self.file = root / "results", root / "budgets.yaml"
         self.name()
 
-    def name(self, baseline: str | None = None) -> None:
-        self.file.write_text(json.dumps({"baselines": {DEVICE: baseline} if baseline else {}, "budgets": []}))
+    def name(self, *runs: str) -> None:
+        required = {"gpu": [f"{FORWARD.removesuffix(' ours')} / P2"], "two_gpus": [], "cpu": []}
+        self.file.write_text(json.dumps({"baselines": {DEVICE: list(runs)}, "required": required, "budgets": []}))
 
     def write(self, name: str, result: dict[str, Any]) -> Path:
         path = self.results / DEVICE / name
         harness.write_result(path, result)
         return path
 
-    def compare(self, given: Path | None = None) -> baseline.Comparison:
-        return compare_newest(given, self.results, self.file)
+    def compare(self, now: dict[str, Any]) -> baseline.Comparison:
+        return compare_run(now, self.results, self.file)
 
 
 @pytest.fixture
@@ -158,60 +196,83 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-def test_without_a_baseline_it_says_so_and_passes(folder: Folder) -> None:
-    found = folder.compare(folder.write("2030-01-01-a.json", gpu_result()))
-    assert found.ok and f"none is committed for {DEVICE}" in found.table()
+def test_without_a_baseline_what_is_required_must_be_there(folder: Folder) -> None:
+    found = folder.compare(gpu_result())
+    assert found.ok and "no baseline" in found.message
+    assert not folder.compare(gpu_result() | {"cells": {}}).ok
 
 
 def test_a_run_against_its_baseline(folder: Folder) -> None:
-    folder.write("2030-01-01-a.json", gpu_result())
-    folder.name("2030-01-01-a.json")
-    good = folder.compare(folder.write("2030-01-02-b.json", gpu_result()))
-    assert good.ok and "18 of 18 ratios compared, 0 regressed" in good.message
-
-    slower = changed(FORWARD, seconds=1.2)
-    bad = folder.compare(folder.write("2030-01-03-c.json", slower))
+    names = [f"2030-01-0{day}-a.json" for day in (1, 2, 3)]
+    for name in names:
+        folder.write(name, gpu_result())
+    folder.name(*names)
+    good = folder.compare(gpu_result())
+    assert good.ok and "22 of 22 figures measured, 0 regressed" in good.message
+    bad = folder.compare(changed(FORWARD, seconds=1.2))
     assert not bad.ok and "3 regressed" in bad.message
     first = bad.table().splitlines()[2]
     assert first.startswith("transformer forward B") and "+20.0%" in first and first.endswith("REGRESSED")
+    folder.name(*names[:2])
+    with pytest.raises(ValueError, match="names 2 run"):
+        folder.compare(gpu_result())
+    folder.name(*names[:2], "2030-01-04-a.json")
+    with pytest.raises(ValueError, match=r"2030-01-04-a\.json does not exist"):
+        folder.compare(gpu_result())
 
 
-def test_the_newest_result_of_this_gpu_is_taken(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no GPU here" in folder.compare().message
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(harness, "environment", lambda: gpu_result()["environment"])
-    assert f"no result of {DEVICE} yet" in folder.compare().message
-    folder.write("2030-01-01-z.json", gpu_result())
-    folder.name("2030-01-01-z.json")
-    assert "the baseline itself" in folder.compare().message
-    folder.write("2030-01-02-a.json", changed(FORWARD, seconds=2.0))
-    found = folder.compare()
-    assert not found.ok and found.message.startswith("baseline: 2030-01-02-a.json against 2030-01-01-z.json")
-
-
-def test_a_missing_baseline_and_a_smoke_run_are_refused(folder: Folder) -> None:
-    run = folder.write("2030-01-02-b.json", gpu_result())
-    folder.name("2030-01-01-a.json")
-    with pytest.raises(ValueError, match="names 2030-01-01-a.json as the baseline"):
-        folder.compare(run)
+@pytest.mark.parametrize("now", [gpu_result() | {"smoke": True}, {"cells": {}}, {}])
+def test_what_is_not_a_full_run_is_refused(folder: Folder, now: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not a full run"):
-        folder.compare(folder.write("2030-01-03-c.json", gpu_result() | {"smoke": True}))
-    with pytest.raises(ValueError, match="is not a full run"):
-        folder.compare(folder.write("2030-01-04-d.json", {"cells": {}}))
+        folder.compare(now)
 
 
 def test_the_command_compares_a_given_run(
-    folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder.write("2030-01-01-a.json", gpu_result())
-    folder.name("2030-01-01-a.json")
-    monkeypatch.setattr(baseline.compare_newest, "__defaults__", (None, folder.results, folder.file))
-    slower = folder.write("2030-01-02-b.json", changed("block forward B ours", seconds=1.5))
-    command = ["--only", "kernels", "--result", str(slower)]
-    assert guard.main(command) == 1
-    assert "block forward B / P2" in capsys.readouterr().out
+    """A slower iteration is red; so is an empty file."""
+    names = [f"2030-01-0{day}-a.json" for day in (1, 2, 3)]
+    for name in names:
+        folder.write(name, gpu_result())
+    folder.name(*names)
+    monkeypatch.setattr(baseline.compare_run, "__defaults__", (folder.results, folder.file))
+    for result, status in ((gpu_result(), 0), (changed("iteration B", seconds=1.1), 1)):
+        command = ["--only", "kernels", "--result", str(folder.write("2030-01-04-b.json", result))]
+        assert guard.main(command) == status
+    assert "seconds per video" in capsys.readouterr().out
+    empty = tmp_path / "empty.json"
+    empty.write_text("{}")
+    assert guard.main(["--only", "kernels", "--result", str(empty)]) == 1
+
+
+def test_the_kernels_of_pytest_benchmark_are_read(tmp_path: Path) -> None:
+    def entry(who: str, median: float) -> dict[str, Any]:
+        stats = {"median": median, "q1": median * 0.99, "q3": median * 1.01, "rounds": 20}
+        return {"name": f"test_speed[adaln-B-forward-{who}]", "stats": stats}
+
+    file = tmp_path / "kernels.json"
+    file.write_text(json.dumps({"benchmarks": [entry("ours", 6e-5), entry("eager", 4e-4)]}))
+    (name,) = ratios(from_pytest_benchmark(file))
+    assert name == "kernels adaln forward B / eager"
+
+
+def test_a_pass_that_is_added_on_a_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratio of the contenders in turns, with a second forward on our side."""
+    contest = cpu.Contest()
+    monkeypatch.setitem(cpu.STEPS, "forward", (cpu.STEPS["forward"][0], 5))
+    before = {"cells": {"cpu forward small": contest.measure("forward", False) | {"suite": "cpu", "status": "done"}}}
+    forward = cpu.STEPS["forward"][0]
+
+    def twice(velocity: Any, inputs: Any, kernels: Any) -> None:
+        for _ in range(2 if "fused" in velocity.__qualname__ else 1):
+            forward(velocity, inputs, kernels)
+
+    monkeypatch.setitem(cpu.STEPS, "forward", (twice, 5))
+    after = {"cells": {"cpu forward small": contest.measure("forward", False) | {"suite": "cpu", "status": "done"}}}
+    slower = ratios(after)["cpu forward small / P2"].value / ratios(before)["cpu forward small / P2"].value
+    assert slower > 1.4
 
 
 def test_every_named_baseline_is_committed() -> None:
-    for device, name in yaml.safe_load(baseline.FILE.read_text("utf-8"))["baselines"].items():
-        assert (harness.RESULTS / device / name).is_file()
+    for device, names in yaml.safe_load(baseline.FILE.read_text("utf-8"))["baselines"].items():
+        assert all((harness.RESULTS / device / name).is_file() for name in names)

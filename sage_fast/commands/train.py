@@ -46,10 +46,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(dump_config(config) if config else describe_keys(), end="")
         return 0
 
+    from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.resume import split_keys
-    from sage_fast.tools.api import train
+    from sage_fast.run.run import train
+    from sage_fast.tools.api import refuse_cpu
 
-    result = train(config, allow_changes=split_keys(options.allow_changes), allow_cpu=options.allow_cpu)
+    refuse_cpu(config, options.allow_cpu)
+    result = train(settle_memory(config), allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0
     if result.finished:

@@ -128,7 +128,7 @@ def train(
         config = _with_reward(config, reward, reward_weights)
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
-    _refuse_cpu(config, allow_cpu)
+    refuse_cpu(config, allow_cpu)
     result = training.train(settle_memory(config), allow_changes=allow_changes, callbacks=callbacks)
     return TrainedRun(
         config=config,
@@ -188,7 +188,7 @@ def evaluate(
     if resamples < 100:
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
-    _refuse_cpu(config, allow_cpu)
+    refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
     prompts = training.load_eval_prompts(config)
     if len(prompts) < 2:
@@ -236,7 +236,7 @@ def generate(
     # Before the model is loaded, so that a mistake is reported within a second.
     check_request(sampler, num_videos)
     _one_process()
-    _refuse_cpu(config, allow_cpu)
+    refuse_cpu(config, allow_cpu)
     if seed is not None:
         config = replace(config, evaluation=replace(config.evaluation, seed=seed))
     records = training.load_eval_prompts(config) if prompts is None else _prompt_records(prompts)
@@ -327,7 +327,7 @@ def _with_reward(config: RunConfig, reward: RewardLike, weights: Mapping[str, fl
     return replace(config, reward=section)
 
 
-def _refuse_cpu(config: RunConfig, allowed: bool) -> None:
+def refuse_cpu(config: RunConfig, allowed: bool) -> None:
     """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
     if allowed or rank_device(config.model.device).type != "cpu":
         return

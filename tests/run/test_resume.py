@@ -90,7 +90,7 @@ def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pyt
     file.write_text(dump_config(config))
     asked: list[list[str]] = []
 
-    def train(config: RunConfig, allow_changes: list[str], callbacks: tuple[()]) -> RunResult:
+    def train(config: RunConfig, allow_changes: list[str], callbacks: tuple[()] = ()) -> RunResult:
         asked.append(allow_changes)
         return RunResult(output_dir=Path(config.output_dir), update=1, finished=True, test=None)
 

@@ -77,11 +77,19 @@ def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
+def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
+    """Build a transformer with random weights; `unread_modules` of its config are those of `dead_modules`."""
+    transformer = HunyuanVideo15Transformer3DModel(**{k: v for k, v in config.items() if k != "unread_modules"})
+    transformer.unread_modules = config.get("unread_modules", ())
+    return transformer
+
+
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
     """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
 
-    The last block's text output is never read, so what only feeds it is dead; no image token exists. Training them
-    would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+    The last block's text output is never read, so what only feeds it is dead; no image token exists. A family whose
+    prompts lack a kind of token names more of them as the transformer's `unread_modules`. Training them would mean
+    weight decay without a gradient, and LoRA on them would be memory for nothing.
     """
     last = f"{BACKBONE.blocks}.{len(transformer_blocks(transformer)) - 1}"
     return (
@@ -90,6 +98,7 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
         f"{last}.attn.add_q_proj",
         f"{last}.attn.norm_added_q",
         f"{last}.ff_context",
+        *getattr(transformer, "unread_modules", ()),
     )
 
 
@@ -172,7 +181,7 @@ def _of(adapter: Mapping[str, Tensor], name: str) -> list[Tensor]:
 
 
 BACKBONE = Backbone(
-    build=lambda config: HunyuanVideo15Transformer3DModel(**config),
+    build=build,
     blocks="transformer_blocks",
     velocity=velocity,
     dead_modules=dead_modules,

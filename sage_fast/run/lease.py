@@ -63,7 +63,7 @@ class Lease:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> "Lease":
-        self._on_main(takes=True)
+        self._acquire(keep=True)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -77,7 +77,7 @@ class Lease:
 
     def refuse_others(self) -> None:
         """Raise if another process holds the lease, without taking it: what is found later is found sooner."""
-        self._on_main(takes=False)
+        self._acquire(keep=False)
 
     def is_own(self) -> bool:
         """True when the file in the directory is the one that this process has locked."""
@@ -98,12 +98,13 @@ class Lease:
                 "run."
             )
 
-    def _on_main(self, *, takes: bool) -> None:
-        """Look for another holder on rank 0, and raise what it finds on all ranks."""
+    def _acquire(self, *, keep: bool) -> None:
+        """Lock the file on rank 0, for good or for a moment, and raise on all ranks what is in the way."""
         failure: Exception | None = None
         if self._world.is_main:
             try:
-                self._take() if takes else self._look()
+                if keep or self.path.exists():
+                    self._lock(keep)
             except OSError as error:
                 failure = unwritable(self.directory, error)
             except RunDirectoryError as error:
@@ -112,43 +113,36 @@ class Lease:
         if failure is not None:
             raise failure
 
-    def _look(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                self._lock(file, fcntl.LOCK_SH)
-        except FileNotFoundError:
-            pass
-
-    def _take(self) -> None:
+    def _lock(self, keep: bool) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
-        self._lock(file, fcntl.LOCK_EX)
-        own = Holder(host=platform.node(), pid=os.getpid(), since=datetime.now(UTC).isoformat(timespec="seconds"))
-        file.truncate(0)
-        file.write(json.dumps(asdict(own)).encode() + b"\n")
-        file.flush()
-        self._file = file
-
-    def _lock(self, file: IO[bytes], kind: int) -> None:
-        """Lock an open file, or raise with the name of its holder."""
         for _ in range(10):  # somebody who looks holds it for a moment
             try:
-                if _try_lock(file, kind):
-                    return
+                if _try_lock(file, fcntl.LOCK_EX):
+                    break
             except OSError as error:
                 logger.warning(
                     "%s cannot be locked (%s): a second run that writes there would not be refused. Start one at a "
                     "time, or choose an output_dir on a file system with locks.",
                     *(self.path, error.strerror),
                 )
-                return
+                break
             time.sleep(0.1)
-        holder = _read(file)
-        stop = f"kill {holder.pid} on {holder.host}" if holder else f"see {self.path}"
-        raise RunDirectoryError(
-            f"output_dir {str(self.directory)!r} is being written by another run: {holder or 'an unknown process'}. "
-            f"Wait for it, stop it ({stop}, or touch {self.directory / 'STOP'}), or choose another output_dir."
-        )
+        else:
+            holder = _read(file)
+            stop = f"kill {holder.pid} on {holder.host}" if holder else f"see {self.path}"
+            raise RunDirectoryError(
+                f"output_dir {str(self.directory)!r} is being written by another run: {holder or 'an unknown process'}."
+                f" Wait for it, stop it ({stop}, or touch {self.directory / 'STOP'}), or choose another output_dir."
+            )
+        if not keep:
+            file.close()
+            return
+        own = Holder(host=platform.node(), pid=os.getpid(), since=datetime.now(UTC).isoformat(timespec="seconds"))
+        file.truncate(0)
+        file.write(json.dumps(asdict(own)).encode() + b"\n")
+        file.flush()
+        self._file = file
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.files import replacing, write_text
-from sage_fast.run.trackers import EvaluationMedia, Scalar, TensorBoard, Tracker, WeightsAndBiases
+from sage_fast.run.trackers import EvaluationMedia, Scalar, TensorBoard, WeightsAndBiases
 
 FILE_NAME = "metrics.jsonl"
 
@@ -64,7 +64,7 @@ class MetricsLogger:
     ) -> None:
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / FILE_NAME
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
         settings = settings or {}
         if tensorboard:
             self._trackers.append(TensorBoard(self.run_dir, settings))

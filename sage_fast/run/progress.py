@@ -1,11 +1,16 @@
-"""Progress of a run on a terminal or in a log: phase, rewards and the time left."""
+"""Progress of a run on a terminal, in a log and in its `status.json`: phase, rewards and the time left."""
 
+import json
+import logging
+import math
 import resource
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,13 +18,19 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from sage_fast.run.run_status import StatusFile
+from sage_fast.config.files import write_text
+from sage_fast.run.run_status import FILE_NAME, State, Status, utc_now
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 60.0
 """Off a terminal there is a line at least so often."""
 
-PHASE_LINE_SECONDS = 10.0
-"""A phase that begins sooner after the last line is not printed, so that a quick run shows its results."""
+SECONDS_BETWEEN_WRITES = 5.0
+"""Of the status, within a phase."""
+
+MAX_ERROR = 500
+"""Characters of an error that the status keeps."""
 
 RECENT = 20
 """Iterations and evaluations that the pace is measured by."""
@@ -72,47 +83,48 @@ class EtaEstimator:
 
 
 class RunProgress:
-    """A progress bar on a terminal; lines elsewhere (a log file, CI); nothing unless `shown`.
+    """Shows the progress of a run, and keeps its `status.json` for a look from outside.
 
-    Elsewhere there is a line for each update, one when a phase begins, and one a minute within a phase, which a thread
-    prints because the step that it tells of may take longer.
+    It shows a progress bar on a terminal; lines elsewhere (a log file, CI): one for each update, and one a minute in
+    between, which a thread prints because the step that it tells of may take longer.
 
     Args:
-        total, done: updates of the run, and those it goes on from.
-        videos: of a rollout and of an evaluation, on all ranks.
+        directory: of the run. A status that cannot be written there is a warning: a run does not end for it.
+        status: what is known before the run begins.
         eta: for the time left.
-        status: the same for a look from outside.
+        evaluation_videos: of one evaluation, on all ranks.
+        shown: whether this rank shows and writes anything.
     """
 
     def __init__(
-        self,
-        total: int,
-        done: int,
-        *,
-        videos: tuple[int, int],
-        eta: EtaEstimator,
-        status: StatusFile,
-        shown: bool = True,
+        self, directory: Path, status: Status, eta: EtaEstimator, *, evaluation_videos: int, shown: bool = True
     ) -> None:
-        self.total, self.update = total, done
-        self.shown = shown
-        self.eta, self.status = eta, status
-        self._videos = videos
-        self.bar: tqdm | None = None
+        self.path = directory / FILE_NAME
+        self.status, self.eta, self.shown = status, eta, shown
+        self._evaluation_videos = evaluation_videos
+        self._bar: tqdm | None = None
         self._stack = ExitStack()
-        if shown and sys.stderr.isatty():
-            # Log messages go above the bar instead of through it.
-            self._stack.enter_context(logging_redirect_tqdm())
-            self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
-        self._last_refresh = 0.0
-        self._summary = ""
-        self._phase, self._progress, self._working_on = "", (0, 1), done
-        self._last_line = self._last_step = time.monotonic()
+        self._summary, self._working_on = "", 0
+        self._begun = self._failed = False
+        self._last_step = self._last_line = time.monotonic()
+        self._last_refresh = self._last_write = -math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._print_heartbeats, name="progress", daemon=True)
 
+    def begin(self, update: int) -> None:
+        """The run goes on from this update, and owns the directory."""
+        self._begun = True
+        self._working_on, self._last_step = update, time.monotonic()
+        self.status = replace(self.status, update=update, started=utc_now())
+        self._write()
+
     def __enter__(self) -> "RunProgress":
-        if self.shown and self.bar is None:
+        if self.shown and sys.stderr.isatty():
+            # Log messages go above the bar instead of through it.
+            self._stack.enter_context(logging_redirect_tqdm())
+            total, done = self.status.num_updates, self.status.update
+            self._bar = self._stack.enter_context(tqdm(total=total, initial=done, unit="update", dynamic_ncols=True))
+        elif self.shown:
             self._thread.start()
         return self
 
@@ -120,8 +132,6 @@ class RunProgress:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self.bar is not None:
-            self.bar.close()
         self._stack.close()
 
     def phase(self, name: str, done: int, total: int, updates: int) -> None:
@@ -132,56 +142,77 @@ class RunProgress:
         """
         if not self.shown:
             return
-        # Decoding comes between the batches of a rollout or an evaluation and belongs to it.
-        begins = name not in ("decode", self._phase)
-        self._last_step = time.monotonic()
-        if name != "decode":
-            self._phase, self._progress = name, (done, max(1, total))
-            self._working_on = updates + (name not in ("evaluation", "checkpoint"))
-        left = self.eta.seconds_left(self.update)
-        self.status.step(self._phase, *self.videos(), left)
-        if self.bar is not None:
-            if time.monotonic() - self._last_refresh > 0.2:
-                self._last_refresh = time.monotonic()
-                self.bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
-        elif begins and time.monotonic() - self._last_line > PHASE_LINE_SECONDS:
-            self._print_phase()
+        now, before = time.monotonic(), self.status
+        longest = max(before.longest_seconds, now - self._last_step)
+        self._last_step = now
+        phase, videos, videos_done = before.phase, before.videos, before.videos_done
+        if name != "decode":  # it comes between the batches of a rollout or an evaluation and belongs to it
+            by_phase = {"checkpoint": 0, "evaluation": self._evaluation_videos}
+            phase, videos = name, by_phase.get(name, before.videos_per_rollout)
+            videos_done = videos * done // max(1, total)
+            self._working_on = updates + (name not in by_phase)
+        self.status = replace(
+            before,
+            phase=phase,
+            videos_done=videos_done,
+            videos=videos,
+            seconds_left=self.eta.seconds_left(before.update),
+            longest_seconds=longest,
+        )
+        # The phases of a quick run are over before anybody could read them.
+        begins = 0.0 if longest > SECONDS_BETWEEN_WRITES else 1.0
+        if now - self._last_write >= (SECONDS_BETWEEN_WRITES if phase == before.phase else begins):
+            self._write()
+        if self._bar is not None and now - self._last_refresh > 0.2:
+            self._last_refresh = now
+            self._bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
 
-    def videos(self) -> tuple[int, int]:
-        """Videos of the phase that are done, and all of them."""
-        done, total = self._progress
-        if self._phase == "checkpoint":
-            return 0, 0
-        videos = self._videos[self._phase == "evaluation"]
-        return videos * done // total, videos
-
-    def finished(self, record: dict[str, Any]) -> None:
+    def finished(self, record: Mapping[str, Any]) -> None:
         """Show the result of an iteration."""
         self.eta.learn(record)
-        self.status.finished(record)
-        parts = []
+        update, parts = record["update"], []
+        scores: dict[str, Any] = {}
         if "reward/mean" in record:
             parts.append(f"reward {record['reward/mean']:.4f}")
+            if self.status.gain is None:
+                scores = {"reward": record["reward/mean"]}
         if "eval/reward_mean" in record:
-            parts.append(f"evaluation {record['eval/reward_mean']:.4f} (gain {record['eval/paired_gain']:+.4f})")
+            scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
+            parts.append(f"evaluation {scores['reward']:.4f} (gain {scores['gain']:+.4f})")
         self._summary = "  ".join(parts)
-        self.update = update = record["update"]
-        if self.bar is not None:
+        self.status = replace(self.status, update=update, **scores)
+        if self._bar is not None:
             # A baseline evaluated on resume belongs to update 0, which the bar has passed.
-            self.bar.update(max(0, update - self.bar.n))
-            self.bar.set_postfix_str(self._summary)
+            self._bar.update(max(0, update - self._bar.n))
+            self._bar.set_postfix_str(self._summary)
         elif self.shown:
-            self._print(f"update {update}/{self.total}  {self._summary}{self._time_left()}")
+            self._print(f"update {update}/{self.status.num_updates}  {self._summary}{self._time_left()}")
 
-    def _print_phase(self) -> None:
-        done, videos = self.videos()
-        of_videos = f"  {done} of {videos} videos" if videos else ""
-        quiet = time.monotonic() - self._last_step
-        since = f"  ({format_seconds(quiet)} in this step)" if quiet > 1.5 * HEARTBEAT_SECONDS else ""
-        self._print(f"update {self._working_on}/{self.total}  {self._phase}{of_videos}{self._time_left()}{since}")
+    def end(self, state: State, error: BaseException | None = None) -> None:
+        """Write the last word of the run."""
+        text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
+        left = 0.0 if state == "finished" else None
+        self.status = replace(
+            self.status, state=state, phase="", videos_done=0, videos=0, seconds_left=left, error=text
+        )
+        self._write()
+
+    def _write(self) -> None:
+        # Who has deleted the directory does not want it back.
+        if not (self.shown and self._begun and self.path.parent.exists()):
+            return
+        self._last_write = time.monotonic()
+        self.status = replace(self.status, written=utc_now())
+        try:
+            write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s is not up to date: %s", self.path, error)
+            self._failed = True
 
     def _time_left(self) -> str:
-        left = self.eta.seconds_left(self.update)
+        left = self.eta.seconds_left(self.status.update)
         return f"  {format_seconds(left)} left" if left else ""
 
     def _print(self, text: str) -> None:
@@ -189,15 +220,18 @@ class RunProgress:
         print(text, file=sys.stderr, flush=True)
 
     def _print_heartbeats(self) -> None:
-        wait = HEARTBEAT_SECONDS
-        while not self._closed.wait(max(0.1, wait)):
-            wait = self._last_line + HEARTBEAT_SECONDS - time.monotonic()
-            if wait <= 0 and self._phase:
-                try:
-                    self._print_phase()
-                except OSError:  # nobody reads any more; the run's own next line says so
-                    return
-                wait = HEARTBEAT_SECONDS
+        while not self._closed.wait(max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())):
+            now, status = time.monotonic(), self.status
+            if now < self._last_line + HEARTBEAT_SECONDS or not status.phase:
+                continue
+            of_videos = f"  {status.videos_done} of {status.videos} videos" if status.videos else ""
+            quiet = now - self._last_step
+            since = f"  ({format_seconds(quiet)} in this step)" if quiet > 1.5 * HEARTBEAT_SECONDS else ""
+            where = f"update {self._working_on}/{status.num_updates}  {status.phase}{of_videos}"
+            try:
+                self._print(f"{where}{self._time_left()}{since}")
+            except OSError:  # nobody reads any more; the run's own next line says so
+                return
 
 
 def format_seconds(seconds: float) -> str:

@@ -54,7 +54,7 @@ from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
-from sage_fast.run.run_status import State, Status, StatusFile
+from sage_fast.run.run_status import State, Status
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0
@@ -212,8 +212,14 @@ class Run:
         check_same_everywhere({"model.path": self.trainer.model_digest, "prompts": self.prompts_digest})
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
-        first = Status(num_updates=config.training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout)
-        self.status = StatusFile(self.directory, first, shown=world.is_main)
+        training = config.training
+        self.progress = RunProgress(
+            self.directory,
+            Status(num_updates=training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout),
+            EtaEstimator(training.num_updates, training.updates_per_rollout, config.evaluation.every),
+            evaluation_videos=len(self.trainer.eval_prompts),
+            shown=world.is_main,
+        )
         self._page_written = time.monotonic()
         self._environment = self.directory / "environment.json"
 
@@ -239,7 +245,7 @@ class Run:
     def _write_final_status(self, state: State, error: BaseException | None = None) -> None:
         # A directory that another run has taken over is that run's.
         if self.lease.is_own():
-            self.status.end(state, error)
+            self.progress.end(state, error)
             self._write_page()
 
     def _train(self) -> bool:
@@ -251,11 +257,21 @@ class Run:
         with ExitStack() as stack:
             if self.world.is_main:
                 self._prepare_directory(resumed)
-            self.status.begin(resumed)
-            self.metrics = self._open_metrics()
+            self.progress.begin(resumed)
+            self.metrics: MetricsLogger | NoMetrics = NoMetrics()
+            if self.world.is_main:
+                environment = json.loads(self._environment.read_text("utf-8"))
+                settings = {"config": to_dict(self.config), "environment": environment}
+                try:
+                    self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
+                except ValueError as error:
+                    raise ConfigError(f"logging.*: {error}") from error
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
-            self.progress = stack.enter_context(self._open_progress(resumed))
+            if resumed and self.world.is_main:
+                for row in read_metrics(self.directory / "metrics.jsonl"):
+                    self.progress.eta.learn(row)
+            stack.enter_context(self.progress)
             self.writer = stack.enter_context(
                 CheckpointWriter(
                     self.checkpoints,
@@ -490,31 +506,6 @@ class Run:
             rows = read_metrics(self.directory / "metrics.jsonl")
             found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
-
-    def _open_metrics(self) -> MetricsLogger | NoMetrics:
-        if not self.world.is_main:
-            return NoMetrics()
-        settings = {"config": to_dict(self.config), "environment": json.loads(self._environment.read_text("utf-8"))}
-        try:
-            return MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-        except ValueError as error:
-            raise ConfigError(f"logging.*: {error}") from error
-
-    def _open_progress(self, resumed: int) -> RunProgress:
-        """Terminal, log and status of the run, from the update that it goes on from."""
-        training, trainer = self.config.training, self.trainer
-        eta = EtaEstimator(training.num_updates, training.updates_per_rollout, self.config.evaluation.every)
-        if resumed and self.world.is_main:
-            for row in read_metrics(self.directory / "metrics.jsonl"):
-                eta.learn(row)
-        return RunProgress(
-            training.num_updates,
-            resumed,
-            videos=(trainer.videos_per_rollout, len(trainer.eval_prompts)),
-            eta=eta,
-            status=self.status,
-            shown=self.world.is_main,
-        )
 
     def _save(self, record: dict[str, Any] | None, *, pending: bool) -> float:
         """Save a checkpoint, and return the seconds that training waited for it.

@@ -1,24 +1,21 @@
 """The status of a run in `status.json`, and the condition of a run as it and the lease show it from outside.
 
-The run writes the file when a phase begins and every few seconds within one; it appears whole. Somebody else can then
-tell apart a run that goes on, one that makes no progress any more although its process lives, and one whose process is
-gone without a last word, as after a `kill -9`.
+The run (`progress.py`) writes the file when a phase begins and every few seconds within one; it appears whole. Somebody
+else can then tell apart a run that goes on, one that makes no progress any more although its process lives, and one
+whose process is gone without a last word, as after a `kill -9`.
 """
 
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from sage_fast.config.files import write_text
 from sage_fast.run.lease import Holder, look_at
 
 FILE_NAME = "status.json"
-SECONDS_BETWEEN_WRITES = 5.0
 
 QUIET_SECONDS = 60.0
 """A run may go at least so long without progress."""
@@ -27,15 +24,13 @@ QUIET_FACTOR = 4.0
 QUIET_FIRST_SECONDS = 1800.0
 """And so long before its first update, whose pace nobody knows."""
 
-MAX_ERROR = 500
-"""Characters of an error that are kept."""
-
 State = Literal["running", "finished", "stopped", "failed"]
 
 logger = logging.getLogger(__name__)
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """The time as a status has it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -65,95 +60,9 @@ class Status:
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
     error: str | None = None
-    started: str = field(default_factory=_now)
-    written: str = field(default_factory=_now)
+    started: str = field(default_factory=utc_now)
+    written: str = field(default_factory=utc_now)
 
-
-class StatusFile:
-    """Writes the status of a run. A file that cannot be written is a warning: a run does not end for it.
-
-    Args:
-        directory: of the run.
-        first: what is known before it begins.
-        shown: whether this rank writes.
-    """
-
-    def __init__(self, directory: Path, first: Status, *, shown: bool = True) -> None:
-        self.path = directory / FILE_NAME
-        self.shown = shown
-        self.status = first
-        self._last_step = time.monotonic()
-        self._last_write = -SECONDS_BETWEEN_WRITES
-        self._begun = False
-        self._failed = False
-
-    def begin(self, update: int) -> None:
-        """The run goes on from this update, and owns the directory."""
-        self._begun = True
-        self._last_step = time.monotonic()
-        self.status = replace(self.status, update=update, started=_now())
-        self._write()
-
-    def step(self, phase: str, videos_done: int, videos: int, seconds_left: float | None) -> None:
-        """The run has made progress: so much of a phase is done."""
-        now = time.monotonic()
-        begins = phase != self.status.phase
-        longest = max(self.status.longest_seconds, now - self._last_step)
-        self._last_step = now
-        self.status = replace(
-            self.status,
-            phase=phase,
-            videos_done=videos_done,
-            videos=videos,
-            seconds_left=seconds_left,
-            longest_seconds=longest,
-        )
-        # The phases of a quick run are over before anybody could read them.
-        wait = SECONDS_BETWEEN_WRITES
-        if begins:
-            wait = 0.0 if longest > SECONDS_BETWEEN_WRITES else 1.0
-        if now - self._last_write >= wait:
-            self._write()
-
-    def finished(self, record: Mapping[str, Any]) -> None:
-        """An update is done, with these metrics."""
-        scores = _scores(record, evaluated=self.status.gain is not None)
-        self.status = replace(self.status, update=record["update"], **scores)
-
-    def end(self, state: State, error: BaseException | None = None) -> None:
-        """The last word of the run."""
-        text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
-        left = 0.0 if state == "finished" else None
-        self.status = replace(
-            self.status, state=state, phase="", videos_done=0, videos=0, seconds_left=left, error=text
-        )
-        self._write()
-
-    def _write(self) -> None:
-        # Who has deleted the directory does not want it back.
-        if not (self.shown and self._begun and self.path.parent.exists()):
-            return
-        self._last_write = time.monotonic()
-        self.status = replace(self.status, written=_now())
-        try:
-            write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
-        except OSError as error:
-            if not self._failed:
-                logger.warning("%s is not up to date: %s", self.path, error)
-            self._failed = True
-        else:
-            self._failed = False
-
-
-def _scores(record: Mapping[str, Any], *, evaluated: bool) -> dict[str, Any]:
-    """The reward and the gain that a record of the metrics tells; that of a rollout where nothing was evaluated."""
-    names = {"reward": "eval/reward_mean", "gain": "eval/paired_gain"}
-    if not evaluated and "eval/reward_mean" not in record:
-        names = {"reward": "reward/mean"}
-    return {name: record[key] for name, key in names.items() if key in record}
-
-
-# ------------------------------------------------------------------------------------------------ from outside
 
 Condition = Literal["running", "hangs", "killed", "finished", "stopped", "failed", "unknown"]
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -47,22 +47,6 @@ class EvaluationMedia:
     head: Sequence[str]
     rows: Sequence[Sequence[str | float]]
     page: Path | None = None
-
-
-class Tracker(Protocol):
-    """Where the numbers and the media of a run go apart from its directory."""
-
-    def log(self, update: int, values: Mapping[str, Scalar]) -> None:
-        """Take the metrics of an update."""
-
-    def show(self, update: int, shown: EvaluationMedia) -> None:
-        """Take the media of the evaluation of an update."""
-
-    def truncate_after(self, update: int) -> None:
-        """Forget later updates, where that is possible: a resumed run makes them again."""
-
-    def close(self) -> None:
-        """Write what is left. Calling it again does nothing."""
 
 
 class TensorBoard:

@@ -20,7 +20,7 @@ from sage_fast.run import progress
 from sage_fast.run.lease import Lease
 from sage_fast.run.progress import EtaEstimator, RunProgress, format_seconds
 from sage_fast.run.run import Run
-from sage_fast.run.run_status import FILE_NAME, Status, StatusFile, look_at_run, patience, read_status
+from sage_fast.run.run_status import FILE_NAME, Status, look_at_run, patience, read_status
 
 MakeRun = Callable[..., RunConfig]
 
@@ -145,7 +145,7 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
 def test_a_status_that_cannot_be_written_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = StatusFile(tmp_path, GOING)
+    file = RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=12)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -184,7 +184,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.2)
     eta = EtaEstimator(60, 1, 0)
     eta.learn({"update": 3, "time/iteration": 120.0})
-    return RunProgress(60, 3, videos=(128, 12), eta=eta, status=StatusFile(tmp_path, GOING))
+    return RunProgress(tmp_path, replace(GOING, update=3, videos_per_rollout=128), eta, evaluation_videos=12)
 
 
 def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,30 +198,18 @@ def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pyt
     assert lines[-1] == f"{lines[0]}  (1 s in this step)"
 
 
-def test_a_phase_has_a_line_unless_the_last_is_young(
-    shown: RunProgress, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown.phase("rollout", 0, 4, 3)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "PHASE_LINE_SECONDS", 0.0)
-    shown.phase("update", 0, 4, 3)
-    shown.phase("update", 1, 4, 3)
-    shown.phase("checkpoint", 0, 1, 4)
-    shown.phase("evaluation", 0, 2, 4)
-    shown.phase("evaluation", 1, 2, 4)
-    lines = [line.partition("  1.9 h")[0] for line in capsys.readouterr().err.splitlines()]
-    assert lines == [
-        "update 4/60  update  0 of 128 videos",
-        "update 4/60  checkpoint",
-        "update 4/60  evaluation  0 of 12 videos",
-    ]
+def test_videos_of_an_evaluation_are_its_own_and_a_checkpoint_has_none(shown: RunProgress) -> None:
+    seen = []
+    for name, done, total, updates in (("update", 1, 4, 3), ("checkpoint", 0, 1, 4), ("evaluation", 1, 2, 4)):
+        shown.phase(name, done, total, updates)
+        seen.append((shown.status.phase, shown.status.videos_done, shown.status.videos))
+    assert seen == [("update", 32, 128), ("checkpoint", 0, 0), ("evaluation", 6, 12)]
 
 
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = StatusFile(tmp_path, GOING, shown=False)
-    with RunProgress(60, 3, videos=(8, 8), eta=EtaEstimator(60, 1, 0), status=status, shown=False) as other:
-        status.begin(3)
+    with RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=8, shown=False) as other:
+        other.begin(3)
         other.phase("rollout", 0, 4, 3)
         other.finished({"update": 4, "reward/mean": 0.5})
-        status.end("finished")
+        other.end("finished")
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())

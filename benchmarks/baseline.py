@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
         return sorted({row.name.split()[0] for row in self.rows if row.status == "REGRESSED"})
 
     def confirmed(self, again: "Comparison") -> "Comparison":
-        """What is still as slow in a second measurement of its suite."""
+        """Keep the regressions that a second measurement of their suite shows again."""
         second = {row.name: row for row in again.rows}
         rows = [
             row._replace(status="not repeated")

@@ -195,7 +195,8 @@ def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -
         for kind, (calls, size) in first[name].items():
             exchanges = [e for e in plan.exchanges if e.kind == kind and e.purpose not in OBJECTS]
             assert calls == sum(e.count for e in exchanges), (name, kind)
-            assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4), (name, kind)  # FSDP fills up
+            # FSDP fills every tensor up to a whole number of rows per rank: 192 bytes of the toy.
+            assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4, abs=192), (name, kind)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

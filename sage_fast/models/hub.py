@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,37 +122,6 @@ def checkpoint_folder(path: str, key: str, *include: str) -> Path:
             f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds it."
         )
     return folder
-
-
-def downloaded_files(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The record of a download: the revision, and the SHA-256 of the large files by relative name.
-
-    The hub's cache links a large file to one that is named by its hash; a folder of `--local-dir` keeps a record beside
-    its files. Both hold what the hub said, and not what arrived.
-    """
-    found = {str(file.relative_to(folder)): file.resolve().name for file in folder.rglob("*") if file.is_symlink()}
-    revisions = [folder.name] if found else []
-    records = folder / ".cache" / "huggingface" / "download"
-    for record in records.rglob("*.metadata"):
-        revision, digest, *_ = record.read_text(encoding="utf-8").split()
-        found[str(record.relative_to(records).with_suffix(""))] = digest
-        revisions.append(revision)
-    hashes = {file: digest for file, digest in found.items() if re.fullmatch("[0-9a-f]{64}", digest)}
-    return next(iter(revisions), None), hashes
-
-
-def published_hashes(repository: str, revision: str | None = None) -> dict[str, str]:
-    """SHA-256 of a repository's large files, as the hub says now; empty where the hub cannot be reached."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # The first base is the error of the HTTP library, whichever this release of the hub's client uses.
-    unreachable: Any = (OSError, *HfHubHTTPError.__bases__)
-    try:
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=10)
-    except unreachable:
-        return {}
-    return {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs is not None}
 
 
 def stored_bytes(path: str) -> int:

@@ -1,12 +1,11 @@
 """Acceptance on the real weights, once: every part of a run against another way to the same numbers.
 
-Files against the hub's hashes, noise levels against diffusers' scheduler, prompt, velocity and video against the stock
+Noise levels against diffusers' scheduler, prompt, velocity and video against the stock
 classes, rewards against scores that their public code gave, and then one update of two videos: its ratio is exactly 1,
 its timesteps are not rounded, its memory is what was planned. A part that fails, or cannot be run, is a finding with
 its name; the others are still checked.
 """
 
-import hashlib
 import inspect
 import json
 import logging
@@ -28,7 +27,6 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig, TrainOnConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, load_components, shift_difference
-from sage_fast.models.hub import Requirement, downloaded_files, local_folder, published_hashes
 from sage_fast.models.transformer import backbone
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
@@ -39,7 +37,7 @@ from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.run import load_prompts
 from sage_fast.sde import sigma_schedule
-from sage_fast.tools.diagnosis import Check, needed_files
+from sage_fast.tools.diagnosis import Check
 from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -76,8 +74,6 @@ def examine_deeply(config: RunConfig, scores: Path | None = None) -> list[Check]
         except (SageError, ValueError, OSError, RuntimeError) as error:
             checks.append(_judged(name, False, str(error), "see the message"))
 
-    for requirement in needed_files(config):
-        guarded(f"files: {requirement.name}", _files(requirement))
     guarded("rewards", _stored_scores(config, scores))
     start = time.perf_counter()
     try:
@@ -102,29 +98,6 @@ def _judged(name: str, passes: bool, detail: str, fix: str = "") -> Check:
 
 def _info(name: str, detail: str) -> Check:
     return Check("deep", name, "info", detail)
-
-
-def _files(requirement: Requirement) -> Iterator[Check]:
-    """The large files of a folder against the hashes of the hub, or of the record of their download."""
-    name, folder = f"files: {requirement.name}", local_folder(requirement.where)
-    if folder is None:
-        return
-    fix = f"delete it, then: {requirement.fetch}"
-    revision, recorded = downloaded_files(folder)
-    published = published_hashes(requirement.repository, revision) if requirement.repository else {}
-    source = f"{requirement.repository} on the hub" if published else "its download, as the hub is not reachable"
-    expected = {file: digest for file, digest in (published or recorded).items() if (folder / file).is_file()}
-    if not expected:
-        yield _info(name, "not compared: the hub is not reachable, and no record of a download is here")
-        return
-    wrong = []
-    for file, digest in expected.items():
-        with (folder / file).open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                wrong.append(file)
-    size = sum((folder / file).stat().st_size for file in expected) / 1e9
-    detail = f"{len(expected)} large files ({size:.1f} GB) are those of {source}"
-    yield _judged(name, not wrong, f"not the files of {source}: {', '.join(wrong[:3])}" if wrong else detail, fix)
 
 
 def read_scores(file: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,7 +3,6 @@
 Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that fails does not end the others.
 """
 
-import importlib.util
 import inspect
 import os
 import platform
@@ -11,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,34 +111,23 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
 
 
 def software() -> Iterator[Check]:
-    """Versions of the packages, and whether videos can be written."""
-    from packaging.requirements import Requirement as Range
-
+    """Versions of the packages, and whether videos can be written. `pip check` compares versions with their ranges."""
     section = "software"
     yield Check(section, "sage-fast", "ok", f"{__version__}, Python {platform.python_version()}")
-    try:
-        lines = metadata.requires("sage-fast") or []
-    except metadata.PackageNotFoundError:
-        lines = []
-    ranges = {r.name: r.specifier for r in map(Range, lines) if r.specifier}
-    for name in (*REQUIRED, *OPTIONAL):
-        version = version_of(name)
-        if version is None and name in REQUIRED:
+    for name in REQUIRED:
+        if (version := version_of(name)) is None:
             yield Check(section, name, "missing", "not installed", fix=f"pip install {name}")
-        elif version is None:
-            yield Check(section, name, "info", f"not installed (for {OPTIONAL[name]})")
-        elif name in ranges and not ranges[name].contains(version, prereleases=True):
-            fix = f'pip install "{name}{ranges[name]}"'
-            yield Check(section, name, "warning", f"{version}; tested with {ranges[name]}", fix=fix)
         else:
             yield Check(section, name, "ok", version)
-    if importlib.util.find_spec("av") is not None:
+    for name, use in OPTIONAL.items():
+        yield Check(section, name, "info", version_of(name) or f"not installed (for {use})")
+    if version_of("av") is not None:
         import av
 
         found = "libx264" in av.codecs_available
-        detail = f"{'with' if found else 'without'} libx264, which writes the videos"
+        detail = f"PyAV {'with' if found else 'without'} libx264, which writes the videos"
         fix = "" if found else "pip install --force-reinstall av   (PyPI's wheels have it)"
-        yield Check(section, "mp4", "ok" if found else "missing", f"PyAV {av.__version__} {detail}", fix=fix)
+        yield Check(section, "mp4", "ok" if found else "missing", detail, fix=fix)
 
 
 def hardware() -> Iterator[Check]:

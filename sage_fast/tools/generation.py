@@ -165,7 +165,7 @@ def generate(
         for position, prompt in enumerate(generator.prompts)
         for member in range(num_videos)
     }
-    settings = _settings(generator, table, weights, sampler)
+    settings = sampling_settings(config, sampler, weights)
     records = {name: settings | {"prompt": asdict(p), "member": member} for name, (p, member) in plan.items()}
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
@@ -198,30 +198,25 @@ def generate(
     return paths, len(kept)
 
 
-def _settings(generator: Generator, table: TransitionTable, weights: str, sampler: str) -> dict[str, Any]:
-    """Settings that decide how a video looks, apart from its prompt and number."""
-    config = generator.config
+def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:
+    """Settings that decide how a video looks, apart from its prompt and number, as JSON values."""
+    model = {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")}
+    encoding = {
+        "negative_prompt": config.rollout.negative_prompt,
+        "text_encoder_dtype": config.model.text_encoder_dtype,
+    }
     return {
-        "family": config.model.family,
-        "path": config.model.path,
-        "dtype": config.model.dtype,
-        "vae_dtype": config.model.vae_dtype,
         "weights": weights,
+        "model": model,
+        "video": asdict(config.evaluation_video),
         "sampler": sampler,
         "eta": config.evaluation_eta if sampler != "ode" else 0.0,
-        "num_steps": table.num_steps,
+        "num_steps": config.evaluation_steps,
         "shift": config.rollout.shift,
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
-        "video": asdict(config.evaluation_video),
-        **prompt_settings(config),
+        **encoding,
     }
-
-
-def prompt_settings(config: RunConfig) -> dict[str, str]:
-    """The negative prompt and the encoder's precision; left out where they are the default."""
-    own = {"negative_prompt": config.rollout.negative_prompt, "text_encoder_dtype": config.model.text_encoder_dtype}
-    return {key: value for key, value in own.items() if value not in ("", "auto")}
 
 
 def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], overwrite: bool) -> set[str]:

@@ -9,7 +9,6 @@ FOLDER/
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from sage_fast.rewards.base import reward_scales
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import VideoScoring
 from sage_fast.run.run import prompts_digest
-from sage_fast.tools.generation import Generator, load_generator, prompt_settings
+from sage_fast.tools.generation import Generator, load_generator, sampling_settings
 from sage_fast.tools.report import Report, ShownVideo, spread_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -171,19 +170,9 @@ class PairedEvaluation:
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
-        config = self.config
-        settings = {
-            "weights": "base" if model == "base" else weights_digest(self.trained),
-            "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")},
-            "video": asdict(config.evaluation_video),
-            "sampler": config.evaluation.sampler,
-            "eta": config.evaluation_eta if config.evaluation.sampler != "ode" else 0.0,
-            "num_steps": config.evaluation_steps,
-            "shift": config.rollout.shift,
-            "guidance_scale": config.rollout.guidance_scale,
-            "noise_seed": config.evaluation.seed,
-            "reward": {key: getattr(config.reward, key) for key in ("rewards", "options", "weights")},
+        weights = "base" if model == "base" else weights_digest(self.trained)
+        settings = sampling_settings(self.config, self.config.evaluation.sampler, weights) | {
+            "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},
             "prompts": prompts_digest([], self.prompts),
-            **prompt_settings(config),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all

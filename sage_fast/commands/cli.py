@@ -7,6 +7,8 @@ ends with 1 where the configuration could not run, `plan` where it does not fit,
 
 import argparse
 import logging
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,10 +32,18 @@ from sage_fast.commands.common import split_words
 from sage_fast.config.errors import ConfigError, RewardError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, report_error, world_size
 
-COMMANDS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (train, status, generate, evaluate, compare, export, plan, profile, doctor, configs, reproduce)
+GROUPS = {
+    "train": (train, status),
+    "look": (generate, evaluate, compare, export),
+    "prepare": (configs, doctor, plan),
+    "research": (profile, reproduce),
 }
+COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
+
+COMPLETION = """
+
+shell completion: pip install argcomplete, and in ~/.bashrc: eval "$(register-python-argcomplete sage-fast)"
+"""
 
 USAGE = "CONFIG [MORE.yaml ...] [options] [--section.key=value ...]"
 
@@ -56,12 +66,24 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="sage-fast", description="GRPO post-training of text-to-video flow models (HunyuanVideo-1.5)."
+        prog="sage-fast",
+        usage="sage-fast COMMAND [words]     sage-fast COMMAND --help",
+        description="GRPO post-training of text-to-video flow models (HunyuanVideo-1.5).",
+        epilog="\n\n".join(
+            "\n".join(
+                [f"{group}:", *(f"  {name:<10} {_summary(name)}" for name in COMMANDS if COMMANDS[name] in modules)]
+            )
+            for group, modules in GROUPS.items()
+        )
+        + COMPLETION,
     )
     parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_commands(commands)
+    add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS))
     return parser
+
+
+def _summary(command: str) -> str:
+    return (COMMANDS[command].__doc__ or "").partition("\n\n")[0].rstrip(".")
 
 
 def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:
@@ -69,16 +91,34 @@ def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:
     for name, module in COMMANDS.items():
         summary, _, more = (module.__doc__ or "").partition("\n\n")
         usage = f"sage-fast {name} {getattr(module, 'USAGE', USAGE)}"
-        parser = parsers.add_parser(name, usage=usage, help=summary.rstrip("."), description=summary, epilog=more)
+        parser = parsers.add_parser(name, usage=usage, description=summary, epilog=more)
         module.add_arguments(parser)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a command, with all its files in `config`, and the `--section.key=value` overrides."""
-    options, rest = _parser().parse_known_args(arguments)
+    """The options of a command, with all its files in `config`, and the `--section.key=value` overrides.
+
+    Options are written with hyphens or underscores, and so are keys without a section, such as --output-dir.
+    """
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    options, rest = parser.parse_known_args([_with("-", word) for word in words])
+    options.words, rest = words, [_with("_", word) for word in rest]
     # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
     options.config, overrides = split_words([*options.config, *rest])
     return options, overrides
+
+
+def _with(mark: str, word: str) -> str:
+    """An option without a section, with its words joined by one mark."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or "." in name or not name[2:].replace("-", "").replace("_", "").isalnum():
+        return word
+    return "--" + re.sub("[-_]", mark, name[2:]) + equals + value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import RunConfig
@@ -91,14 +91,22 @@ def _check_file_word(word: str) -> None:
 
 def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     """The positional CONFIG [MORE.yaml ...]."""
-    parser.add_argument(
+    argument: Any = parser.add_argument(
         "config",
         nargs=nargs,
         metavar="CONFIG",
         help="preset (`sage-fast configs` lists them), YAML file or run directory; further presets or files are laid "
         "over it, left to right, then --section.key=value",
     )
+    argument.completer = _presets
     add_trust_argument(parser)
+
+
+def _presets(**_: object) -> list[str]:
+    """Names that a shell completes."""
+    from sage_fast.config.presets import preset_names
+
+    return preset_names()
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +141,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
         "--seed",
-        "--noise_seed",
+        "--noise-seed",
         dest="noise_seed",
         type=int,
         metavar="N",

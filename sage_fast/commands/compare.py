@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "RUN RUN [RUN ...] [--output FOLDER]"
+USAGE = "RUN RUN [RUN ...] [--output FOLDER] [--json]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("comparison"), help="folder to write to; default comparison"
     )
+    parser.add_argument("--json", action="store_true", help="print comparison.json")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -32,6 +33,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"compare reads runs and takes no configuration keys, got {overrides[0]}.")
     comparison = compare_runs([Path(folder) for folder in options.config])
     paths = write_comparison(options.output, comparison)
+    if options.json:
+        print((options.output / "comparison.json").read_text("utf-8"), end="")
+        return 0
     print(to_text(comparison))
     print(f"Wrote {', '.join(path.name for path in paths if path.suffix != '.svg')} to {options.output}/")
     return 0

@@ -41,14 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-videos",
-        "--num_videos",
         type=int,
         default=8,
         metavar="N",
         help="prompts whose videos the report shows; default 8",
     )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
-    parser.add_argument("--bootstrap_seed", type=int, default=0, help="seed of the bootstrap; default 0")
+    parser.add_argument("--bootstrap-seed", type=int, default=0, help="seed of the bootstrap; default 0")
     parser.add_argument("--overwrite", action="store_true", help="evaluate again what has been evaluated there")
 
 

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="diffusers",
         help="program that an adapter is for; default diffusers",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace the export of another run in the folder")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of a full export; default: model.dtype of the run"
     )
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         overrides=overrides,
         trust_config=options.trust_config,
+        overwrite=options.overwrite,
     )
     kind = "adapter" if result.format == "lora" else "transformer"
     print(

@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt, in any language that the model reads; repeat the option for more",
     )
     add_prompt_arguments(parser)
-    parser.add_argument(
-        "--num-videos", "--num_videos", type=int, default=1, metavar="N", help="videos per prompt; default 1"
-    )
+    parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos per prompt; default 1")
     parser.add_argument(
         "--sampler",
         default="ode",

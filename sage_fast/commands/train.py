@@ -2,16 +2,32 @@
 
 examples:
   sage-fast train toy_cpu
-  sage-fast train toy_cpu --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
+  sage-fast train toy_cpu --output-dir runs/dance --rollout.sde_type=dance_grpo --resume auto
   sage-fast train runs/dance --resume auto --optimizer.learning_rate=5e-6 --allow-changes optimizer.learning_rate
-  sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output_dir runs/setting_b
-  sage-fast train toy_cpu --print_config         the resolved configuration, as YAML
-  sage-fast train --keys                         every key with its meaning and default
+  sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output-dir runs/setting_b
+  sage-fast train hv15_352x624_lora_8gpu --gpus 8      one process per GPU of this node, by torchrun
+  sage-fast train toy_cpu --dry-run                    check files, memory and disk, as doctor does; train nothing
+  sage-fast train toy_cpu --print-config               the resolved configuration, as YAML
+  sage-fast train --keys kl                            keys with `kl` in them; without a word, every key
+
+keys that most people set:
+  --output-dir FOLDER                 where the run goes
+  --resume auto                       go on with the run that is there
+  --data.prompts FILE                 training prompts: .csv, .jsonl or .txt
+  --reward.rewards=[NAME, ...]        rewards, also package.module:function of your own
+  --rollout.sde_type NAME             sage_grpo, sage_exact, dance_grpo, flow_grpo or cps
+  --rollout.num_generations N         videos of a prompt that compete
+  --rollout.batch_size N              videos of a rollout on each rank
+  --optimizer.learning_rate X
+  --training.num_updates N
+  --evaluation.every N                updates between evaluations
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
 from sage_fast.distributed.start import rank, world_size
@@ -21,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
     add_cpu_argument(parser)
-    parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument(
         "--allow-changes",
         action="append",
@@ -30,7 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="configuration keys that may differ from those of the checkpoint which --resume goes on from; what has "
         "changed is recorded in metrics.jsonl and history.jsonl",
     )
-    parser.add_argument("--keys", action="store_true", help="list every configuration key and exit")
+    parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help="list configuration keys and exit")
+    parser.add_argument("--gpus", type=int, metavar="N", help="start N processes on this node by torchrun")
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration as doctor does, and exit")
+
+
+def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
+    """Become a torchrun that starts this command once per GPU."""
+    from sage_fast.config.errors import ConfigError
+
+    if count < 1:
+        raise ConfigError(f"--gpus is {count}; it must be at least 1.")
+    at = next(i for i, word in enumerate(words) if word.startswith("--gpus"))
+    rest = [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.execv(sys.executable, [*torchrun, "-m", "sage_fast", *rest])
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -38,13 +68,24 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import describe_keys, dump_config
 
-    if not options.keys and not options.config and not overrides:
-        raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")
-    config = None if options.keys else load_run_config(options, overrides)
-    if config is None or options.print_config:
-        if rank() == 0:
-            print(dump_config(config) if config else describe_keys(), end="")
+    if options.keys is not None:
+        print(describe_keys(options.keys), end="")
         return 0
+    if not options.config and not overrides:
+        raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")
+    config = load_run_config(options, overrides)
+    if options.print_config:
+        if rank() == 0:
+            print(dump_config(config), end="")
+        return 0
+    if options.dry_run:
+        from sage_fast.tools.diagnosis import can_run, examine, to_text
+
+        checks = examine(config)
+        print(to_text(checks, config_given=True))
+        return 0 if can_run(checks) else 1
+    if options.gpus is not None and world_size() == 1:
+        _start_processes(options.gpus, options.words)
 
     from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.resume import split_keys

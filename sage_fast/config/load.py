@@ -253,11 +253,13 @@ def type_name(kind: Any) -> str:
     return "null" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
-def describe_keys() -> str:
-    """Every key with its type, default and meaning, for a terminal."""
+def describe_keys(word: str = "") -> str:
+    """Keys that have `word` in their name, with type, default and meaning, for a terminal."""
     parts = []
     for key, meaning in meanings().items():
         f = _fields()[key]
+        if word not in key:
+            continue
         if _is_section(f.type):
             parts.append(f"\n{key}: {meaning}\n")
             continue

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import tempfile
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,7 +261,11 @@ def open_components(model: ModelConfig) -> Components:
     except (ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"model.family is {model.family!r}, but calling it failed: {describe(error)}.") from error
+        log = Path(tempfile.mkdtemp(prefix="sage-fast-")) / "traceback.txt"
+        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise ConfigError(
+            f"model.family is {model.family!r}, but calling it failed: {describe(error)}. The traceback is in {log}."
+        ) from error
     if not isinstance(components, Components):
         raise ConfigError(
             f"model.family is {model.family!r}, which gave a {type(components).__name__} where "

@@ -14,7 +14,8 @@ from pathlib import Path
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
     """Some files that must be there. `missing`: patterns that nothing matches; `fetch`: the command that gets them;
-    `repository`: of the hub, where they come from one; `gigabytes`: 1e9 bytes that the command fetches, at most.
+    `repository`: of the hub, where they come from one; `gigabytes`: 1e9 bytes that the command fetches, at most;
+    `licence`: what it forbids, where that stops some users.
 
     Example: `Requirement(name="VideoAlign", where="models/VideoReward", missing=["model_config.json"], fetch="hf ...")`
     """
@@ -25,6 +26,7 @@ class Requirement:
     fetch: str
     repository: str | None = None
     gigabytes: float = 0.0
+    licence: str = ""
 
     @property
     def absent(self) -> bool:

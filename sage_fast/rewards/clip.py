@@ -23,6 +23,8 @@ PICK_SCORE = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """Source of tokenizer and preprocessing according to the model card of PickScore_v1."""
 PROCESSOR_FILES = ("*.json", "*.txt")
+MODEL_FILES = (*PROCESSOR_FILES, "model.safetensors")
+"""The repositories hold the same weights in up to four formats."""
 PREPROCESSING, TOKENIZER, WEIGHTS = "preprocessor_config.json", "tokenizer_config.json", "*.safetensors|*.bin"
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -176,7 +178,9 @@ class CLIPScore(_ClipSimilarity):
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         patterns = ["config.json", WEIGHTS, PREPROCESSING, TOKENIZER]
-        return [require("CLIPScore", str(options.get("path", CLIP_L14)), patterns, CLIP_L14)]
+        return [
+            require("CLIPScore", str(options.get("path", CLIP_L14)), patterns, CLIP_L14, *MODEL_FILES, gigabytes=1.7)
+        ]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
@@ -224,7 +228,7 @@ class PickScore(_ClipSimilarity):
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         path = str(options.get("path", PICK_SCORE))
-        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, gigabytes=8.0)
+        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, *MODEL_FILES, gigabytes=3.9)
         processor = str(options.get("processor") or _processor_of(path))
         if processor == path:
             return [model]

@@ -265,6 +265,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         missing, where = requirement.missing, requirement.where
         named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         detail = f"{where} {'is not here' if requirement.absent else f'lacks {named}'}" if missing else where
+        detail += f" ({requirement.licence})" if requirement.licence else ""
         status: Status = "missing" if missing else "ok"
         yield Check(section, requirement.name, status, detail, fix=requirement.fetch if missing else "")
     fix = "see the message"

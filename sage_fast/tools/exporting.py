@@ -68,6 +68,7 @@ def export(
     dtype: torch.dtype | None = None,
     overrides: Sequence[str] = (),
     trust_config: bool = False,
+    overwrite: bool = False,
 ) -> Export:
     """Export a checkpoint.
 
@@ -80,6 +81,7 @@ def export(
         dtype: of a full export; None keeps the one that the run computed with (model.dtype).
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
+        overwrite: replace the export of another run in `folder`.
 
     Raises:
         ConfigError: a format or layout that the run does not have, or a folder with other files.
@@ -99,7 +101,7 @@ def export(
         raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
     if chosen == "full" and layout != "diffusers":
         raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
-    _make_room(folder)
+    _make_room(folder, checkpoint.folder.parent if not overwrite else None)
     averaged = "ema" in checkpoint.tensors
     name: Any = str(dtype).removeprefix("torch.") if dtype else config.model.dtype
     result = Export(
@@ -122,8 +124,11 @@ def export(
     return result
 
 
-def _make_room(folder: Path) -> None:
-    """An empty folder; the files of an earlier export in it are removed. ConfigError where it has any others."""
+def _make_room(folder: Path, run: Path | None) -> None:
+    """Empty a folder that holds nothing but an earlier export, of the same run unless that is None; else ConfigError.
+
+    run: where its checkpoints are.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder} is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,9 +136,16 @@ def _make_room(folder: Path) -> None:
     files = {RECORD}
     if record.is_file():
         try:
-            files |= set(json.loads(record.read_text(encoding="utf-8"))["files"])
+            earlier = json.loads(record.read_text(encoding="utf-8"))
+            files |= set(earlier["files"])
+            exported = Path(earlier["checkpoint"]) if "checkpoint" in earlier else None
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{record} is not the record of an export ({error}). Give another --output.") from error
+        if run is not None and exported is not None and exported.parent.resolve() != run.resolve():
+            raise ConfigError(
+                f"--output {folder} holds the export of {exported}, which is another run's. Give another folder, or "
+                "--overwrite to replace it."
+            )
     others = sorted(path.name for path in folder.iterdir() if path.name not in files)
     if others:
         raise ConfigError(

@@ -126,7 +126,7 @@ def check_request(sampler: str, num_videos: int) -> None:
     if sampler not in SDE_TYPES:
         raise ConfigError(f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}.")
     if num_videos < 1:
-        raise ConfigError(f"--num_videos is {num_videos}; it must be at least 1.")
+        raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
 
 
 def generate(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.commands.cli import COMMANDS, main, parse
+from sage_fast.commands.cli import COMMANDS, GROUPS, main, parse
 from sage_fast.commands.common import SAMPLERS, split_words
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
@@ -70,6 +70,56 @@ def test_an_override_with_spaces_is_no_file(words: list[str]) -> None:
     assert sorted(overrides) == ["--reward.weights={VQ: 1, MQ: 2}", "--seed=1"]
     options, overrides = parse(["train", "a.yaml", "--reward.weights", "{VQ: 1, MQ: 2}"])
     assert (options.config, overrides) == (["a.yaml"], ["--reward.weights", "{VQ: 1, MQ: 2}"])
+
+
+def test_hyphens_and_underscores_are_one() -> None:
+    for word in ("--output-dir=a_b", "--output_dir=a_b"):
+        assert parse(["train", "toy_cpu", word])[1] == ["--output_dir=a_b"]
+    for word in ("--print-config", "--print_config"):
+        assert parse(["train", "toy_cpu", word])[0].print_config
+    assert parse(["train", "x", "--reward.options.my-reward.a_b=1", "--resume", "a_b"])[1][0].endswith(
+        "my-reward.a_b=1"
+    )
+
+
+def test_the_help_has_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in COMMANDS) and all(f"\n{group}:\n" in text for group in GROUPS)
+
+
+def test_keys_are_filtered_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--keys", "ema"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert names and all("ema" in name for name in names)
+
+
+def test_a_dry_run_checks_and_writes_nothing(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file), "--dry-run"]) == 0
+    assert "This configuration can run." in capsys.readouterr().out
+    assert main(["train", str(config_file), "--dry-run", "--data.prompts=gone.csv"]) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def replaced(program: str, words: list[str]) -> None:
+        started.append(words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.execv", replaced)
+    main(["train", str(config_file), "--gpus", "2", "--seed=3"])
+    main(["train", "--gpus=2", str(config_file), "--seed=3"])
+    assert started[0] == started[1]
+    assert started[0][1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "sage_fast", "train", str(config_file), "--seed=3"),
+    ]
+    assert main(["train", str(config_file), "--gpus", "0"]) == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -199,7 +249,7 @@ def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
     ("more", "expected"),
     [
         (["--sampler", "sage_grpo"], "sampler: 'ode' there, 'sage_grpo' now"),
-        (["--noise_seed", "3"], "noise_seed: 1000003 there, 3 now"),
+        (["--noise-seed", "3"], "noise_seed: 1000003 there, 3 now"),
         (["--evaluation.num_steps=3"], "num_steps: 4 there, 3 now"),
     ],
     ids=["sampler", "seed", "steps"],
@@ -296,7 +346,7 @@ def test_out_of_memory_says_how_this_command_goes_on(
     ("more", "expected"),
     [
         (["--sampler", "ddim"], "--sampler is 'ddim'"),
-        (["--num_videos", "0"], "--num_videos is 0"),
+        (["--num-videos", "0"], "--num-videos is 0"),
         (["--lora", "/nowhere"], "There is no adapter /nowhere"),
         (["--prompts", "/gone.txt"], "/gone.txt"),
     ],

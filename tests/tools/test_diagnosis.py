@@ -27,6 +27,7 @@ from tests.tiny.checkpoints import copy_tree, save_diffusers_layout
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("in_the_repository")
+MODEL = "--include '*.json' --include '*.txt' --include model.safetensors"
 PRESET = ROOT / "configs/hv15_480p_lora_1gpu.yaml"
 
 
@@ -165,8 +166,8 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
         "HunyuanVideo-1.5": "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "VideoAlign": "hf download KwaiVGI/VideoReward --local-dir models/VideoReward",
         "VideoAlign's base model": "hf download Qwen/Qwen2-VL-2B-Instruct --include '*.json' --include '*.txt'",
-        "CLIPScore": "hf download openai/clip-vit-large-patch14 --local-dir models/clip",
-        "PickScore": "hf download yuvalkirstain/PickScore_v1",
+        "CLIPScore": f"hf download openai/clip-vit-large-patch14 {MODEL} --local-dir models/clip",
+        "PickScore": f"hf download yuvalkirstain/PickScore_v1 {MODEL}",
         "PickScore's processor": f"hf download {PROCESSOR} --include '*.json' --include '*.txt'",
     }
 

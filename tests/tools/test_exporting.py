@@ -181,6 +181,18 @@ def test_a_second_export_leaves_nothing_of_the_first(finished_run: Path, tmp_pat
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in fresh.iterdir())
 
 
+def test_the_export_of_another_run_is_replaced_on_request_alone(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(finished_run, tmp_path / "other")
+    words = ["export", str(other), "--output", str(tmp_path / "exported")]
+    export(finished_run, tmp_path / "exported")
+    assert main(words) == 2
+    assert "is another run's" in capsys.readouterr().err
+    assert json.loads((tmp_path / "exported/export.json").read_text())["checkpoint"].startswith(str(finished_run))
+    assert main([*words, "--overwrite"]) == 0 and main(words) == 0
+
+
 def test_nothing_but_an_export_is_overwritten(finished_run: Path, tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")

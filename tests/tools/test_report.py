@@ -234,7 +234,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     output = tmp_path / "scores"
-    command = ["evaluate", str(run), "--output", str(output), "--num_videos", "2", "--resamples", "200"]
+    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "2", "--resamples", "200"]
     assert main(command) == 0
     names = {p.name for p in output.iterdir()}
     assert names == {
@@ -257,7 +257,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.tools.paired.load_generator", refuse)
         with caplog.at_level("INFO"):
-            assert main([*command, "--bootstrap_seed", "1", "--num_videos", "4"]) == 0
+            assert main([*command, "--bootstrap-seed", "1", "--num-videos", "4"]) == 0
         assert caplog.text.count("same settings") == 2
         # What changes the scores is evaluated again.
         for other in ("--evaluation.num_steps=3", "--evaluation.height=24", "--sampler=cps"):
@@ -275,7 +275,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
 
 def test_evaluate_has_a_size_and_a_sampler_of_its_own(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "scores"
-    command = ["evaluate", str(run), "--output", str(output), "--num_videos", "0"]
+    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "0"]
     size = ["--evaluation.height=24", "--evaluation.width=32"]
     assert main([*command, *size, "--sampler", "sage_grpo", "--evaluation.eta=0.3"]) == 0
     settings = json.loads((output / "evaluation.json").read_text())["settings"]
@@ -322,7 +322,7 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
     ("arguments", "expected"),
     [
         (["--checkpoint", "none"], "compares a trained model with the base model"),
-        (["--num_videos", "-1"], "--num_videos is -1"),
+        (["--num-videos", "-1"], "--num-videos is -1"),
         (["--resamples", "3"], "--resamples is 3"),
         (["--rewards", "beauty"], "beauty"),
         (["--lora", "/nowhere"], "/nowhere"),

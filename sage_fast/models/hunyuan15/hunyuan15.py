@@ -43,7 +43,8 @@ class HunyuanVideo15(ModelFamily):
             except ValueError:
                 continue  # damaged and not missing: the loader's checks name it
             missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
-        return [replace(whole, missing=missing)]
+        licence = "not licensed in the European Union, the United Kingdom and South Korea"
+        return [replace(whole, missing=missing, licence=licence)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         from sage_fast.models.hunyuan15.loading import find_model

@@ -59,8 +59,8 @@ def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
         raise ConfigError(f"--gpus is {count}; it must be at least 1.")
     at = next(i for i, word in enumerate(words) if word.startswith("--gpus"))
     rest = [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    os.execv(sys.executable, [*torchrun, "-m", "sage_fast", *rest])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.execv(sys.executable, [*launcher, "-m", "sage_fast", *rest])
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

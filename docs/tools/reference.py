@@ -19,9 +19,8 @@ def commands() -> str:
     """Markdown of every command: usage, options and examples, from the parsers of the command line."""
     parsers = argparse.ArgumentParser(prog="sage-fast").add_subparsers(prog="sage-fast")
     add_commands(parsers)
-    summaries = {action.dest: action.help for action in parsers._choices_actions}
     parts = ["# Commands\n", GENERATED, "| command | what it does |\n|---|---|"]
-    parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {summaries[name]} |" for name in parsers.choices]
+    parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {parser.description} |" for name, parser in parsers.choices.items()]
     for parser in parsers.choices.values():
         parts += _command(parser)
     return "\n".join(parts) + "\n"

@@ -20,7 +20,10 @@ def commands() -> str:
     parsers = argparse.ArgumentParser(prog="sage-fast").add_subparsers(prog="sage-fast")
     add_commands(parsers)
     parts = ["# Commands\n", GENERATED, "| command | what it does |\n|---|---|"]
-    parts += [f"| [`sage-fast {name}`](#sage-fast-{name}) | {parser.description} |" for name, parser in parsers.choices.items()]
+    parts += [
+        f"| [`sage-fast {name}`](#sage-fast-{name}) | {parser.description} |"
+        for name, parser in parsers.choices.items()
+    ]
     for parser in parsers.choices.values():
         parts += _command(parser)
     return "\n".join(parts) + "\n"

@@ -115,6 +115,12 @@ def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute
     return [trainable[i] for i in order.tolist()]
 
 
+def uniform(key: NoiseKey, count: int) -> Tensor:
+    """Uniform numbers in [0, 1), (count,) float64: a function of a sample's key."""
+    generator = _generator("levels", key.seed, key.update, key.prompt_index, key.sample_index)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
 def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[float]:
     """Weights of the position KL at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
 

@@ -2,7 +2,8 @@
 
 `training.update` chooses between `TwoPhaseGradient`, which runs the model again after the rollout, and
 `SinglePassGradient` (`single_pass.py`), which takes the gradient during the rollout. Both leave the same sum in `.grad`
-and return the same `PolicyTerms`; all that the trainer knows of them is `PolicyGradient`.
+and return the same `PolicyTerms`. `ForwardProcessGradient` (`forward_process.py`) takes another objective's at noised
+videos. All that the trainer knows of them is `PolicyGradient`.
 
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
@@ -11,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,13 @@ from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveConfig, kl_pulls, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout
+from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout, Trajectory
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rollout import Progress, StepVelocity, TrajectoryStep, gather_latents, gather_step, policy_velocity
 from sage_fast.sde import TransitionTable
+
+Terms = TypeVar("Terms", bound=tuple[Tensor, ...])
+"""A NamedTuple of columns, the first of them `loss`: `PolicyTerms`, or those of the forward process."""
 
 
 def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
@@ -50,6 +54,10 @@ class PolicyGradient(Protocol):
         """
         ...
 
+    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+        """What is trained of each sample, in the order of its visits: K steps of the sampler, or numbers of levels."""
+        ...
+
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """Velocities of a micro-batch, for the sampler."""
         ...
@@ -58,7 +66,7 @@ class PolicyGradient(Protocol):
         """Prepare what `accumulate` needs of the anchor."""
         ...
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> tuple[Tensor, ...]:
         """Add to `.grad` the gradient of the mean loss over the steps at `positions` of every trained sample's order.
 
         The loss is a sum over samples and steps divided by their global count, so it depends on neither the
@@ -71,8 +79,36 @@ class PolicyGradient(Protocol):
         ...
 
 
+class VelocityLoss(Generic[Terms]):
+    """Loss of a micro-batch at one state of every sample, as a function of the guided velocity there.
+
+    latents: (B, C, F, H, W), the states. sigma: (B,) float32 on the CPU, their noise levels. known_velocity: what the
+    velocity is as long as the policy has not moved; None if the model has not been there.
+    """
+
+    latents: Tensor
+    sigma: Tensor
+    known_velocity: Tensor | None
+
+    def terms(self, velocity: Tensor) -> Terms:
+        """The loss and its parts at a velocity (B, C, F, H, W); each (B,)."""
+        raise NotImplementedError
+
+    def unmoved(self) -> Terms:
+        """The terms where the loss has no gradient, without the model."""
+        raise NotImplementedError
+
+    def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, Terms]:
+        """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
+        with torch.enable_grad():
+            leaf = velocity.detach().requires_grad_()
+            terms = self.terms(leaf)
+            (result,) = torch.autograd.grad(terms[0], leaf, row_weights.to(terms[0], non_blocking=True))
+        return result, _like(terms, [term.detach() for term in terms])
+
+
 @dataclass(frozen=True, kw_only=True)
-class StepLoss:
+class StepLoss(VelocityLoss[PolicyTerms]):
     """Loss of one step of every sample of a micro-batch, as a function of the guided velocity.
 
     step: the step as the rollout took it. keys: B noise keys. velocity_anchor: like the velocity; None if the anchor is
@@ -90,8 +126,24 @@ class StepLoss:
     kl_weight: float
     position_factor: float = 1.0
 
+    @property
+    def latents(self) -> Tensor:  # type: ignore[override]
+        return self.step.latents
+
+    @property
+    def sigma(self) -> Tensor:  # type: ignore[override]
+        return self.step.sigma
+
+    @property
+    def known_velocity(self) -> Tensor:  # type: ignore[override]
+        return self.step.velocity
+
+    def unmoved(self) -> PolicyTerms:
+        """As in `VelocityLoss`: those at the rollout's velocity."""
+        return self.terms(self.step.velocity)
+
     def terms(self, velocity: Tensor) -> PolicyTerms:
-        """The loss and its parts at a velocity (B, C, F, H, W); each (B,). The position KL is times its factor."""
+        """As in `VelocityLoss`. The position KL is times its factor."""
         step = self.step
         terms = self.kernels.policy_loss(
             velocity,
@@ -103,20 +155,13 @@ class StepLoss:
         )
         return terms._replace(kl_position=terms.kl_position * self.position_factor)
 
-    def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, PolicyTerms]:
-        """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
-        with torch.enable_grad():
-            leaf = velocity.detach().requires_grad_()
-            terms = self.terms(leaf)
-            (result,) = torch.autograd.grad(terms.loss, leaf, row_weights.to(terms.loss, non_blocking=True))
-        return result, PolicyTerms(*(term.detach() for term in terms))
-
 
 class TwoPhaseGradient:
     """First the rollout, then the model again at every trained step, this time with a graph.
 
     Args:
         engine: sums the gradient.
+        training: its section; the steps that are trained.
         split: differentiate the guidance branches one after the other.
     """
 
@@ -126,15 +171,14 @@ class TwoPhaseGradient:
         engine: Engine,
         kernels: Kernels,
         settings: ObjectiveConfig,
-        *,
-        split: bool,
+        training: TrainingConfig,
         progress: Progress,
     ) -> None:
         self.policy = policy
         self.engine = engine
         self.kernels = kernels
         self.settings = settings
-        self.split = split
+        self.training = training
         self.progress = progress
         self._anchor: Snapshot | None = None
         self._anchor_velocities: dict[tuple[int, int], Tensor] = {}
@@ -147,47 +191,70 @@ class TwoPhaseGradient:
         self._anchor, self._anchor_velocities, self._kl_factors = anchor, {}, kl_factors
         self._on_policy = True
 
+    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+        """As in `PolicyGradient`: steps of the sampler."""
+        return [trained_steps(key, table, self.training) for key in keys]
+
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `PolicyGradient`: the policy's own."""
         return policy_velocity(self.policy, samples)
 
-    @torch.no_grad()
     def measure_anchor(self, scored: ScoredRollout) -> None:
         """Velocities (B, C, F, H, W) of the anchor weights at the steps of every micro-batch that the KL counts."""
-        if self._anchor is None:
-            return
-        positions = [position for position, factor in enumerate(self._kl_factors) if factor]
-        due = self._passes(scored, scored.all_trained[:, None].expand(-1, len(positions)), positions)
+        if self._anchor is not None:
+            positions = [position for position, factor in enumerate(self._kl_factors) if factor]
+            wanted = scored.all_trained[:, None].expand(-1, len(positions))
+            self._anchor_velocities = self._velocities(self._anchor, scored, wanted, positions)
+
+    @torch.no_grad()
+    def _velocities(
+        self, weights: Snapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]
+    ) -> dict[tuple[int, int], Tensor]:
+        """Velocities of other weights, by micro-batch and position, for what is wanted (V, len(positions))."""
+        due = self._passes(scored, wanted, positions)
         batches = list(scored.batches())
-        with self._anchor.applied():
+        found = {}
+        with weights.applied():
             for done, (number, position) in enumerate(due):
                 rows, trajectory = batches[number]
                 self.progress("anchor", done, len(due), describe_batch(trajectory.samples))
-                latents = gather_latents(trajectory, [order[position] for order in scored.orders[rows]])
-                embeds = [s.embeds for s in trajectory.samples]
-                self._anchor_velocities[number, position] = self.policy.velocity(*latents, embeds)
+                state = self._state(scored, rows, trajectory, position)
+                found[number, position] = self.policy.velocity(*state, [s.embeds for s in trajectory.samples])
+        return found
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
+    def _state(
+        self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
+    ) -> tuple[Tensor, Tensor]:
+        """State (B, C, F, H, W) and noise level (B,) of a micro-batch at a position."""
+        return gather_latents(trajectory, [order[position] for order in scored.orders[rows]])
+
+    def _loss(
+        self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, number: int, position: int, kl_weight: float
+    ) -> VelocityLoss[Any]:
+        """Loss of micro-batch `number` at a position."""
+        return StepLoss(
+            kernels=self.kernels,
+            settings=self.settings,
+            step=gather_step(trajectory, [order[position] for order in scored.orders[rows]]),
+            keys=trajectory.keys,
+            velocity_anchor=self._anchor_velocities.get((number, position)),
+            advantage=scored.advantages[rows],
+            kl_weight=kl_weight,
+            position_factor=self._kl_factors[position],
+        )
+
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> Any:
         """As in `PolicyGradient`."""
         count = scored.num_trained * len(positions)
         wanted = self._has_gradient(scored, positions)
         due = {pair: done for done, pair in enumerate(self._passes(scored, wanted, positions))}
-        collected: list[PolicyTerms] = []
+        collected = []
         for number, (rows, trajectory) in enumerate(scored.batches()):
             for position in positions:
-                loss = StepLoss(
-                    kernels=self.kernels,
-                    settings=self.settings,
-                    step=gather_step(trajectory, [order[position] for order in scored.orders[rows]]),
-                    keys=trajectory.keys,
-                    velocity_anchor=self._anchor_velocities.get((number, position)),
-                    advantage=scored.advantages[rows],
-                    kl_weight=kl_weight,
-                    position_factor=self._kl_factors[position],
-                )
+                loss = self._loss(scored, rows, trajectory, number, position, kl_weight)
                 done = due.get((number, position))
                 if done is None:
-                    collected.append(loss.terms(loss.step.velocity))
+                    collected.append(loss.unmoved())
                     continue
                 self.progress("update", done, len(due), describe_batch(trajectory.samples))
                 self.engine.last_vjp(done + 1 == len(due))
@@ -199,12 +266,16 @@ class TwoPhaseGradient:
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
         """Samples and positions (V, len(positions)) whose terms are not those at the rollout's velocity, bool."""
-        measured = [self._anchor is not None and self._kl_factors[position] > 0 for position in positions]
+        measured = [self._measures(position) for position in positions]
         # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
         pulls = torch.tensor(
             [not self._on_policy or kl_pulls(self.settings, anchor_behind=behind) for behind in measured]
         )
         return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
+
+    def _measures(self, position: int) -> bool:
+        """True if the KL to the anchor counts at a position."""
+        return self._anchor is not None and self._kl_factors[position] > 0
 
     def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[tuple[int, int]]:
         """Micro-batches and positions at which this rank runs the model for what is wanted (V, len(positions)).
@@ -236,19 +307,19 @@ class TwoPhaseGradient:
             self._on_policy = on_policy
         return norms[0] / norms[1] if norms[1] else math.inf
 
-    def _differentiate(self, loss: StepLoss, row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> PolicyTerms:
+    def _differentiate(self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> Terms:
         """Add the gradient of one step to `.grad`; returns its terms."""
-        step = loss.step
-        if self.split and self._on_policy:
+        split = self.training.guidance == "split"
+        if split and self._on_policy and loss.known_velocity is not None:
             # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
             # that was differentiated: if it differs after all, the ratio shows it.
-            known, _ = loss.cotangent(step.velocity, row_weights)
+            known, _ = loss.cotangent(loss.known_velocity, row_weights)
             velocity = self.policy.velocity_and_gradient(
-                step.latents, step.sigma, embeds, [known], split=True, vjp=self.engine.vjp
+                loss.latents, loss.sigma, embeds, [known], split=True, vjp=self.engine.vjp
             )
             with torch.no_grad():
                 return loss.terms(velocity)
-        found: list[PolicyTerms] = []
+        found: list[Terms] = []
 
         def cotangents(velocity: Tensor) -> list[Tensor]:
             cotangent, terms = loss.cotangent(velocity, row_weights)
@@ -256,19 +327,22 @@ class TwoPhaseGradient:
             return [cotangent]
 
         self.policy.velocity_and_gradient(
-            step.latents, step.sigma, embeds, cotangents, split=self.split, vjp=self.engine.vjp
+            loss.latents, loss.sigma, embeds, cotangents, split=split, vjp=self.engine.vjp
         )
         return found[0]
 
 
-def concatenate_terms(terms: Sequence[PolicyTerms]) -> PolicyTerms:
+def _like(terms: Terms, columns: Sequence[Tensor]) -> Terms:
+    """The NamedTuple of `terms` with other columns."""
+    return type(terms)(*columns)
+
+
+def concatenate_terms(terms: Sequence[Terms]) -> Terms:
     """The terms of several batches as those of one."""
-    return PolicyTerms(*(torch.cat(column) for column in zip(*terms, strict=True)))
+    return _like(terms[0], [torch.cat(column) for column in zip(*terms, strict=True)])
 
 
-def gather_terms(
-    scored: ScoredRollout, own: PolicyTerms, positions: Sequence[int], world: World
-) -> tuple[PolicyTerms, str | None]:
+def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], world: World) -> tuple[Terms, str | None]:
     """The terms of all ranks, before the optimizer sees their gradient. Collective.
 
     Args:
@@ -279,7 +353,7 @@ def gather_terms(
         that is not finite, with its prompts, or None. The same on every rank.
     """
     # The only read of the GPU between the gradient and the optimizer's step, apart from the gradient's norm.
-    matrix = torch.stack([column.to(own.loss.dtype) for column in own]).cpu()
+    matrix = torch.stack([column.to(own[0].dtype) for column in own]).cpu()
     bad = ~matrix[0].isfinite()
     names = ""
     if bad.any():
@@ -287,7 +361,7 @@ def gather_terms(
         names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
     everywhere = world.gather((matrix[:, scored.trained_rows(len(positions))], names))
     # Ranks that share a video have the same terms.
-    terms = PolicyTerms(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
+    terms = _like(own, list(torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)))
     for rank, (_, names) in enumerate(everywhere):
         if names:
             return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"

@@ -34,6 +34,8 @@ STREAM_STEP = 0
 """Stream of the noise that a sampler adds at a step."""
 STREAM_INITIAL = 1
 """Stream of the noise that a rollout starts from."""
+STREAM_FORWARD = 2
+"""Stream of the noise that the forward process adds to a finished video."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,10 @@ def initial_noise(keys: Sequence[NoiseKey], shape: tuple[int, ...], *, device: t
         float32 (B, *shape).
     """
     return _draw(keys, [0] * len(keys), tuple(shape), STREAM_INITIAL, device)
+
+
+def forward_noise(
+    keys: Sequence[NoiseKey], level: int, shape: tuple[int, ...], *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Standard normal noise of the forward process at level number `level`: as `gaussian`, from another stream."""
+    return _draw(keys, [level] * len(keys), tuple(shape), STREAM_FORWARD, device)

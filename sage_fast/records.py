@@ -88,7 +88,8 @@ class Trajectory:
     the transition exactly, and no rounded log-probability is ever subtracted from another.
 
     latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the policy was evaluated at.
-    velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old that the sampler used.
+    velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old that the sampler used. Both are empty
+    where only the final latents are trained on.
     final: (B, C, F, H, W) float32, x_T, which is decoded to video.
 
     Example: 16 toy samples at 8 steps hold 8 latents and 8 velocities of shape (16, 96, 4, 4, 4).
@@ -201,7 +202,6 @@ def reward_metrics(
         dropped: bool, one per group of the rollout.
         table: the rollout's sampler.
     """
-    gains = table.gain[table.trainable].abs()
     metrics = {
         "reward/mean": float(overall.mean()),
         "reward/std": float(overall.std(correction=0)),
@@ -209,9 +209,10 @@ def reward_metrics(
         "advantage/group_std": float(overall.std(dim=1, correction=0).mean()),
         "advantage/abs_mean": float(advantages.advantages.abs().mean()),
         "advantage/zero_spread_groups": int(advantages.zero_spread.sum()),
-        "gain/abs_min": float(gains.min()),
-        "gain/abs_max": float(gains.max()),
     }
+    if table.trainable.any():
+        gains = table.gain[table.trainable].abs()
+        metrics |= {"gain/abs_min": float(gains.min()), "gain/abs_max": float(gains.max())}
     for name, values in scores.items():
         metrics[f"reward/{name}_mean"] = float(values.mean())
         metrics[f"reward/{name}_std"] = float(values.std(correction=0))

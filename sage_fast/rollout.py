@@ -92,6 +92,8 @@ def sample_trajectory(
     table: TransitionTable,
     initial: Tensor,
     kernels: Kernels = REFERENCE,
+    *,
+    keep_steps: bool = True,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -101,6 +103,7 @@ def sample_trajectory(
         table: the sampler; an `ode` table draws no noise.
         initial: (B, C, F, H, W) float32, see `initial_latents`.
         kernels: how the step is computed.
+        keep_steps: False returns the final latents alone.
 
     Returns:
         Trajectory whose tensors are float32 on the device of `initial`.
@@ -109,8 +112,9 @@ def sample_trajectory(
     x = initial
     for step in range(table.num_steps):
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
-        latents.append(x)
-        velocities.append(v)
+        if keep_steps:
+            latents.append(x)
+            velocities.append(v)
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(

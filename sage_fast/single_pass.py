@@ -128,6 +128,10 @@ class SinglePassGradient:
         self._kl_weight, self._anchor, self._kl_factors = kl_weight, anchor, kl_factors
         self._videos = []
 
+    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+        """As in `PolicyGradient`: steps of the sampler."""
+        return [trained_steps(key, table, self.training) for key in keys]
+
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
         (sample,), (key,) = samples, keys

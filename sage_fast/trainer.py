@@ -37,7 +37,8 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
-from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts, trained_steps
+from sage_fast.forward_process import ForwardProcessGradient, ForwardTerms, forward_metrics, old_decay
+from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts
 from sage_fast.kernels import PolicyTerms, select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
@@ -125,7 +126,9 @@ class Trainer:
         # first ratio would not be 1. `model.attention: cudnn` calls it by name and is not affected.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.kernels = select_kernels(config.model.kernels, self.device)
-        check_trainable_steps(config.rollout, config.training)
+        self.forward_process = config.forward_process if config.training.update == "forward_process" else None
+        if self.forward_process is None:
+            check_trainable_steps(config.rollout, config.training)
 
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
@@ -187,6 +190,9 @@ class Trainer:
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+        averaged = self.forward_process is not None and self.forward_process.old == "ema"
+        self.old: Snapshot | None = self.engine.snapshot() if averaged else None
+        """The old policy of the forward process, which samples, where it is not the trained one."""
 
     def _divide_rollout(
         self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
@@ -238,14 +244,23 @@ class Trainer:
                 "training.guidance %s does nothing: with rollout.guidance_scale 1 there is only one branch.",
                 training.guidance,
             )
-        if training.update == "two_phase":
-            return TwoPhaseGradient(
+        if training.update != "single_pass":
+            parts = (
                 self.policy,
                 self.engine,
                 self.kernels,
                 config.objective,
-                split=training.guidance == "split",
-                progress=lambda *arguments: self.progress(*arguments),
+                training,
+                lambda *arguments: self.progress(*arguments),
+            )
+            if self.forward_process is None:
+                return TwoPhaseGradient(*parts)
+            return ForwardProcessGradient(
+                *parts,
+                process=self.forward_process,
+                shift=config.rollout.shift,
+                advantage_bound=config.advantage.clip,
+                old=self.old,
             )
         return SinglePassGradient(
             self.policy,
@@ -270,7 +285,7 @@ class Trainer:
         self._seconds = {}
         metrics: dict[str, float] = {}
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
-        with self.engine.phase("rollout"):
+        with self.engine.phase("rollout"), self.sampled_weights():
             trajectories = self._rollout()
         with self._phase("reward"):
             scored = self._score(trajectories, metrics)
@@ -297,8 +312,11 @@ class Trainer:
     def _kl_factors(self) -> list[float]:
         """Weights of the position KL of the coming rollout at each position of a sample's order."""
         config = self.config
-        trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
-        num_steps = num_trained(config.training.timestep_fraction, trainable)
+        if self.forward_process is not None:
+            num_steps = self.forward_process.levels
+        else:
+            trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
+            num_steps = num_trained(config.training.timestep_fraction, trainable)
         return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
 
     def _rollout(self) -> list[Trajectory]:
@@ -332,7 +350,10 @@ class Trainer:
                 keys = noise_keys(batch, seed, update)
                 initial = initial_latents(keys, self.latent_shape, self.device, group=group)
                 velocity = self.gradient.velocity(batch, keys, table)
-                trajectories.append(sample_trajectory(velocity, batch, keys, table, initial, self.kernels))
+                keep = self.forward_process is None
+                trajectories.append(
+                    sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
+                )
             if self.world.sp == 1:
                 score(done)
         if self.world.sp > 1:
@@ -380,10 +401,9 @@ class Trainer:
         trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.train_on)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
-        orders = [trained_steps(key, table, config.training) for key in keys]
         return ScoredRollout(
             trajectories=trajectories,
-            all_orders=orders,
+            all_orders=self.gradient.orders(keys, table),
             own=self.own_videos,
             all_advantages=advantages.flatten(),
             all_trained=trained,
@@ -409,17 +429,25 @@ class Trainer:
         if fault is None and not math.isfinite(grad_norm):
             fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
         if fault is None:
-            self._check_first_ratio(terms, metrics)
+            if isinstance(terms, PolicyTerms):
+                self._check_first_ratio(terms, metrics)
             with record_function(PHASE_PREFIX + "optimizer"):
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(self.config.training.ema_decay)
-            kl = weighted_kl(terms, self.config.objective)
+            if self.old is not None and self.forward_process is not None:
+                self.old.average(old_decay(self.forward_process, self.update + 1))
+            # With several updates per rollout the last one's values stand for the iteration.
+            if isinstance(terms, PolicyTerms):
+                kl = weighted_kl(terms, self.config.objective)
+                metrics |= update_metrics(terms)
+            elif isinstance(terms, ForwardTerms):
+                kl = self.config.objective.kl_position_weight * float(terms.kl_anchor.mean())
+                metrics |= forward_metrics(terms, len(positions))
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
             for _ in range(moves):
                 self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
-            # With several updates per rollout the last one's values stand for the iteration.
-            metrics |= update_metrics(terms) | {"kl/weight": weight, "grad_norm": grad_norm}
+            metrics |= {"kl/weight": weight, "grad_norm": grad_norm}
         else:
             self._skip_update(fault)
             metrics["kl/weight"] = weight
@@ -498,6 +526,10 @@ class Trainer:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
+    def sampled_weights(self) -> AbstractContextManager[None]:
+        """Within the context the model has the weights that sample: the old policy's in the forward process."""
+        return self.old.applied() if self.old is not None else nullcontext()
+
     # ------------------------------------------------------------------------------------------ state
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -558,6 +590,5 @@ class Trainer:
         self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
 
     def _snapshots(self) -> dict[str, Snapshot]:
-        return {
-            name: snapshot for name, snapshot in (("anchor", self.anchor), ("ema", self.ema)) if snapshot is not None
-        }
+        snapshots = {"anchor": self.anchor, "ema": self.ema, "old": self.old}
+        return {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}

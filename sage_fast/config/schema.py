@@ -16,6 +16,7 @@ from sage_fast.config.sections import (
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
+    ForwardProcessConfig,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
@@ -71,6 +72,8 @@ class RunConfig:
     """Optimizer."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training loop."""
+    forward_process: ForwardProcessConfig = field(default_factory=ForwardProcessConfig)
+    """Objective of training.update forward_process."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation and samples."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={FREE: PACE})
@@ -88,7 +91,9 @@ class RunConfig:
         threads = self.num_threads
         require(threads is None or 1 <= threads <= 1024, "num_threads", threads, "null or in 1 .. 1024")
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
-        if self.rollout.sde_type == "ode" or self.rollout.eta == 0:
+        if self.training.update == "forward_process":
+            self._check_forward_process()
+        elif self.rollout.sde_type == "ode" or self.rollout.eta == 0:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
@@ -171,6 +176,19 @@ class RunConfig:
                 "training.update single_pass collects a gradient per video, but rollout.micro_batch_size is "
                 f"{self.rollout.micro_batch_size}. Set it to 1, or training.update to two_phase."
             )
+
+    def _check_forward_process(self) -> None:
+        """Settings of the sampler's steps have no meaning at noised videos; they are refused, not ignored."""
+        given = " with training.update forward_process"
+        for key, value, allowed in (
+            ("training.updates_per_rollout", self.training.updates_per_rollout, (1,)),
+            ("training.timestep_fraction", self.training.timestep_fraction, (1.0,)),
+            ("training.kl_share_every", self.training.kl_share_every, (0,)),
+            ("objective.kl_mode", self.objective.kl_mode, ("none", "fixed", "moving")),
+            ("objective.ratio", self.objective.ratio, ("gaussian",)),
+            ("objective.logprob", self.objective.logprob, ("gaussian",)),
+        ):
+            require(value in allowed, key, value, ", ".join(map(str, allowed)) + given)
 
     def _check_engine(self) -> None:
         """Refuse settings that DeepSpeed or FSDP2 cannot have."""

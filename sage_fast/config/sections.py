@@ -387,11 +387,13 @@ class TrainingConfig(Section, key="training"):
     mode: Literal["lora", "full"] = fixed("lora", SHAPES)
     """Train adapters, or every weight that influences the video. `full` keeps float32 weights; it computes in
     float32, or in distributed.param_dtype where FSDP2 gathers them."""
-    update: Literal["two_phase", "single_pass"] = free("two_phase", MACHINE)
+    update: Literal["two_phase", "single_pass", "forward_process"] = "two_phase"
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
     adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
-    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic."""
+    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic. `forward_process` is
+    another objective, with settings of its own: DiffusionNFT's and AWM's, at noised videos instead of the sampler's
+    steps. It samples by ODE, and is the cheapest of the three."""
     guidance: Literal["paired", "split", "conditional"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
     one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
@@ -425,6 +427,30 @@ class TrainingConfig(Section, key="training"):
             self.num_updates,
             f"a multiple of training.updates_per_rollout = {self.updates_per_rollout}",
         )
+
+
+@dataclass(kw_only=True)
+class ForwardProcessConfig(Section, key="forward_process"):
+    """The objective of training.update forward_process; of `objective` it reads kl_mode (none, fixed or moving),
+    kl_position_weight and kl_position_fraction.
+    """
+
+    levels: Length = 4
+    """Noise levels K at which a video is trained, one in each of K equal parts of the schedule."""
+    schedule: Literal["sampler", "shifted"] = "sampler"
+    """Where levels lie: at the sampler's own noise levels, or anywhere on the shifted schedule."""
+    weighting: Literal["adaptive", "x0", "velocity"] = "adaptive"
+    """Weight of a level's loss: s^2 over s times the mean absolute error, s^2, or 1."""
+    beta: NotNegative = 0.1
+    """Weight of the trust region around the old policy, DiffusionNFT's beta."""
+    old: Literal["ema", "policy"] = "ema"
+    """Policy that samples and that the trust region holds: an average of the trained weights, or these themselves,
+    where the trust region is inert."""
+    old_decay: Momentum | Literal["rising", "late"] = 0.5
+    """Share of itself that the average keeps at every update. `rising` is min(0.001 n, 0.5) after n updates, `late`
+    min(0.0075 (n - 75), 0.999) from the 75th update on: the schedules of DiffusionNFT's code."""
+    clip: Inside | None = None
+    """Clip range of AWM's ratio; null takes the linear term, DiffusionNFT's."""
 
 
 @dataclass(kw_only=True)

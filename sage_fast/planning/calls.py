@@ -52,9 +52,10 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         return _share(call, sp) if config.model.forward == "fused" else _stock(call)
 
     nothing = Cost()
-    two_phase = training.update == "two_phase"
+    two_phase, forward = training.update != "single_pass", training.update == "forward_process"
     differs = training.guidance == "split" and training.updates_per_rollout > 1
-    gradient = cost(batch=batch, gradient=True) if two_phase else nothing
+    # The forward process is at states that the sampler has not been to: no velocity is known before the forward.
+    gradient = cost(batch=batch, gradient=True, on_policy=not forward) if two_phase else nothing
     evaluated = replace(config, video=config.evaluation_video)
     return Calls(
         velocity=cost(batch=batch, gradient=False),

@@ -24,7 +24,7 @@ from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import Visits, anchor_share
+from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -121,7 +121,8 @@ class Counter:
         differentiated = 1 if training.guidance == "conditional" else branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
         late = branches + 1 if training.guidance == "split" and branches == 2 else branches
-        update = branches * visited.update + late * visited.late_updates
+        first = late if training.update == "forward_process" else branches
+        update = first * visited.update + late * visited.late_updates
 
         def passes(phase: str, forwards: float, with_gradient: float = 0.0) -> _Passes:
             return _Passes(
@@ -189,11 +190,14 @@ class Counter:
         behind = anchor_share(self.config.training, self.config.objective.kl_mode)
         if self.held.gathered.keep == "rollout":
             # The single pass measures the anchor within the rollout.
-            measured = behind if self.config.training.update == "two_phase" else 0.0
-            return measured if phase == "anchor" else 1.0
+            measured = 0.0 if self.config.training.update == "single_pass" else behind
+            old = keeps_old_policy(self.config)
+            # Exchanging the policy's values for the old ones' and back frees what was gathered.
+            return measured + old if phase == "anchor" else 1.0
         if not self.full:
             return 0.0
         # Kept until they change: by a step, and when the anchor takes their place and gives it back.
+        behind += keeps_old_policy(self.config)
         return {"rollout": 1.0, "anchor": 2 * behind, "update": self.updates - 1.0, "evaluation": 0.0}[phase]
 
     def _tokens(self, passes: _Passes) -> Iterator[Exchange]:

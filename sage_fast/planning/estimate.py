@@ -29,7 +29,7 @@ from sage_fast.planning.layout import plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Weights, compute_dtype, count_weights, gathered_weights
-from sage_fast.planning.work import Visits, Work, forward_work, visits
+from sage_fast.planning.work import Visits, Work, forward_work, keeps_old_policy, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
@@ -288,9 +288,9 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
-    """Bytes of one checkpoint: float32 weights, optimizer state, anchor and average, and the adapter once more."""
+    """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and average, and the adapter once more."""
     copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
-    copies += anchor_kind(config.objective.kl_mode) != "none"
+    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(config)
     return 4.0 * (weights.trained * copies + weights.moments)
 
 

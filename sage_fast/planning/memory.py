@@ -25,7 +25,7 @@ from sage_fast.planning.calls import Calls, model_calls
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype
-from sage_fast.planning.work import most_groups
+from sage_fast.planning.work import keeps_old_policy, most_groups
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -156,7 +156,7 @@ class MemoryPlan:
     def memory(self) -> Memory:
         """Memory of every phase."""
         config, resident = self.config, self._resident
-        rollout, two_phase = config.rollout, config.training.update == "two_phase"
+        rollout, two_phase = config.rollout, config.training.update != "single_pass"
         without_gradient = replace(
             resident,
             gathered_weights=self.gathered.whole_while_sampling,
@@ -176,8 +176,8 @@ class MemoryPlan:
             "reward": replace(sampling, scoring=self._rewards.at_work),
         }
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
-        velocities = self._kept_velocities if self._has_anchor and two_phase else 0.0
-        if self._has_anchor and two_phase:
+        velocities = self._kept_velocities if two_phase else 0.0
+        if velocities:
             phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.velocity)
         update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=self._state)
         # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
@@ -270,7 +270,7 @@ class MemoryPlan:
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
             adapters=self._state if lora else 0.0,
             optimizer_state=4.0 * self.weights.moments * self._share,
-            anchor=self._state if self._has_anchor else 0.0,
+            anchor=self._state * (self._has_anchor + keeps_old_policy(config)),
             average=self._state if config.training.ema_decay is not None else 0.0,
             tables=self._tables(),
         )
@@ -294,7 +294,8 @@ class MemoryPlan:
     def _produced(self) -> dict[str, float]:
         """Memory that a rollout leaves for its update."""
         rollout, video = self.config.rollout, self.config.video
-        states = 2 * rollout.num_steps + 1
+        # A step works on its state and velocity; the forward process keeps the final latents alone.
+        states = 3 if self.config.training.update == "forward_process" else 2 * rollout.num_steps + 1
         produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}
         if not self.on_gpu:
             produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
@@ -306,9 +307,13 @@ class MemoryPlan:
 
     @property
     def _kept_velocities(self) -> float:
-        """Bytes of the anchor's velocities, one for each step that the KL counts."""
-        rollout = self.config.rollout
-        measured = num_trained(self.config.objective.kl_position_fraction, rollout.num_steps)
+        """Bytes of the anchor's velocities, one for each step that the KL counts, and of the old policy's."""
+        rollout, process = self.config.rollout, self.config.forward_process
+        forward = self.config.training.update == "forward_process"
+        steps = process.levels if forward else rollout.num_steps
+        measured = num_trained(self.config.objective.kl_position_fraction, steps) if self._has_anchor else 0
+        if keeps_old_policy(self.config):
+            measured += steps
         chosen = self.config.training.train_on.count or rollout.num_generations
         videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
         return 4.0 * prod(self.latent) * videos * measured

@@ -77,7 +77,8 @@ class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
     rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
-    anchor: steps at which the anchor's velocity is measured. second_products: steps with a second backward pass.
+    anchor: steps at which the velocity of the anchor, and of the forward process's old policy, is measured.
+    second_products: steps with a second backward pass.
     update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
 
     Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor is fresh in one of ten rollouts.
@@ -100,20 +101,28 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     training, rollout = config.training, config.rollout
     trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
+    if training.update == "forward_process":
+        trained = [config.forward_process.levels]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
     drawn = update_share(config, ranks)
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
+    old = steps if keeps_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
     first = afterwards / training.updates_per_rollout
     return Visits(
         rollout=rollout.num_steps - in_rollout,
         pass_steps=in_rollout,
-        anchor=behind,
+        anchor=behind + old,
         second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
         update=first,
         late_updates=afterwards - first,
     )
+
+
+def keeps_old_policy(config: RunConfig) -> bool:
+    """True if a second copy of the trained weights samples and is measured in every update."""
+    return config.training.update == "forward_process" and config.forward_process.old == "ema"
 
 
 def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:

@@ -1,14 +1,14 @@
 """The forward-process objective (DiffusionNFT, arXiv 2509.16117; AWM, 2509.25050): the gradient at noised videos.
 
 Nothing of the sampler's path is needed, so a rollout is plain ODE sampling. The final latents x0 of a video are noised
-anew at K levels s, and the velocity there is pulled towards, or pushed away from, the direction of the video:
+again at K levels s, and the velocity there is pulled towards, or pushed away from, the direction of the video:
 
     x_t = (1 - s) x0 + s z,     u = z - x0,     dv = v - v_old
 
     L = w(s) [ 2 A mean((v_old - u) dv) + A_max beta mean(dv^2) ] + lambda w_pos mean((v - v_anchor)^2)
 
 The bracket is DiffusionNFT's loss of two branches less a constant, for every v and |A| <= A_max: its two branches need
-no forward of their own, and its 1 / beta is the weight of a trust region around the old policy. At v = v_old the
+no forward beyond v's, and its 1 / beta is the weight of a trust region around the old policy. At v = v_old the
 gradient is that of advantage-weighted flow matching, linear in A. `weighting` is w:
 
     adaptive    s^2 / stopgrad max(1e-5, s mean|u - v|)         x0    s^2         velocity    1

@@ -55,7 +55,7 @@ class PolicyGradient(Protocol):
         ...
 
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
-        """What is trained of each sample, in the order of its visits: K steps of the sampler, or numbers of levels."""
+        """Lists of K: the trained steps of each sample in the order of its visits, or the numbers of its levels."""
         ...
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:

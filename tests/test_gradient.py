@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast import gradient as gradient_module
 from sage_fast import single_pass
-from sage_fast import trainer as trainer_module
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
@@ -238,7 +238,7 @@ def test_a_share_of_every_videos_steps_is_unbiased(
     half = Estimates(tiny_run(*given, "--training.timestep_fraction=0.5"), monkeypatch)
     found = []
     for drawn in itertools.combinations(range(4), 2):
-        for module in (trainer_module, single_pass):
+        for module in (gradient_module, single_pass):
             monkeypatch.setattr(module, "trained_steps", lambda *_, drawn=drawn: list(drawn))
         found.append(half.gradient(half.scored())[0])
     assert relative(torch.stack(found).mean(0), whole) < 1e-10

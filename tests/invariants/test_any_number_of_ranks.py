@@ -53,7 +53,12 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any
 
     def watched() -> Any:
         trajectories = rollout()
-        first = [(s.prompt.text, s.member, t.latents[0][i]) for t in trajectories for i, s in enumerate(t.samples)]
+        # The forward process keeps no states, and its videos are as equal as the weights.
+        first = [
+            (s.prompt.text, s.member, t.latents[0][i] if t.latents else torch.zeros(1))
+            for t in trajectories
+            for i, s in enumerate(t.samples)
+        ]
         seen.append([row for rows in world.gather(first)[:: world.sp] for row in rows])
         return trajectories
 
@@ -136,6 +141,31 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
         for expected_rollout, rollout in zip(seen, own_seen, strict=True):
             assert [row[:2] for row in expected_rollout] == [row[:2] for row in rollout]
             assert all(torch.equal(a[2], b[2]) for a, b in zip(expected_rollout, rollout, strict=True))
+
+
+FORWARD = [
+    "--training.update=forward_process",
+    "--objective.kl_mode=moving",
+    "--rollout.sde_type=ode",
+    # Adapters of this size move far: a trust region that is a good part of the gradient.
+    "--forward_process.beta=1",
+]
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", "sp-4", "zero-2"])
+def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    ranks, degree, words = LAYOUTS[layout]
+    if layout.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings(tiny_model_4_heads, tmp_path, "lora")))
+    if "forward" not in _expected:
+        _expected["forward"] = train(str(file), FORWARD)
+    results = run_ranks(train, ranks, str(file), [*FORWARD, *words, f"--rollout.batch_size={VIDEOS // degree}"])
+    assert_same_run(_expected["forward"], results)
+    for own_records, _, _ in results:
+        for expected, given in zip(_expected["forward"][0], own_records, strict=True):
+            assert given == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
 SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[2,3]"]

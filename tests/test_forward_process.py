@@ -1,0 +1,247 @@
+"""The forward-process objective against formulas written down on their own, and its work in a training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import ForwardProcessConfig
+from sage_fast.forward_process import ForwardProcessGradient, forward_loss, levels, old_decay
+from sage_fast.noise import NoiseKey
+from sage_fast.run.run import Run, build_trainer
+from sage_fast.sde import sigma_schedule, transition_table
+from tests.made_runs import untimed
+from tests.run.test_run import numbers, with_output
+from tests.test_gradient import passes, videos_of
+from tests.tiny.velocity_field import move_weights, relative
+
+MakeRun = Callable[..., RunConfig]
+FORWARD = ("--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode")
+BOUND = 5.0
+
+
+class Drawn:
+    """Random velocities of two samples in float64."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda: torch.randn(2, 3, 2, 4, 4, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.velocity, self.old, self.anchor, self.target = draw(), draw(), draw(), draw()
+        self.sigma = torch.tensor([0.9, 0.35], dtype=torch.float64)
+
+    def gradient(
+        self, settings: ForwardProcessConfig, advantage: float, kl: float = 0.0, **other: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss (B,) and its derivative by the velocity."""
+        velocity = self.velocity.clone().requires_grad_()
+        terms = forward_loss(
+            velocity,
+            self.target,
+            other.get("old", self.old),
+            self.anchor if kl else None,
+            sigma=self.sigma,
+            advantage=torch.full((2,), advantage, dtype=torch.float64),
+            advantage_bound=BOUND,
+            kl_weight=kl,
+            settings=settings,
+        )
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), velocity)
+        return terms.loss.detach(), gradient
+
+
+def weight_of(drawn: Drawn, row: int, weighting: str) -> float:
+    s = float(drawn.sigma[row])
+    if weighting == "velocity":
+        return 1.0
+    error = float((drawn.target[row] - drawn.velocity[row]).abs().mean())
+    return s * s / max(1e-5, s * error) if weighting == "adaptive" else s * s
+
+
+@pytest.mark.parametrize("weighting", ["adaptive", "x0", "velocity"])
+@pytest.mark.parametrize("advantage", [-5.0, -1.0, 0.0, 0.3, 5.0])
+def test_loss_and_gradient_are_those_of_the_formula(advantage: float, weighting: str) -> None:
+    drawn, kl = Drawn(), 0.04
+    settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
+    loss, gradient = drawn.gradient(settings, advantage, kl)
+    for b in range(2):
+        v, old, u, anchor = (t[b].flatten().tolist() for t in (drawn.velocity, drawn.old, drawn.target, drawn.anchor))
+        w, n = weight_of(drawn, b, weighting), len(v)
+        linear = sum((o - t) * (x - o) for x, o, t in zip(v, old, u, strict=True)) / n
+        trust = sum((x - o) ** 2 for x, o in zip(v, old, strict=True)) / n
+        from_anchor = sum((x - a) ** 2 for x, a in zip(v, anchor, strict=True)) / n
+        assert float(loss[b]) == pytest.approx(
+            w * (2 * advantage * linear + BOUND * 0.3 * trust) + kl * from_anchor, rel=1e-10
+        )
+        expected = [
+            (w * (2 * advantage * (o - t) + 2 * BOUND * 0.3 * (x - o)) + 2 * kl * (x - a)) / n
+            for x, o, t, a in zip(v, old, u, anchor, strict=True)
+        ]
+        assert gradient[b].flatten().tolist() == pytest.approx(expected, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
+def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float) -> None:
+    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max + 1) / 2, times A_max / beta."""
+    settings = ForwardProcessConfig(weighting="x0", beta=0.3)
+    losses, gradients = [], []
+    for seed in (1, 2):
+        drawn = Drawn(3)
+        drawn.velocity = Drawn(seed).velocity
+        loss, gradient = drawn.gradient(settings, advantage)
+        velocity = drawn.velocity.clone().requires_grad_()
+        moved, r = velocity - drawn.old, (advantage / BOUND + 1) / 2
+        branches = (
+            r * (drawn.old + 0.3 * moved - drawn.target) ** 2 + (1 - r) * (drawn.old - 0.3 * moved - drawn.target) ** 2
+        )
+        nft = BOUND / 0.3 * drawn.sigma**2 * branches.flatten(1).mean(1)
+        (expected,) = torch.autograd.grad(nft.sum(), velocity)
+        assert relative(gradient, expected) < 1e-12
+        losses.append(nft.detach() - loss)
+        gradients.append(gradient)
+    assert torch.allclose(losses[0], losses[1], rtol=1e-12)  # the constant does not know v
+    assert relative(gradients[0], gradients[1]) > 0.1
+
+
+def test_at_the_old_policy_it_is_advantage_weighted_flow_matching() -> None:
+    drawn = Drawn()
+    for settings in (ForwardProcessConfig(), ForwardProcessConfig(clip=0.2)):
+        _, gradient = drawn.gradient(settings, -1.5, old=None)
+        velocity = drawn.velocity.clone().requires_grad_()
+        weights = torch.tensor([weight_of(drawn, b, "adaptive") for b in range(2)], dtype=torch.float64)
+        awm = (-1.5 * weights * (velocity - drawn.target).square().flatten(1).mean(1)).sum()
+        (expected,) = torch.autograd.grad(awm, velocity)
+        assert relative(gradient, expected) < 1e-12
+
+
+def test_without_an_advantage_only_the_trust_region_pulls() -> None:
+    drawn = Drawn()
+    _, gradient = drawn.gradient(ForwardProcessConfig(weighting="velocity", beta=0.2), 0.0)
+    assert relative(gradient, 2 * BOUND * 0.2 * (drawn.velocity - drawn.old) / drawn.velocity[0].numel()) < 1e-12
+    assert not drawn.gradient(ForwardProcessConfig(beta=0.0), 0.0)[1].any()
+    assert not drawn.gradient(ForwardProcessConfig(), 0.0, old=None)[1].any()
+
+
+def test_the_clip_stops_what_has_moved_far_enough() -> None:
+    drawn = Drawn()
+    drawn.velocity = drawn.target + 0.1 * (drawn.old - drawn.target)  # far nearer to the video than the old policy
+    settings = ForwardProcessConfig(clip=0.1, beta=0.0)
+    assert not drawn.gradient(settings, 1.0)[1].any()
+    assert drawn.gradient(settings, -1.0)[1].any()
+
+
+def test_every_part_of_the_schedule_has_one_level() -> None:
+    table = transition_table("ode", sigma_schedule(12, 5.0), 0.0)
+    keys = [NoiseKey(0, 1, p, m) for p in range(40) for m in range(5)]
+    settings = ForwardProcessConfig(levels=4)
+    drawn = torch.stack([levels(key, table, 5.0, settings) for key in keys])
+    numbers_ = (drawn[..., None] == table.sigmas[:-1].double()).int().argmax(-1)
+    assert torch.equal(numbers_ // 3, torch.arange(4).expand(len(keys), 4))
+    assert len(set(numbers_[:, 0].tolist())) == 3
+    shifted = torch.stack([levels(key, table, 5.0, replace(settings, schedule="shifted")) for key in keys])
+    times = shifted / (5 - 4 * shifted)  # inverse of the shift
+    assert torch.equal(((1 - times) * 4).long().clamp(0, 3), torch.arange(4).expand(len(keys), 4))
+    assert torch.equal(drawn[7], levels(keys[7], table, 5.0, settings))
+
+
+def test_schedules_of_the_old_policy() -> None:
+    assert [old_decay(ForwardProcessConfig(old_decay="rising"), n) for n in (0, 100, 900)] == [0.0, 0.1, 0.5]
+    late = ForwardProcessConfig(old_decay="late")
+    assert [old_decay(late, n) for n in (75, 95, 300)] == pytest.approx([0.0, 0.15, 0.999])
+    assert old_decay(ForwardProcessConfig(old_decay=0.3), 7) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Passes of the old policy and the anchor, and of the update; two micro-batches, the second without advantages.
+        (["--forward_process.old=policy"], (0, 4)),
+        (["--forward_process.old=ema"], (8, 8)),
+        (["--forward_process.old=policy", "--objective.kl_mode=fixed"], (8, 8)),
+        (["--forward_process.old=policy", "--objective.kl_mode=fixed", "--objective.kl_position_fraction=0.5"], (4, 6)),
+        (["--forward_process.levels=2", "--forward_process.old=policy"], (0, 2)),
+    ],
+)
+def test_forwards_per_video(
+    given: list[str], expected: tuple[int, int], tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build_trainer(tiny_run(*videos_of(tmp_path, "square", "circle"), *FORWARD, *given))
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    trainer.iterate()
+    assert (counts["anchor"], counts["update"]) == expected
+    assert counts["rollout"] == 2 * trainer.config.rollout.num_steps
+
+
+def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """Squares beside triangles, which cannot be scored, train as squares alone."""
+    found = []
+    for shapes in (("square", "triangle"), ("square",)):
+        folder = tmp_path / str(len(shapes))
+        folder.mkdir()
+        trainer = build_trainer(tiny_run(*videos_of(folder, *shapes), *FORWARD, "--forward_process.old=policy"))
+        record = trainer.iterate()
+        found.append((record["loss"], [p.detach().clone() for p in trainer.parameters.values()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_split_guidance_and_full_training(tiny_run: MakeRun) -> None:
+    for mode in ("lora", "full"):
+        records = []
+        for guidance in ("paired", "split"):
+            words = [*FORWARD, "--rollout.guidance_scale=3", f"--training.mode={mode}", "--objective.kl_mode=fixed"]
+            trainer = build_trainer(tiny_run(*words, f"--training.guidance={guidance}"))
+            records.append(untimed(trainer.iterate()))
+        assert records[0] == pytest.approx(records[1], rel=1e-5, abs=1e-9)
+
+
+def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path) -> None:
+    def config(output: str, updates: int, resume: str) -> RunConfig:
+        given = [f"--training.num_updates={updates}", "--checkpoint.every=2", f"--resume={resume}"]
+        return with_output(tiny_run(*FORWARD, "--objective.kl_mode=moving", *given), tmp_path / output)
+
+    Run(config("whole", 4, "none")).train()
+    Run(config("parts", 2, "none")).train()
+    Run(config("parts", 4, "auto")).train()
+    whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
+    assert parts[-1] == whole[-1]
+    assert whole[-1]["old/deviation"] > 0 and 0 < whole[-1]["old/proximal_share"] < 1
+
+
+def test_the_old_policy_samples(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(tiny_run(*FORWARD))
+    assert isinstance(trainer.gradient, ForwardProcessGradient)
+    move_weights(trainer)
+    before = [p.detach().clone() for p in trainer.parameters.values()]
+    sampled: list[Tensor] = []
+    rollout = trainer._rollout
+    monkeypatch.setattr(
+        trainer,
+        "_rollout",
+        lambda: (sampled.extend(p.detach().clone() for p in trainer.parameters.values()), rollout())[1],
+    )
+    trainer.iterate()
+    assert not any(torch.equal(a, b) for a, b in zip(sampled, before, strict=True))
+    assert trainer.old is not None
+    # The average of the first policy and the trained one.
+    for p, old, first in zip(trainer.parameters.values(), trainer.old.tensors().values(), sampled, strict=True):
+        assert torch.allclose(old, (first + p) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--objective.kl_mode=dual",
+        "--training.updates_per_rollout=2",
+        "--training.timestep_fraction=0.5",
+        "--objective.logprob=unnormalized",
+    ],
+)
+def test_settings_of_the_samplers_steps_are_refused(word: str, tiny_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match=word[2:].partition("=")[0]):
+        tiny_run(*FORWARD, word)

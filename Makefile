@@ -17,8 +17,9 @@ REPEATS ?= 100
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
-# PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself. Users get the ranges of
+# setup.py, development the versions of constraints.txt.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
@@ -37,7 +38,7 @@ help:  ## list the targets
 
 setup: $(READY)  ## create .venv and install the project into it
 
-$(READY): setup.py
+$(READY): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "SAGE-Fast needs Python 3.11 or newer, and $(PYTHON) is not that."; \
 		echo "Name another interpreter: make PYTHON=python3.12"; exit 1; }

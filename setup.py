@@ -1,4 +1,4 @@
-"""Packaging of SAGE-Fast: every dependency is named here and nowhere else."""
+"""Packaging of SAGE-Fast: every dependency is named here; constraints.txt has the releases that tests run with."""
 
 import re
 from pathlib import Path
@@ -19,8 +19,8 @@ PACKAGE_DIR: dict[str, str] = {
 }
 
 INSTALL_REQUIRES = [
-    # The releases that the tests and benchmarks run with.
-    "torch>=2.11,<2.14",
+    # Every release that the tests have passed on; constraints.txt names the one that they run with.
+    "torch>=2.11,<2.16",
     # Torch's CUDA wheels pin their own Triton; the CPU wheels bring none, and the interpreter tests need it.
     'triton>=3.6; platform_system == "Linux"',
     # 0.36 brought HunyuanVideo15Transformer3DModel. Its parameter names are our checkpoint format, so the cap
@@ -30,6 +30,9 @@ INSTALL_REQUIRES = [
     # LoRA. It requires accelerate itself, so accelerate is not listed.
     "peft>=0.17",
     "safetensors>=0.4.3",
+    # Weights from the hub and the card of an export; comparing releases of DeepSpeed.
+    "huggingface_hub>=0.34",
+    "packaging>=23",
     # Types and ranges of the configuration, and the docstring below each field for --keys.
     "pydantic>=2.10,<3",
     "PyYAML>=6.0",
@@ -82,6 +85,7 @@ setup(
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     author="The SAGE-Fast authors",
+    project_urls={"Paper": "https://arxiv.org/abs/2603.21872"},
     license="Apache-2.0",
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11",

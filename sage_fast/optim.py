@@ -4,6 +4,7 @@ Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, n
 `match_rms_adamw` Muon's updates have AdamW's size, and one learning rate serves both.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.lr_scheduler import LambdaLR
 
 from sage_fast.config.sections import OptimizerConfig
@@ -143,14 +143,26 @@ class ShardedMuon(Muon):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                whole = _gathered(update.bfloat16())
-                whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                whole = _orthogonalized(_gathered(update.bfloat16()), group)
                 own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 rate = group["lr"]
                 shard = parameter.to_local()
                 shard.mul_(1 - rate * group["weight_decay"])
-                change = -_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape)
+                # The factor of `match_rms_adamw`.
+                change = -rate * (0.2 * math.sqrt(max(parameter.shape)))
                 shard.add_(own.to_local().to(shard.device), alpha=change)
+
+
+def _orthogonalized(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Newton-Schulz as `Muon` runs it: one step of rate 1 from zero, without momentum, is minus the result."""
+    # `adjust_lr_fn` "original" leaves the rate of a matrix alone that is at least as wide as high.
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    step = nn.Parameter(torch.zeros_like(wide))
+    step.grad = wide
+    settings = {key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}
+    Muon([step], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+    made = -step.detach()
+    return made if wide is matrix else made.T
 
 
 def _gathered(matrix: DTensor) -> Tensor:

@@ -34,14 +34,13 @@ from sage_fast.run.run import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
 
-REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "av")
+REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "huggingface_hub", "av")
 OPTIONAL = {
     "triton": "the kernels of sage_kernels; without it plain PyTorch computes the steps and the loss",
     "accelerate": "faster loading of large models",
     "flash-attn": "attention backends flash2 and flash3",
     "xformers": "attention backend xformers",
     "deepspeed": "distributed.zero_stage",
-    "huggingface_hub": "downloads",
     "wandb": "logging.wandb_project",
     "tensorboard": "logging.tensorboard",
 }

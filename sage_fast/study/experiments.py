@@ -1,8 +1,8 @@
 """The table of experiments of experiments.toml: the paper's tables and figures, their claims and their trainings."""
 
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
 
 PROBE = "kl-probe"
 """The arm that measures the share of the KL in the gradient, so that others can be given one."""
+
+SEEDS_OF_A_PROCESS = 16
+"""Of trainings of the exact policy, which are shorter than the start of a process."""
 
 _TABLE = tomllib.loads((Path(__file__).parent / "experiments.toml").read_text("utf-8"))
 
@@ -45,8 +48,9 @@ class Experiment:
     """One table or figure of the paper.
 
     caption: of its picture. seeds: of its measurements; none where nothing is random. measure: key of
-    `measures.MEASURES`, for samples without a training. arms: of the trainings. drawn: quantity in the picture of
-    trainings. needs_manifold: left out where the data manifold is not known.
+    `measures.MEASURES`, for samples without a training. runs: trainings of the exact policy by name, as what they
+    change in `testbed.ExactTraining`. arms: of the trainings. drawn: quantity in the picture of trainings.
+    needs_manifold: left out where the data manifold is not known.
 
     Example: `chosen_experiments("quick", ["fig4"])[0].seeds` is `(0, 1, 2)`.
     """
@@ -58,13 +62,16 @@ class Experiment:
     claims: Sequence[Claim] = ()
     seeds: tuple[int, ...] = ()
     measure: str | None = None
+    runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
     drawn: str = "final_reward"
     needs_manifold: bool = False
 
-    def measurements(self) -> dict[str, int]:
+    def measurements(self) -> dict[str, tuple[int, ...]]:
         """Seeds of the measurements by name; each is made in its own process."""
-        return {f"{self.key}-seed-{seed}": seed for seed in self.seeds} if self.measure else {}
+        size = SEEDS_OF_A_PROCESS if self.runs else 1
+        chunks = [self.seeds[first : first + size] for first in range(0, len(self.seeds), size)]
+        return {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks} if self.measure else {}
 
     def trainings(self) -> list[Training]:
         """Trainings, seed by seed, so that a study that is stopped early has all arms."""
@@ -81,7 +88,7 @@ def training(arm: str, seed: int) -> Training:
 
 def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
     claims = tuple(Claim(experiment=key, **claim) for claim in tree["claims"])
-    tuples = {name: tuple(value) for name, value in tree.items() if name in ("seeds", "arms")}
+    tuples = {"seeds": tuple(tree.get("seeds", range(tree.pop("num_seeds", 0)))), "arms": tuple(tree.get("arms", ()))}
     return Experiment(key=key, **tree | tuples | {"claims": claims})
 
 

@@ -2,7 +2,7 @@
 
 As a program it makes one such measurement in its own process:
 
-    python -m sage_fast.study.measures RESULT.json '{"measure": "gradients", "seed": 0, ...}' CONFIG ...
+    python -m sage_fast.study.measures RESULT.json '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
 """
 
 import json
@@ -31,6 +31,7 @@ from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
 from sage_fast.study.findings import Finding, made_with
+from sage_fast.study.testbed import measure_testbed
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""
@@ -202,6 +203,7 @@ MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {
     "exact": measure_exact_policy,
     "rollouts": measure_rollouts,
     "gradients": measure_gradients,
+    "testbed": measure_testbed,
 }
 
 
@@ -209,7 +211,8 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     """Make one measurement and write its findings, with the seconds of one core that it took.
 
     Args:
-        request: `measure`, a key of `MEASURES`; `overrides`, `--section.key=value` words; the rest are its arguments.
+        request: `measure`, a key of `MEASURES`; `seeds`; `overrides`, `--section.key=value` words; the rest are its
+            arguments.
 
     Raises:
         ConfigError: the configuration cannot run, or the measurement needs what its model family does not have.
@@ -217,9 +220,10 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     torch.set_num_threads(1)
     arguments = dict(request)
     measure, overrides = MEASURES[arguments.pop("measure")], arguments.pop("overrides", [])
+    seeds = arguments.pop("seeds")
     config = replace(load_config(list(files), overrides), num_threads=1)
     start = time.process_time()
-    rows = [asdict(row) for row in measure(config, **arguments)]
+    rows = [asdict(row) for seed in seeds for row in measure(config, seed=seed, **arguments)]
     seconds = time.process_time() - start
     tree = {"core_seconds": seconds, "made_with": made_with(describe_environment()), "findings": rows}
     with replacing(result) as partial:

@@ -179,9 +179,10 @@ class Study:
         """Jobs of the measurements that are missing."""
         jobs = []
         for experiment in filter(self.fits, experiments):
-            for name, seed in experiment.measurements().items():
-                request = json.dumps({"measure": experiment.measure, "seed": seed, "overrides": self.overrides})
-                result = self.result(name)
+            runs = {"experiment": experiment.key, "runs": experiment.runs} if experiment.runs else {}
+            for name, seeds in experiment.measurements().items():
+                tree = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides, **runs}
+                request, result = json.dumps(tree), self.result(name)
                 command = [sys.executable, "-m", "sage_fast.study.measures", str(result), request, *self.files]
                 if not result.is_file():
                     jobs.append(Job(name=name, command=command, log=self._log(name)))

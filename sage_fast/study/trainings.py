@@ -91,7 +91,7 @@ class Trainings:
             yield found(PER_PROMPT + name, fmean(values), values, stderr=stdev(values) / len(values) ** 0.5)
         curve = list(run.curve("reward/mean").values())
         yield found("area", fmean(curve), curve)
-        yield found("unsteadiness", _unsteadiness(curve), curve, kept=False)
+        yield found("unsteadiness", unsteadiness(curve), curve, kept=False)
         if position := list(run.curve("kl/position").values()):
             yield found("kl_position", max(position), position)
         if shares := _settled_shares(run):
@@ -127,7 +127,7 @@ def _settled_shares(run: TrainedRun) -> list[float]:
     return [value for update, value in run.curve("kl/grad_share").items() if update > SETTLED]
 
 
-def _unsteadiness(curve: Sequence[float]) -> float:
+def unsteadiness(curve: Sequence[float]) -> float:
     """Standard deviation of a curve from one update to the next, without its trend: of its differences over sqrt 2."""
     steps = [after - before for before, after in pairwise(curve)]
     return stdev(steps) / 2**0.5 if len(steps) > 1 else 0.0

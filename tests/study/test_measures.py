@@ -80,7 +80,7 @@ def test_a_measurement_is_a_file_with_its_cost(tiny_run: MakeRun, tmp_path: Path
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
     result = tmp_path / "measures" / "base.json"
-    make_measurement(result, {"measure": "rollouts", "seed": 1, "overrides": ["--rollout.num_steps=3"]}, [str(file)])
+    make_measurement(result, {"measure": "rollouts", "seeds": [1], "overrides": ["--rollout.num_steps=3"]}, [str(file)])
     tree = json.loads(result.read_text())
     assert tree["core_seconds"] > 0 and tree["made_with"]["torch"]
     assert {row["arm"] for row in tree["findings"]} == set(SAMPLERS)

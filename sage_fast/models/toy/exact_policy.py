@@ -1,18 +1,22 @@
-"""The policy of the toy world that makes no error, and what a sampler does with it.
+"""The policy of the toy world that makes no error, what a sampler does with it, and a version that can be trained.
 
 The legal videos are finitely many, so the velocity that flow matching aims for has a closed form: a sampler is judged
-without a network, and what differs between two samplers is theirs alone.
+without a network, and what differs between two samplers is theirs alone. With weights to train, which share of a
+caption's videos shows what, objectives are judged the same way: how much of the policy's mass follows the caption, and
+its gradient, are known and not estimated.
 
-Shapes: B samples, M legal videos (atoms), C F H W of a latent.
+Shapes: B samples, M legal videos (atoms), C F H W of a latent, K attributes of a caption, P trained numbers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.renderer import manifold_for
+from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, manifold_for
 from sage_fast.records import Trajectory
 
 SPREAD = 0.02
@@ -59,6 +63,76 @@ class ExactPolicy:
         return rows, (x - self.atoms[rows]).square().mean(1).sqrt()
 
 
+class LearnablePolicy(ExactPolicy):
+    """The exact policy of captioned videos, a function of numbers psi (P,) that are 0 before training.
+
+    A caption asks for one value of each attribute. The share of an atom in a caption's data is the product of an entry
+    of a confusion matrix per attribute: the softmax of the logits in the row of the value asked for. All data are
+    shifted by phi along directions off the manifold. The logits and phi together are  theta = base + rotation psi;
+    without a rotation every entry is trained by itself, with one every number of psi moves all of them, as in a
+    network.
+
+    Args:
+        atoms: (M, D).
+        attributes: (M, K) int64, values that an atom shows.
+        wrong: share of the wrong values of each attribute before training, in (0, 1).
+        directions: (N, D) orthonormal, off the manifold.
+        rotated: with a random rotation, the same for every seed of an experiment.
+    """
+
+    def __init__(
+        self,
+        atoms: Tensor,
+        attributes: Tensor,
+        *,
+        wrong: Sequence[float],
+        directions: Tensor,
+        rotated: bool = True,
+        spread: float = SPREAD,
+    ) -> None:
+        super().__init__(atoms, spread)
+        self.attributes = attributes
+        self.directions = directions.to(atoms)
+        self.sizes = [int(size) for size in attributes.amax(0) + 1]
+        logits = [
+            torch.full((n, n), w / (n - 1)).fill_diagonal_(1 - w).log().flatten()
+            for n, w in zip(self.sizes, wrong, strict=True)
+        ]
+        self.base = torch.cat([*logits, torch.zeros(len(directions))]).to(atoms)
+        size = len(self.base)
+        mixing = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.rotation = (torch.linalg.qr(mixing)[0] if rotated else torch.eye(size)).to(atoms)
+
+    def initial(self) -> Tensor:
+        """Numbers psi (P,) before training."""
+        return torch.zeros_like(self.base)
+
+    def log_prior(self, psi: Tensor, captions: Tensor) -> Tensor:
+        """Logarithm of each atom's share in the data of captions (B, K), up to a constant; (B, M)."""
+        columns = zip(self._theta(psi)[0], captions.T, self.attributes.T, strict=True)
+        return torch.stack([m.log_softmax(1)[asked][:, shown] for m, asked, shown in columns]).sum(0)
+
+    def velocity_at(self, psi: Tensor, captions: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Velocity (B, D) of the policy psi for captions (B, K) at latents (B, D) and noise levels sigma (B,)."""
+        shift = self._theta(psi)[1] @ self.directions
+        # Data that are shifted by u have, at x, the velocity of the others at x - (1 - sigma) u, less u.
+        data = 1 - sigma.to(latents)[:, None]
+        return self.velocity(0, latents - data * shift, sigma, self.log_prior(psi, captions)) - shift
+
+    def aligned(self, psi: Tensor) -> Tensor:
+        """Share of the policy's data that show what the caption asks for, mean over all captions."""
+        # The captions are all combinations of the values, so the mean of the products is the product of the means.
+        return torch.stack([m.softmax(1).diagonal().mean() for m in self._theta(psi)[0]]).prod()
+
+    def drift(self, psi: Tensor) -> Tensor:
+        """Distance that the data have moved off the manifold: the length of phi."""
+        return self._theta(psi)[1].norm()
+
+    def _theta(self, psi: Tensor) -> tuple[list[Tensor], Tensor]:
+        *parts, phi = (self.base + self.rotation @ psi).split([*(n * n for n in self.sizes), len(self.directions)])
+        return [part.view(n, n) for part, n in zip(parts, self.sizes, strict=True)], phi
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplerMeasures:
     """Measures of a sampler on the exact policy. Distances are root mean squares over elements and samples.
@@ -90,6 +164,25 @@ class ExactWorld:
         self.policy = ExactPolicy(PatchCodec().encode(self.manifold.videos).double())
         self.velocity = self.policy.velocity
         self.latent_shape = PatchCodec().latent_shape(video.num_frames, video.height, video.width)
+
+    def learnable(self, *, rotated: bool = True, dimensions: int = 160, off_manifold: int = 8) -> LearnablePolicy:
+        """The policy of the base model's faults, with weights to train: colours are often wrong, motions sometimes.
+
+        It has the 360 scenes in the middle of their track, in the `dimensions` in which they differ most (an exact
+        rotation, without their common mean, which a flow carries along), and `off_manifold` more in which they do not.
+        """
+        scenes = self.manifold.scenes
+        rows = [row for row, scene in enumerate(scenes) if scene.along == 0 and scene.across in (-2, 0, 2)]
+        names = [list(COLOURS), list(SHAPES), list(MOTIONS)]
+        shown = [(scenes[row].colour, scenes[row].shape, scenes[row].motion) for row in rows]
+        attributes = torch.tensor([[n.index(v) for n, v in zip(names, one, strict=True)] for one in shown])
+        atoms = self.policy.atoms[rows]
+        centred = atoms - atoms.mean(0)
+        basis = torch.linalg.svd(centred, full_matrices=False)[2][:dimensions]
+        atoms = torch.cat([centred @ basis.T, torch.zeros(len(rows), off_manifold)], 1).float()
+        directions = torch.eye(dimensions + off_manifold)[dimensions:]
+        wrong = (0.45, 0.03, 0.15)
+        return LearnablePolicy(atoms, attributes, wrong=wrong, directions=directions, rotated=rotated)
 
     def measure(self, trajectory: Trajectory, group: int) -> SamplerMeasures:
         """Measure a trajectory of the exact policy, each `group` consecutive samples of which have one start."""

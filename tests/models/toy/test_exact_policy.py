@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,63 @@ def test_the_documented_measures_are_what_the_exact_policy_gives(sde_type: str) 
     assert cells is not None
     documented = [float(cell) for cell in cells[1].split(" | ")]
     assert row(sde_type) == pytest.approx(documented, rel=0.015, abs=6e-4)
+
+
+LEARNABLE = WORLD.learnable()
+
+
+def some_numbers() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return 0.5 * torch.randn(len(LEARNABLE.base), generator=generator)
+
+
+def all_captions() -> Tensor:
+    return torch.cartesian_prod(*(torch.arange(n) for n in LEARNABLE.sizes))
+
+
+def test_the_aligned_mass_is_that_of_the_atoms_that_show_the_caption() -> None:
+    captions, psi = all_captions(), some_numbers()
+    mass = LEARNABLE.log_prior(psi, captions).softmax(1)
+    shows = (LEARNABLE.attributes[None] == captions[:, None]).all(2)
+    assert len(captions) == 120 and len(LEARNABLE.atoms) == 360
+    assert float(LEARNABLE.aligned(psi)) == pytest.approx(float((mass * shows).sum(1).mean()), rel=1e-5)
+    assert float(LEARNABLE.aligned(LEARNABLE.initial())) == pytest.approx(0.55 * 0.97 * 0.85, rel=1e-5)
+
+
+def test_the_gradient_of_aligned_mass_and_drift_is_that_of_their_differences() -> None:
+    psi, step = some_numbers().double().requires_grad_(), 1e-2
+    direction = torch.randn(len(psi), generator=torch.Generator().manual_seed(1))
+    for quantity in (LEARNABLE.aligned, LEARNABLE.drift):
+        point = psi.detach().float().requires_grad_()
+        (gradient,) = torch.autograd.grad(quantity(point), point)
+        up, down = (float(quantity(psi.detach().float() + sign * step * direction)) for sign in (1, -1))
+        assert float(gradient @ direction) == pytest.approx((up - down) / (2 * step), rel=2e-3)
+
+
+def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
+    """By the score of the density, in float64, with shares of the atoms and with the data off the manifold."""
+    psi, sigma, captions = some_numbers(), 0.4, all_captions()[[7, 60]]
+    shift = LEARNABLE._theta(psi)[1] @ LEARNABLE.directions
+    atoms = (LEARNABLE.atoms + shift).double()
+    assert float(LEARNABLE.drift(psi)) == pytest.approx(float(shift.norm())) and float(shift[:160].norm()) == 0
+    noise = torch.randn(2, 168, generator=torch.Generator().manual_seed(2))
+    x = ((1 - sigma) * atoms[[5, 300]] + sigma * noise).requires_grad_()
+    variance = sigma**2 + (1 - sigma) ** 2 * 0.02**2
+    away = (x[:, None] - (1 - sigma) * atoms).square().sum(2) / (2 * variance)
+    density = (LEARNABLE.log_prior(psi, captions).double().log_softmax(1) - away).logsumexp(1)
+    (score,) = torch.autograd.grad(density.sum(), x)
+    expected = -(x + sigma * score) / (1 - sigma)
+    given = LEARNABLE.velocity_at(psi, captions, x.detach().float(), torch.full((2,), sigma))
+    torch.testing.assert_close(given.double(), expected.detach(), rtol=0, atol=2e-4)
+
+
+def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() -> None:
+    captions = all_captions().repeat(4, 1)
+    x = torch.randn(len(captions), 168, generator=torch.Generator().manual_seed(3))
+    psi, sigmas = LEARNABLE.initial(), sigma_schedule(40, 3.0)
+    for s, n in pairwise(sigmas):
+        x = x + float(n - s) * LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
+    rows, distance = LEARNABLE.nearest(x)
+    share = float((LEARNABLE.attributes[rows] == captions).all(1).float().mean())
+    assert share == pytest.approx(float(LEARNABLE.aligned(psi)), abs=3 * 0.5 / len(captions) ** 0.5)
+    assert float(distance.max()) < 0.03

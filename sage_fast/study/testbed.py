@@ -1,0 +1,252 @@
+"""Trainings of the exact policy: every sampler, KL and update rule of the project, in half a second each.
+
+Samples and gradients use the trainer's parts: transitions of `sde.transition_table`, advantages and loss of
+`objective`. The trained policy is judged by its weights, exactly: no evaluation has noise. There is no network to
+optimize, so nothing here speaks of learning rates, of capacity, or of how well a velocity is learnt.
+
+Shapes: B videos of an update, D coordinates of a video, K attributes of a caption, P trained numbers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.registry import EXACT_POLICIES, resolve
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import SDEType, VideoConfig
+from sage_fast.objective import ObjectiveConfig, anchor_kind, group_advantages, policy_loss
+from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
+from sage_fast.study.findings import Finding
+from sage_fast.study.trainings import unsteadiness
+
+LearnablePolicy = Any
+"""Result of `learnable` of an entry of `EXACT_POLICIES`; a study names no family."""
+
+ANCHOR_EVERY = 10
+"""Updates after which a moving anchor is refreshed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactTraining:
+    """One training. The defaults are the recipe of the paper in miniature; a name says what differs.
+
+    update: `reverse` is the paper's objective, on the steps of the rollout; `forward` weighs flow matching on the
+    rollout's videos by their advantage. videos: of one caption. equalizer, kl_mode: of `ObjectiveConfig`. kl_weight:
+    lambda, constant. quality: what a unit of distance to the nearest legal video costs; a caption that is followed
+    earns 1. exploit: reward per unit of drift, which a flawed reward pays.
+
+    Of `forward` alone: levels: noise levels per video. weighting: `adaptive` or `velocity`. spacing: of the levels,
+    as the sampler's shift has them, or uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
+    moving average that samples; 0 is the policy itself.
+    """
+
+    sampler: SDEType = "sage_grpo"
+    num_steps: int = 8
+    shift: float = 3.0
+    eta: float = 0.5
+    captions: int = 4
+    videos: int = 16
+    num_updates: int = 40
+    updates_per_rollout: int = 1
+    learning_rate: float = 0.02
+    rotated: bool = True
+    update: Literal["reverse", "forward"] = "reverse"
+    equalizer: bool = True
+    clip_range: float = 1e-2
+    kl_mode: Literal["none", "fixed", "stepwise", "moving", "dual"] = "none"
+    kl_weight: float = 0.0
+    quality: float = 1.0
+    exploit: float = 0.0
+    levels: int = 4
+    weighting: Literal["adaptive", "velocity"] = "adaptive"
+    spacing: Literal["shifted", "uniform"] = "shifted"
+    beta: float = 1.0
+    old_decay: float = 0.0
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """Terms of the loss of `reverse`."""
+        return ObjectiveConfig(equalizer=self.equalizer, clip_range=self.clip_range, kl_mode=self.kl_mode)
+
+
+class Rollout(NamedTuple):
+    """Videos and how they were made: latents, velocities and noises of every step, each (B, D), and the results."""
+
+    latents: list[Tensor]
+    velocities: list[Tensor]
+    noises: list[Tensor]
+    final: Tensor
+
+
+@torch.no_grad()
+def sample(
+    policy: LearnablePolicy, psi: Tensor, captions: Tensor, table: TransitionTable, generator: torch.Generator
+) -> Rollout:
+    """Sample a video for each of the captions (B, K)."""
+
+    def draw() -> Tensor:
+        return torch.randn(len(captions), policy.atoms.shape[1], generator=generator, dtype=policy.atoms.dtype)
+
+    x, latents, velocities, noises = draw(), [], [], []
+    for step in range(table.num_steps):
+        a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
+        velocity, noise = policy.velocity_at(psi, captions, x, table.sigmas[step].expand(len(x))), draw()
+        latents.append(x)
+        velocities.append(velocity)
+        noises.append(noise)
+        x = a * x + b * velocity + std * noise
+    return Rollout(latents, velocities, noises, x)
+
+
+def reverse_loss(
+    policy: LearnablePolicy,
+    psi: Tensor,
+    captions: Tensor,
+    rollout: Rollout,
+    table: TransitionTable,
+    advantages: Tensor,
+    settings: ObjectiveConfig,
+    *,
+    kl_weight: float = 0.0,
+    anchor: Tensor | None = None,
+    steps: Sequence[int] | None = None,
+) -> Tensor:
+    """Loss of the trained steps, mean over steps and videos. anchor: numbers psi of the anchor."""
+    terms = []
+    for step in range(table.num_steps) if steps is None else steps:
+        if not table.trainable[step]:
+            continue
+        x, sigma = rollout.latents[step], table.sigmas[step].expand(len(captions))
+        with torch.no_grad():
+            held = None if anchor is None else policy.velocity_at(anchor, captions, x, sigma)
+        row = {"gain": table.gain, "std": table.std, "scale": table.scale, "size": -table.sigmas.diff()}
+        columns = {name: column[step].to(x).expand(len(x)) for name, column in row.items()}
+        velocity = policy.velocity_at(psi, captions, x, sigma)
+        old, noise = rollout.velocities[step], rollout.noises[step]
+        terms.append(
+            policy_loss(
+                *(velocity, old, held, noise), **columns, advantage=advantages, kl_weight=kl_weight, settings=settings
+            ).loss.mean()
+        )
+    return torch.stack(terms).mean()
+
+
+def forward_loss(
+    policy: LearnablePolicy,
+    psi: Tensor,
+    old: Tensor,
+    captions: Tensor,
+    final: Tensor,
+    advantages: Tensor,
+    sigmas: Tensor,
+    generator: torch.Generator,
+    *,
+    weighting: str = "adaptive",
+    beta: float = 1.0,
+    bound: float = 5.0,
+) -> Tensor:
+    """Loss of the forward process at noise levels sigmas (L, B), mean over levels and videos.
+
+    With u = z - x0 and dv = v - v_old:  s^2 (2 A mean((v_old - u) dv) + bound beta mean(dv^2)) / f,  where f is the
+    mean error of x0 without a gradient (`adaptive`), or s^2 (`velocity`). bound: of the advantages.
+    """
+    terms = []
+    for sigma in sigmas.to(final):
+        s = sigma[:, None]
+        z = torch.randn(final.shape, generator=generator, dtype=final.dtype)
+        x, u = (1 - s) * final + s * z, z - final
+        velocity = policy.velocity_at(psi, captions, x, sigma)
+        with torch.no_grad():
+            v_old = policy.velocity_at(old, captions, x, sigma)
+            error = (sigma * (u - velocity).abs().mean(1)).clamp_min(1e-5)
+            weight = sigma.square() / error if weighting == "adaptive" else torch.ones_like(error)
+        moved = velocity - v_old
+        linear = 2 * advantages * ((v_old - u) * moved).mean(1)
+        terms.append((weight * (linear + bound * beta * moved.square().mean(1))).mean())
+    return torch.stack(terms).mean()
+
+
+def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[str, float]:
+    """Train from the start with one seed; quantities of the result.
+
+    `aligned` and `drift` are exact. `reward`: mean of the rollouts over the training; `unsteadiness`: its standard
+    deviation from update to update without its trend; `group_std`: standard deviation of the rewards in a group, mean
+    of the rollouts.
+    """
+    # Two generators: settings that draw more noise are asked for the same captions.
+    asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
+    psi = policy.initial().requires_grad_()
+    old, anchor, optimizer = policy.initial(), policy.initial(), torch.optim.Adam([psi], lr=settings.learning_rate)
+    sampler = settings.sampler if settings.update == "reverse" else "ode"
+    table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
+    kind = anchor_kind(settings.kl_mode)
+    rewards, spreads, done = [], [], 0
+    while done < settings.num_updates:
+        asked = torch.stack([torch.randint(n, (settings.captions,), generator=asking) for n in policy.sizes], 1)
+        captions = asked.repeat_interleave(settings.videos, 0)
+        if kind == "moving" and done % ANCHOR_EVERY == 0:
+            anchor = psi.detach().clone()
+        sampling = old if settings.old_decay else psi.detach().clone()
+        rollout = sample(policy, sampling, captions, table, drawing)
+        scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
+        advantages = group_advantages(scores).advantages.flatten()
+        rewards.append(float(scores.mean()))
+        spreads.append(float(scores.std(1, correction=0).mean()))
+        for part in _parts(settings, table, drawing):
+            if settings.update == "forward":
+                shape: dict[str, Any] = {"weighting": settings.weighting, "beta": settings.beta}
+                loss = forward_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, **shape)
+            else:
+                kl: dict[str, Any] = {"kl_weight": settings.kl_weight, "anchor": None if kind == "none" else anchor}
+                objective, steps = settings.objective, [int(step) for step in part]
+                loss = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([psi], 1.0)
+            optimizer.step()
+            done += 1
+        old = settings.old_decay * old + (1 - settings.old_decay) * psi.detach()
+    exact = {name: float(of(psi.detach())) for name, of in (("aligned", policy.aligned), ("drift", policy.drift))}
+    return exact | {"reward": fmean(rewards), "unsteadiness": unsteadiness(rewards), "group_std": fmean(spreads)}
+
+
+def _reward(policy: LearnablePolicy, captions: Tensor, final: Tensor, settings: ExactTraining) -> Tensor:
+    """Attributes as asked for, mean; less the distance to the nearest legal video; and what a flaw pays."""
+    rows, distance = policy.nearest(final)
+    follows = (policy.attributes[rows] == captions).to(final).mean(1)
+    return follows - settings.quality * distance + settings.exploit * (final @ policy.directions[0])
+
+
+def _parts(settings: ExactTraining, table: TransitionTable, generator: torch.Generator) -> list[Tensor]:
+    """Trained steps of each update of a rollout, or its noise levels (L, B), a stratum of each video's."""
+    if settings.update == "reverse":
+        steps = table.trainable.nonzero()[:, 0]
+        steps = steps[torch.randperm(len(steps), generator=generator)]
+        return [steps[first :: settings.updates_per_rollout] for first in range(settings.updates_per_rollout)]
+    shape = (settings.levels, settings.captions * settings.videos)
+    t = (torch.arange(settings.levels)[:, None] + torch.rand(shape, generator=generator)) / settings.levels
+    sigmas = settings.shift * t / (1 + (settings.shift - 1) * t) if settings.spacing == "shifted" else t
+    sigmas = sigmas.clamp(0.02, 0.995)
+    return [sigmas[first :: settings.updates_per_rollout] for first in range(settings.updates_per_rollout)]
+
+
+def measure_testbed(
+    config: RunConfig, *, seed: int, experiment: str, runs: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """Trainings of the exact policy with one seed: the arms of an experiment by name."""
+    for arm, options in runs.items():
+        settings = ExactTraining(**options)
+        result = train(_policy(config.model.family, config.video, settings.rotated), settings, seed)
+        common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
+        for quantity, value in result.items():
+            yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
+
+
+@lru_cache
+def _policy(family: str, video: VideoConfig, rotated: bool) -> LearnablePolicy:
+    return resolve(family, EXACT_POLICIES, "model.family")(video).learnable(rotated=rotated)

@@ -1,0 +1,185 @@
+"""Gradients of the exact testbed against integrals over all videos, and what its trainings tell apart.
+
+The integrals are over one coordinate: a world of three atoms on a line, whose sampler's law is known on a grid.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.sections import VideoConfig
+from sage_fast.models.toy.exact_policy import ExactWorld, LearnablePolicy
+from sage_fast.objective import ObjectiveConfig
+from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
+from sage_fast.study.testbed import ExactTraining, forward_loss, reverse_loss, sample, train
+
+LINE = LearnablePolicy(
+    torch.tensor([[-1.2], [0.3], [1.0]], dtype=torch.float64),
+    torch.tensor([[0], [1], [2]]),
+    wrong=(0.4,),
+    directions=torch.ones(1, 1),
+    rotated=False,
+    spread=0.2,
+)
+CAPTIONS = torch.tensor([[0], [1], [2]])
+GRID = torch.linspace(-7, 7, 1401, dtype=torch.float64)
+STEP = float(GRID[1] - GRID[0])
+SCHEDULE = sigma_schedule(4, 3.0)
+SETTINGS = ObjectiveConfig(kl_mode="none", clip_range=0.01)
+
+
+def numbers(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 0.3 * torch.randn(len(LINE.base), generator=generator, dtype=torch.float64)
+
+
+def worth(x: Tensor, caption: Tensor) -> Tensor:
+    """A smooth reward that wants another place for every caption."""
+    return torch.tanh(2 * (x - 0.5 * (caption - 1))) + 0.3 * x
+
+
+def normal(x: Tensor, std: float = 1.0) -> Tensor:
+    return (-0.5 * (x / std).square()).exp() / (std * math.sqrt(2 * math.pi))
+
+
+def velocity(psi: Tensor, x: Tensor, caption: Tensor, sigma: Tensor) -> Tensor:
+    flat = x.reshape(-1, 1)
+    return LINE.velocity_at(psi, caption.expand(len(flat), 1), flat, sigma.expand(len(flat))).view(x.shape)
+
+
+def expected_reverse(psi: Tensor, table: TransitionTable, equalizer: bool) -> Tensor:
+    """Gradient of the reward that is expected, each step's own part of it times the equalizer."""
+    total = torch.zeros_like(psi)
+    for caption in CAPTIONS:
+        own = [psi.clone().requires_grad_(bool(on)) for on in table.trainable]
+        value = worth(GRID, caption)
+        for step in reversed(range(table.num_steps)):
+            moved = velocity(own[step], GRID, caption, table.sigmas[step])
+            mean = table.a[step] * GRID + table.b[step] * moved
+            if table.trainable[step]:
+                value = normal(GRID - mean[:, None], float(table.std[step])) @ value * STEP
+            else:  # the last step, after which the reward is known everywhere
+                value = worth(mean.detach(), caption)
+        trained = [psi_of for psi_of, on in zip(own, table.trainable, strict=True) if on]
+        parts = torch.autograd.grad((normal(GRID) * value).sum() * STEP, trained)
+        scales = table.scale[table.trainable] if equalizer else torch.ones(len(parts))
+        total += sum(scale * part for scale, part in zip(scales, parts, strict=True)) / len(parts) / len(CAPTIONS)
+    return -total
+
+
+def expected_forward(psi: Tensor, old: Tensor, sigma: float, weighting: str, beta: float) -> Tensor:
+    """Gradient of the forward process's loss, over all starts of the sampler and all noises at one level."""
+    psi = psi.clone().requires_grad_()
+    level, grid = torch.tensor(sigma, dtype=torch.float64), GRID[::4]
+    total = torch.zeros((), dtype=torch.float64)
+    for caption in CAPTIONS:
+        x0 = grid
+        for s, n in pairwise(SCHEDULE):
+            x0 = x0 + (n - s) * velocity(old, x0, caption, s)
+        z = grid[:, None]
+        x, u = (1 - sigma) * x0 + sigma * z, z - x0
+        new, before = (velocity(numbers_, x, caption, level) for numbers_ in (psi, old.detach()))
+        error = torch.ones_like(u) if weighting == "velocity" else (u - new.detach()).abs() / sigma
+        loss = 2 * worth(x0, caption) * (before - u) * (new - before) + 5 * beta * (new - before).square()
+        total = total + (normal(grid) * normal(z) * loss / error).sum() * (4 * STEP) ** 2 / len(CAPTIONS)
+    return torch.autograd.grad(total, psi)[0]
+
+
+def assert_unbiased(estimates: list[Tensor], exact: Tensor) -> None:
+    found = torch.stack(estimates)
+    stderr = found.std(0) / len(found) ** 0.5
+    along = found @ exact / exact.norm()
+    error = float(along.std()) / len(found) ** 0.5
+    assert float(exact.norm()) > 8 * error, "too little signal for a test"
+    assert abs(float(along.mean() - exact.norm())) < 3 * error
+    # 160 entries in all: chance alone takes one of them to 3 standard errors.
+    assert float(((found.mean(0) - exact) / stderr).abs().max()) < 4
+
+
+BATCHES, VIDEOS = 50, 201
+
+
+@pytest.mark.parametrize("equalizer", [True, False])
+@pytest.mark.parametrize("sde_type", [name for name in SDE_TYPES if name != "ode"])
+def test_the_mean_of_10000_estimates_is_the_exact_gradient_of_a_sampler(sde_type: str, equalizer: bool) -> None:
+    table, psi, generator = transition_table(sde_type, SCHEDULE, 0.6), numbers(1), torch.Generator().manual_seed(2)
+    captions = CAPTIONS.repeat(VIDEOS // 3, 1)
+    settings = ObjectiveConfig(kl_mode="none", clip_range=0.01, equalizer=equalizer)
+    estimates = []
+    for _ in range(BATCHES):
+        point = psi.clone().requires_grad_()
+        rollout = sample(LINE, psi, captions, table, generator)
+        rewards = worth(rollout.final, captions)[:, 0]
+        loss = reverse_loss(LINE, point, captions, rollout, table, rewards, settings)
+        estimates.append(torch.autograd.grad(loss, point)[0])
+    assert_unbiased(estimates, expected_reverse(psi, table, equalizer))
+
+
+# Of one coordinate, the adaptive weight has no mean away from the policy that sampled: the error may be 0.
+@pytest.mark.parametrize(
+    ("weighting", "sigma", "same"),
+    [("adaptive", 0.8, True), ("adaptive", 0.4, True), ("velocity", 0.6, True), ("velocity", 0.6, False)],
+)
+def test_the_mean_of_10000_estimates_is_the_exact_gradient_of_the_forward_process(
+    weighting: str, sigma: float, same: bool
+) -> None:
+    """On the policy that sampled, and away from it, where the pull to the old policy has a gradient."""
+    table, old, generator = transition_table("ode", SCHEDULE, 0.0), numbers(1), torch.Generator().manual_seed(3)
+    psi = old if same else old + numbers(4)
+    captions = CAPTIONS.repeat(VIDEOS // 3, 1)
+    estimates = []
+    for _ in range(BATCHES):
+        point = psi.clone().requires_grad_()
+        final = sample(LINE, old, captions, table, generator).final
+        rewards, levels = worth(final, captions)[:, 0], torch.full((1, VIDEOS), sigma)
+        loss = forward_loss(
+            LINE, point, old, captions, final, rewards, levels, generator, weighting=weighting, beta=0.3
+        )
+        estimates.append(torch.autograd.grad(loss, point)[0])
+    assert_unbiased(estimates, expected_forward(psi, old, sigma, weighting, 0.3))
+
+
+def test_the_adaptive_weight_away_from_the_old_policy() -> None:
+    """The loss of every video by its formula, with the error of x0 as it is."""
+    psi, old, captions = numbers(1), numbers(2), CAPTIONS.repeat(2, 1)
+    final = torch.randn(6, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sigmas = torch.tensor([0.3, 0.9], dtype=torch.float64).view(2, 1).expand(2, 6)
+    advantages = torch.tensor([1.0, -2.0, 5.0, 0.0, -0.3, 3.0], dtype=torch.float64)
+    generator, again = (torch.Generator().manual_seed(1) for _ in range(2))
+    found = forward_loss(LINE, psi, old, captions, final, advantages, sigmas, generator, beta=0.1)
+    losses = []
+    for s in (0.3, 0.9):
+        z = torch.randn(6, 1, generator=again, dtype=torch.float64)
+        x = (1 - s) * final + s * z
+        new, before = (LINE.velocity_at(p, captions, x, torch.full((6,), s, dtype=torch.float64)) for p in (psi, old))
+        of_x0 = ((x - s * new) - final).abs().mean(1)
+        pull = 2 * advantages * ((before - (z - final)) * (new - before)).mean(1)
+        losses.append(s * s * (pull + 0.5 * (new - before).square().mean(1)) / of_x0)
+    assert float(found) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+
+
+@cache
+def world() -> ExactWorld:
+    return ExactWorld(VideoConfig(num_frames=8, height=16, width=16))
+
+
+def test_trainings_are_repeatable_and_paired() -> None:
+    policy, short = world().learnable(), ExactTraining(num_updates=2)
+    first = train(policy, short, 0)
+    assert train(policy, short, 0) == first != train(policy, short, 1)
+    assert first["aligned"] > float(policy.aligned(policy.initial()))
+    # At the first update nothing is known of the loss: the same captions and noise, so the same reward.
+    other = train(policy, replace(short, num_updates=1, equalizer=False), 0)
+    assert other["reward"] == train(policy, replace(short, num_updates=1), 0)["reward"]
+
+
+def test_kl_modes_hold_what_they_say() -> None:
+    policy, free = world().learnable(), ExactTraining(num_updates=12, updates_per_rollout=2, exploit=2.0, quality=0.0)
+    drift = {mode: train(policy, replace(free, kl_mode=mode, kl_weight=3.0), 0)["drift"] for mode in ("none", "fixed")}
+    assert drift["fixed"] < 0.5 * drift["none"]
+    assert train(policy, replace(free, kl_mode="fixed"), 0)["drift"] == pytest.approx(drift["none"], rel=1e-3)

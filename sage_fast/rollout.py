@@ -6,6 +6,7 @@ in any micro-batch, fresh or resumed, sample the same videos.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -13,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, RewardError
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RolloutConfig, SDEWindowConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -139,6 +140,7 @@ class VideoScoring:
     progress: Progress = lambda phase, done, total, subject: None
     scored: list[ScoredBatch] = field(default_factory=list)
     error: str | None = None
+    pending: list[Future[None]] = field(default_factory=list)
 
     def add(self, trajectory: Trajectory, *, first: int, turn: int) -> list[tuple[int, Tensor]]:
         """Decode and score this rank's part of a batch.
@@ -159,8 +161,11 @@ class VideoScoring:
         with self.phase("decode"):
             videos = self.decoder.decode(trajectory.final[rows])
         numbers = [first + row for row in rows]
-        with self.phase("reward"):
-            self._score(videos, own, numbers)
+        if thread := self.reward.thread:
+            self.pending.append(thread.submit(self._score, videos, own, numbers))
+        else:
+            with self.phase("reward"):
+                self._score(videos, own, numbers)
         return list(zip(numbers, videos, strict=True))
 
     def _score(self, videos: Tensor, samples: Sequence[Sample], numbers: Sequence[int]) -> None:
@@ -170,7 +175,7 @@ class VideoScoring:
                 scores, failed = self.reward.score_or_mark(videos, samples)
             else:
                 scores = self.reward.score(videos, samples)
-        except RewardError as error:
+        except (RewardError, RewardServerError) as error:
             if self.world.size == 1:
                 raise
             # Raised here it would leave the other ranks in the next collective, and they could not name it.
@@ -180,6 +185,8 @@ class VideoScoring:
 
     def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
         """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+        for batch in self.pending:
+            batch.result()
         return gather_scores(self.scored, self.error, count, self.world)
 
 

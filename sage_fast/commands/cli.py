@@ -29,7 +29,7 @@ from sage_fast.commands import (
     train,
 )
 from sage_fast.commands.common import split_words
-from sage_fast.config.errors import ConfigError, RewardError, SageError
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, report_error, world_size
 
 GROUPS = {
@@ -192,6 +192,6 @@ def _describe(error: Exception, command: str) -> str:
                 "rollout.micro_batch_size or evaluation.batch_size."
             )
         return f"out of memory: {str(error).splitlines()[0]}\n{advice} {go_on}".rstrip()
-    if isinstance(error, OSError | RewardError) and go_on:
+    if isinstance(error, OSError | RewardError | RewardServerError) and go_on:
         return f"{error}\nWhat was written before is intact; once the cause is fixed: {go_on}"
     return str(error)

@@ -24,6 +24,10 @@ class RewardError(SageError, RuntimeError):
     """A reward raised, or returned something that is not one finite number per video."""
 
 
+class RewardServerError(SageError, RuntimeError):
+    """The server of a reward does not answer, or is not the one that the run began with: no video is at fault."""
+
+
 class CallbackError(SageError, RuntimeError):
     """A callback of the user's own raised; the run was saved before it ended. `__cause__` is what was raised."""
 

@@ -325,12 +325,11 @@ def _shown(value: object) -> str:
 
 
 def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str]:
-    """Names under model.family and reward.rewards in files and overrides."""
+    """Names under model.family and reward.{rewards,url,python} in files and overrides."""
     tree = read_tree(files, overrides)
     rewards = tree.get("reward", {}).get("rewards", [])
-    return {
-        str(name) for name in (tree.get("model", {}).get("family"), *(rewards if isinstance(rewards, list) else []))
-    }
+    given = [tree.get("model", {}).get("family"), *(tree.get("reward", {}).get(key) for key in ("url", "python"))]
+    return {str(name) for name in (*given, *(rewards if isinstance(rewards, list) else []))}
 
 
 def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards: bool = True) -> None:
@@ -345,6 +344,10 @@ def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards
     outside = {
         "model.family": outside_names([config.model.family], MODEL_FAMILIES),
         "reward.rewards": outside_names(config.reward.rewards if rewards else [], REWARDS),
+        "reward.python": [config.reward.python] if rewards and config.reward.python else [],
+        "reward.url": [config.reward.url]
+        if rewards and config.reward.url
+        else [],  # it is sent the videos and the token
     }
     for key, names in outside.items():
         if unknown := [name for name in names if name not in named]:

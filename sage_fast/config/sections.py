@@ -313,9 +313,17 @@ class RewardConfig(Section, key="reward"):
     device: str | None = free(None, MACHINE)
     """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
     a policy on cuda:0; null is the policy's."""
+    url: str | None = free(None, MACHINE)
+    """Address of a server that scores instead of this process: `python -m sage_fast.rewards.server CONFIG`. The
+    environment variable SAGE_FAST_REWARD_TOKEN holds its token, if it has one."""
+    python: str | None = free(None, MACHINE)
+    """Interpreter of another environment, which scores the rewards that are `package.module:attribute`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        address = self.url is None or self.url.startswith(("http://", "https://"))
+        require(address, "reward.url", self.url, "null or an address such as http://127.0.0.1:8000")
+        require(None in (self.url, self.python), "reward.python", self.python, "null with reward.url")
         require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
         require(len(set(self.rewards)) == len(self.rewards), "reward.rewards", self.rewards, "a list without repeats")
         require(any(self.weights.values()), "reward.weights", self.weights, "at least one non-zero weight")

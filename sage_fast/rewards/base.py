@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_fast.config.registry import REWARDS, resolve
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import REWARDS, outside_names, registered, resolve
 from sage_fast.config.sections import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
@@ -81,8 +83,12 @@ class Scale:
 
 
 def reward_scales(names: Sequence[str]) -> dict[str, Scale]:
-    """The scales of the scores of some rewards, as far as they say. ConfigError for an unknown name."""
-    return {score: scale for name in names for score, scale in getattr(find_reward(name), "SCALES", {}).items()}
+    """The scales of the scores of some rewards, as far as they say and can be imported here."""
+    scales: dict[str, Scale] = {}
+    for name in names:
+        with suppress(ConfigError):  # it is scored elsewhere, or it could not have scored
+            scales |= getattr(find_reward(name), "SCALES", {})
+    return scales
 
 
 def find_reward(name: str) -> Any:
@@ -90,11 +96,22 @@ def find_reward(name: str) -> Any:
     return resolve(name, REWARDS, "reward.rewards")
 
 
+def scored_elsewhere(config: RewardConfig) -> list[str]:
+    """Rewards of a config that `reward.url` or `reward.python` scores: those of that interpreter have no short name."""
+    if config.url is not None:
+        return config.rewards
+    names = outside_names(config.rewards, REWARDS) if config.python is not None else []
+    return [name for name in names if name not in registered()]
+
+
 def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
-    """Declared costs of the rewards of a config; zeros for one that declares none. ConfigError as above."""
-    found = {}
+    """Declared costs of the rewards of a config; zeros for one that declares none. ConfigError as above.
+
+    Those of rewards that are scored elsewhere are not known here.
+    """
+    found, elsewhere = {}, scored_elsewhere(config)
     for name in config.rewards:
-        costs = getattr(find_reward(name), "costs", None)
+        costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         found[name] = costs(config.options.get(name, {}), video) if costs else RewardCosts()
     return found
 

@@ -1,8 +1,8 @@
 """The rewards of a run as one: every configured reward is called, every score is checked, none is made up."""
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, RewardError
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward
+from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward, scored_elsewhere
+from sage_fast.rewards.remote import RemoteReward, connect
+from sage_fast.rewards.server import FunctionReward, SetupError, build_reward, fill_options, parameters
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,9 @@ class CompositeReward:
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
         self.rewards = dict(rewards)
+        remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
+        self.thread = ThreadPoolExecutor(1, "reward") if remote else None
+        """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
         for name, reward in rewards.items():
@@ -101,24 +106,34 @@ class CompositeReward:
             ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
             RewardError: a reward failed in any other way while it was set up.
         """
-        rewards = {}
+        rewards: dict[str, Reward] = {}
+        elsewhere = scored_elsewhere(config)
         takes_device = False
         for name in config.rewards:
+            if name in elsewhere:
+                continue
             with _reward_code(name, "while it was set up", (ConfigError,)):
                 found = find_reward(name)
-                options, takes = dict(config.options.get(name, {})), _parameters(found)
-                if "device" in takes and "device" not in options:
-                    takes_device = True
-                    options |= {"device": config.device or device} if config.device or device else {}
-                if "fps" in takes and fps is not None and options.setdefault("fps", fps) != fps:
+                given = config.options.get(name, {})
+                options = fill_options(found, given, device=config.device or device, fps=fps)
+                takes_device |= "device" in parameters(found) and "device" not in given
+                if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
                     logger.warning(
                         "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at "
                         "its own rate.",
                         *(name, options["fps"], fps),
                     )
-                rewards[name] = build_reward(name, found, options)
                 try:
-                    getattr(rewards[name], "check_prompts", lambda prompts: None)(prompts)
+                    rewards[name] = build_reward(name, found, options)
+                except SetupError as error:
+                    raise ConfigError(str(error)) from error
+        if remote := connect(config, device, fps):
+            rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
+            takes_device |= config.python is not None and remote.takes_device
+        for name, reward in rewards.items():
+            with _reward_code(name, "while it was set up", (ConfigError, RewardServerError)):
+                try:
+                    getattr(reward, "check_prompts", lambda prompts: None)(prompts)
                 except RewardError as error:
                     raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
         if config.device is not None and not takes_device:
@@ -149,7 +164,7 @@ class CompositeReward:
         prompts = [s.prompt.text for s in samples]
         scores: dict[str, Tensor] = {}
         for name, reward in self.rewards.items():
-            with _reward_code(name, f"on {describe_batch(samples)}"):
+            with _reward_code(name, f"on {describe_batch(samples)}", (RewardServerError,)):
                 result = reward.score(videos, prompts)
             if not isinstance(result, Mapping):
                 raise RewardError(
@@ -194,7 +209,9 @@ class CompositeReward:
 def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
     """A returned score as (B,) float64. RewardError unless it is B finite numbers."""
     try:
-        value = torch.as_tensor(returned).detach().cpu().double()
+        # Python's numbers keep all their digits, as they do on the way from a server.
+        dtype = None if isinstance(returned, Tensor) else torch.float64
+        value = torch.as_tensor(returned, dtype=dtype).detach().cpu().double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RewardError(f"{what}, which is not a tensor of numbers: {error}.") from error
     if value.shape != (len(samples),):
@@ -243,75 +260,3 @@ def gather_scores(
         for name, values in batch.scores.items():
             columns[name][numbers] = values
     return columns, failed
-
-
-@dataclass(frozen=True)
-class FunctionReward:
-    """A function f(videos, prompts, **options) as a reward; a tensor it returns is the score called `name`."""
-
-    function: Callable[..., Any]
-    name: str
-    options: Mapping[str, Any]
-
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """See `Reward.score`."""
-        result = self.function(videos, prompts, **self.options)
-        return result if isinstance(result, Mapping) else {self.name: result}
-
-
-def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Reward:
-    """The reward behind an entry of `reward.rewards`.
-
-    Args:
-        name: the entry. options: its `reward.options`.
-        found: what the entry names. A class is constructed with the options, and an object with a method `score` is
-            used as it is. A function whose first two parameters have no default is called as f(videos, prompts,
-            **options) for every batch; any other function is called with the options and must return a reward.
-
-    Raises:
-        ConfigError: the options do not fit, the reward refuses them or lacks a file, or it is not a reward.
-    """
-    wanted = (
-        "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
-        "with such a method."
-    )
-    if hasattr(found, "score") and not inspect.isclass(found):
-        if options:
-            raise ConfigError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
-        return found
-    if not callable(found):
-        raise ConfigError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
-    parameters = _parameters(found)
-    first = list(parameters.values())[:2]
-    scores_videos = not inspect.isclass(found) and [
-        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty and p.name not in options
-        for p in first
-    ] == [True, True]
-    try:
-        if parameters:
-            inspect.signature(found).bind(*([None, None] if scores_videos else []), **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.options.{name} = {options} does not fit {name}: {error}. Options are written as "
-            f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
-        ) from error
-    if scores_videos:
-        return FunctionReward(found, name.rpartition(":")[2].rpartition(".")[2], options)
-    try:
-        reward = found(**options)
-    except (TypeError, ValueError, OSError, ImportError) as error:
-        given = f" with reward.options.{name} = {options}" if options else ""
-        raise ConfigError(f"reward.rewards: {name!r} cannot be set up{given}: {error}") from error
-    if not callable(getattr(reward, "score", None)):
-        raise ConfigError(
-            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {wanted}"
-        )
-    return reward
-
-
-def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters by name; none for an object without a signature, such as some built-in functions."""
-    try:
-        return inspect.signature(found).parameters
-    except (TypeError, ValueError):
-        return {}

@@ -133,7 +133,7 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
             # A video that comes from an mp4 is not compressed again.
             changes = {key: value for key, value in (("fps", fps), ("mp4", False)) if key in takes}
             options = {name: config.reward.options.get(name, {}) | changes}
-            section = replace(config.reward, rewards=[name], options=options)
+            section = replace(config.reward, rewards=[name], options=options, url=None, python=None)
             reward = CompositeReward.from_config(section, device=str(rank_device(config.model.device))).rewards[name]
             found = reward.score(video[None], [row["prompt"]])
             for key, value in row["scores"].items():

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ def falling(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 falling.LOWER_IS_BETTER = ("falling",)  # type: ignore[attr-defined]
+
+
+def drowsy(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Waits where the file that NAP names is not there yet, which it writes first."""
+    nap = Path(os.environ["NAP"])
+    if not nap.exists():
+        nap.touch()
+        time.sleep(60)
+    return brightness(videos, prompts)
 
 
 def make(scale: float = 1.0) -> "Bright":

@@ -1,0 +1,541 @@
+"""Rewards in another process: the same scores to the bit, from another environment, slow, killed, or shared."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
+from sage_fast.config.load import check_trust, named_code
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import RewardConfig
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rewards import remote, server
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.remote import SERVER, RemoteReward
+from sage_fast.rewards.server import Scorer, SetupError
+from sage_fast.run.run import Run, build_trainer
+from sage_fast.tools.diagnosis import examine
+from tests.rewards import support
+
+MakeRun = Callable[..., RunConfig]
+EMBEDS = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+PROMPTS = ["a red circle moving left", "ein Bär – größer", "c"]
+SAMPLES = [Sample(prompt=Prompt(text=text, index=7), embeds=EMBEDS, member=m) for m, text in enumerate(PROMPTS)]
+VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+STYLE = '''
+"""An old scorer: it needs packages that this project's environment lacks, or has in another version."""
+import numpy as np
+import clip
+import legacy_tokens
+
+assert clip.RELEASE == "of 2021", "the clip of this environment, not a file of somebody else's"
+LOWER_IS_BETTER = ("blur",)
+
+
+class Style:
+    def __init__(self, scale=1.0):
+        self.scale = np.float32(scale)
+
+    def score(self, videos, prompts):
+        frames = np.asarray(videos).astype(np.float32) / np.float32(255)
+        style = self.scale * np.sin(37 * frames).mean((1, 2, 3, 4), dtype=np.float32)
+        return {"style": style + np.float32(0.1) * legacy_tokens.count(prompts), "mean": frames.mean((1, 2, 3, 4))}
+'''
+STYLE_RUN = [
+    "--reward.rewards=[style:Style]",
+    "--reward.options={style:Style: {scale: 0.3}}",
+    "--reward.weights={style: 1.0}",
+]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages of an old scorer."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "style.py").write_text(STYLE)
+    (folder / "clip.py").write_text('RELEASE = "of 2021"\n')
+    (folder / "legacy_tokens.py").write_text(
+        "import numpy as np\ndef count(prompts):\n    return np.array([len(p.split()) for p in prompts], np.float32)\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_python(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with these packages and numpy, and nothing of this project's."""
+    folder = tmp_path_factory.mktemp("other")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    own = Path(np.__file__).parent
+    for source in (own, own.with_name("numpy.libs"), *packages.iterdir()):
+        if source.exists():
+            (site / source.name).symlink_to(source)
+    python = folder / "bin/python"
+    for name in ("torch", "safetensors", "sage_fast", "yaml"):
+        assert subprocess.run([python, "-c", f"import {name}"], capture_output=True, cwd=folder).returncode, name
+    return python
+
+
+def rewards(url: str | None = None, python: Path | None = None, **config: Any) -> CompositeReward:
+    config = {"rewards": [here("brightness")], "weights": {"brightness": 1.0}} | config
+    section = RewardConfig(url=url, python=str(python) if python else None, **config)
+    return CompositeReward.from_config(section, PROMPTS)
+
+
+def here(name: str) -> str:
+    return f"{name if ':' in name else support.__name__ + ':' + name}"
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Start a server of rewards of this process, and give its address."""
+    running = []
+
+    def start(*names: str, options: Mapping[str, Any] | None = None, token: str | None = None) -> str:
+        found = Scorer({"rewards": [here(name) for name in names], "options": options or {}})
+        running.append(server.RewardServer(found, token=token))
+        threading.Thread(target=running[-1].serve_forever, args=[0.01], daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}"
+
+    yield start
+    for each in running:
+        each.shutdown()
+        each.server_close()
+
+
+def start_process(config: Path, port: int = 0, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a server as another process, and read its address."""
+    command = [sys.executable, SERVER, config, "--port", str(port)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        **environment,
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
+
+
+# ------------------------------------------------------------------------------------------ the same scores
+
+
+def awkward(videos: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
+    """Every type of number that a reward may return."""
+    mean = videos.double().mean((1, 2, 3, 4)) / 3
+    types = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    scores: dict[str, Any] = {str(dtype): mean.to(dtype) for dtype in types}
+    scores |= {"list": mean.tolist(), "numpy": mean.numpy(), "numpy32": mean.numpy().astype(np.float32)}
+    return scores | {"tensors": list(mean), "gradient": mean.clone().requires_grad_()}
+
+
+def test_served_scores_are_those_of_this_process_to_the_bit(serve: Callable[..., str]) -> None:
+    name = f"{__name__}:awkward"
+    config = {"rewards": [here("brightness"), name], "weights": {"brightness": 1.0}}
+    inline, served = (rewards(url, **config).score(VIDEOS, SAMPLES) for url in (None, serve("brightness", name)))
+    assert inline.keys() == served.keys() and len(inline) == 10
+    for key in inline:
+        assert torch.equal(inline[key], served[key]), key
+
+
+@pytest.mark.parametrize("name", ["both", "Bright", "make", "OBJECT"])
+def test_all_that_may_be_named_may_be_served(name: str, serve: Callable[..., str]) -> None:
+    options = {here(name): {"scale": 2.0}} if name != "OBJECT" else {}
+    url = serve(name, options=options)
+    config: dict[str, Any] = {"rewards": [here(name)], "options": options}
+    config["weights"] = {"first" if name == "both" else "bright": 1.0}
+    inline, served = (rewards(each, **config).score(VIDEOS, SAMPLES) for each in (None, url))
+    assert inline.keys() == served.keys()
+    assert all(torch.equal(inline[key], served[key]) for key in inline)
+
+
+def test_another_environment_scores_the_toy_run(
+    other_python: Path, packages: Path, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling, updates and evaluation come out the same, number for number."""
+    Run(tiny_run(f"--reward.python={other_python}", *STYLE_RUN)).train()
+    folder = Path(tiny_run().output_dir)
+    folder.rename(folder.with_name("served"))
+    monkeypatch.syspath_prepend(packages)
+    Run(tiny_run(*STYLE_RUN)).train()
+
+    def rows(run: Path) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k.split("/")[0] not in ("time", "memory")} for row in found]
+
+    served = rows(folder.with_name("served"))
+    assert served == rows(folder)
+    assert {"reward/style_mean", "eval/paired_gain"} <= set().union(*served)
+
+
+def test_rewards_that_ship_stay_here_when_another_interpreter_has_the_rest(other_python: Path) -> None:
+    config = RewardConfig(rewards=["toy", "style:Style"], weights={"VQ": 1.0, "style": 1.0}, python=str(other_python))
+    found = CompositeReward.from_config(config)
+    assert next(iter(found.rewards)) == "toy" and len(found.rewards) == 2 and found.thread is None
+    toy = torch.zeros(1, 8, 3, 16, 16, dtype=torch.uint8)
+    assert {"VQ", "style"} <= found.score(toy, SAMPLES[:1]).keys()
+
+
+def test_options_and_names_that_differ_from_the_servers_are_refused(serve: Callable[..., str]) -> None:
+    url = serve("Bright", options={here("Bright"): {"scale": 2.0}})
+    config: dict[str, Any] = {"rewards": [here("Bright")], "weights": {"bright": 1.0}}
+    assert rewards(url, **config).score(VIDEOS, SAMPLES)["bright"].shape == (3,)
+    with pytest.raises(ConfigError, match=r"Bright\.scale is 3\.0, but the server at http://127.* has 2\.0"):
+        rewards(url, options={here("Bright"): {"scale": 3.0}}, **config)
+    with pytest.raises(ConfigError, match=r"\['tests.rewards.support:brightness'\], but the server at .* serves \["):
+        rewards(url)
+    with pytest.raises(ConfigError, match=r"reward.device is 'cpu', but each"):
+        rewards(url, device="cpu", **config)
+    assert rewards(python=Path(sys.executable), device="cpu", **config).thread is not None
+
+
+def test_what_a_reward_says_of_its_scores_and_prompts_comes_along(serve: Callable[..., str]) -> None:
+    config: dict[str, Any] = {"rewards": [here("falling")], "weights": {"falling": -1.0}}
+    assert rewards(serve("falling"), **config).lower_is_better == {"falling"}
+    section = RewardConfig(url=serve("Choosy"), rewards=[here("Choosy")], weights={"cats": 1.0})
+    with pytest.raises(ConfigError, match=r"data.prompts or evaluation.prompts: .*Choosy: no score for 'a dog'"):
+        CompositeReward.from_config(section, ["a cat", "a dog"])
+
+
+# ------------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("fault", ["raise", "crash", "sys.exit"])
+def test_a_failing_reward_is_named_and_the_server_goes_on(fault: str, serve: Callable[..., str]) -> None:
+    name, good = here("Faulty"), SAMPLES[:1]
+    bad = [Sample(prompt=Prompt(text="bad", index=3), embeds=EMBEDS, member=0)]
+    options = {name: {"fault": fault}}
+    found = rewards(serve("Faulty", options=options), rewards=[name], options=options, weights={"score": 1.0})
+    with pytest.raises(RewardError, match=r"Faulty raised \w+: .*prompt 3 \('bad'\)"):
+        found.score(VIDEOS[:1], bad)
+    scores, failed = found.score_or_mark(VIDEOS[:2], [*good, *bad])
+    assert failed.tolist() == [False, True] and scores["score"][0] == support.brightness(VIDEOS[:1], PROMPTS[:1])
+
+
+def not_a_number(videos: Tensor, prompts: Sequence[str]) -> list[float]:
+    return [float("nan")] * len(videos)
+
+
+def test_a_score_that_is_not_a_number_is_refused_here(serve: Callable[..., str]) -> None:
+    name = f"{__name__}:not_a_number"
+    with pytest.raises(RewardError, match="returned not_a_number = nan for prompt 7"):
+        rewards(serve(name), rewards=[name], weights={"not_a_number": 1.0}).score(VIDEOS, SAMPLES)
+
+
+class Counting:
+    """Scores by the number of the call, after a while."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        self.calls += 1
+        return {"calls": torch.full((len(videos),), float(self.calls))}
+
+
+COUNTING: dict[str, Any] = {"rewards": [f"{__name__}:Counting"], "weights": {"calls": 1.0}}
+
+
+def test_a_slow_reward_is_waited_for(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ANSWER_AFTER", 0.05)
+    monkeypatch.setattr(remote, "TIMEOUT", 0.3)
+    name = COUNTING["rewards"][0]
+    found = rewards(serve(name, options={name: {"seconds": 1.0}}), **COUNTING)
+    assert [found.score(VIDEOS, SAMPLES)["calls"][0].item() for _ in range(2)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("lost", ["reply", "half of it", "timeout"])
+def test_a_repeated_request_gets_the_same_result(
+    lost: str, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, requests = COUNTING["rewards"][0], list[str]()
+    found = rewards(serve(name), **COUNTING)
+    monkeypatch.setattr(remote, "TIMEOUT", 0.5)
+    reply = server._Handler._reply
+
+    def lose(handler: Any, status: int, answer: Mapping[str, Any]) -> None:
+        requests.append(handler.path)
+        if len(requests) > 2:
+            return reply(handler, status, answer)
+        handler.close_connection = True
+        if lost == "half of it":
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+        elif lost == "timeout":
+            time.sleep(0.7)
+        return None
+
+    monkeypatch.setattr(server._Handler, "_reply", lose)
+    assert found.score(VIDEOS, SAMPLES)["calls"].tolist() == [1.0, 1.0, 1.0]
+    assert len(requests) == 3 and len(set(requests)) == 1
+
+
+def score_and_kill(found: CompositeReward, process: Any, nap: Path, on_failure: str = "stop") -> Any:
+    """Score a batch, and `kill -9` the server in the middle of it; the pending result."""
+    score = found.score if on_failure == "stop" else found.score_or_mark
+    pending = ThreadPoolExecutor(1).submit(score, VIDEOS, SAMPLES)
+    while not nap.exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    return pending
+
+
+DROWSY: dict[str, Any] = {"rewards": [here("drowsy")], "weights": {"drowsy": 1.0}}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
+def test_a_child_that_is_killed_in_a_batch_stops_the_run_by_name(
+    on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAP", str(tmp_path / "nap"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    found = rewards(python=Path(sys.executable), **DROWSY)
+    (reward,) = found.rewards.values()
+    assert isinstance(reward, RemoteReward) and reward.child is not None
+    pending = score_and_kill(found, reward.child, tmp_path / "nap", on_failure)
+    with pytest.raises(RewardServerError, match=r"process of reward\.python .* has ended with status -9"):
+        pending.result(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["the same", "other options", "nothing"])
+def test_a_server_that_is_killed_in_a_batch(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started again, the batch goes there; with other options, or not at all, the run stops."""
+    nap, config = tmp_path / "nap", tmp_path / "rewards.json"
+    spec = {"rewards": DROWSY["rewards"], "options": {}}
+    config.write_text(json.dumps(spec))
+    process, url = start_process(config, NAP=str(nap))
+    monkeypatch.setattr(remote, "PATIENCE", 3.0 if then == "nothing" else 120.0)
+    found = rewards(url, **DROWSY)
+    pending = score_and_kill(found, process, nap)
+    process.wait()
+    if then == "nothing":
+        with pytest.raises(RewardServerError, match=r"has not answered for 3 s \(.*refused"):
+            pending.result(60)
+        return
+    if then == "other options":
+        config.write_text(json.dumps({"rewards": [here("brightness")]}))
+    process, again = start_process(config, int(url.rpartition(":")[2]), NAP=str(nap))
+    try:
+        assert again == url
+        if then == "the same":
+            assert torch.equal(pending.result(60)["drowsy"], support.brightness(VIDEOS, PROMPTS).double())
+        else:
+            with pytest.raises(RewardServerError, match="was started again with other rewards or options"):
+                pending.result(60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_child_ends_with_its_parent(other_python: Path) -> None:
+    child = subprocess.Popen([other_python, SERVER, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(json.dumps({"rewards": ["style:Style"], "token": "t"}) + "\n")
+    child.stdin.flush()
+    assert "url" in json.loads(child.stdout.readline())
+    child.stdin.close()  # the kernel does so where the parent is killed
+    assert child.wait(10) == 0
+    child.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("python", "name", "message"),
+    [
+        ("/nowhere/python", "style:Style", r"'/nowhere/python', which cannot be started: .*No such file"),
+        ("/bin/true", "style:Style", "which cannot serve .*it ended at once"),
+        (None, "style:Nothing", r"'style:Nothing' is not in .*python: AttributeError"),
+        (None, "absent:Nothing", "No module named 'absent'"),
+        (None, "toy", r"\['toy'\] are scored in this process: .* Set reward.python to null"),
+    ],
+)
+def test_a_child_that_cannot_serve_is_a_config_error(
+    python: str | None, name: str, message: str, other_python: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"reward.python is .*{message}"):
+        rewards(python=Path(python or other_python), rewards=[name])
+
+
+# ------------------------------------------------------------------------------------------ sharing, safety
+
+
+def test_trainers_share_a_server(serve: Callable[..., str]) -> None:
+    """Their batches are scored one after another, and each gets its own scores."""
+    name = f"{__name__}:Alone"
+    url = serve(name)
+    found = [rewards(url, rewards=[name], weights={"alone": 1.0}) for _ in range(2)]
+
+    def train(which: int) -> list[Tensor]:
+        videos = (VIDEOS + which) // 2
+        return [found[which].score((videos + batch) // 2, SAMPLES)["alone"] for batch in range(20)]
+
+    with ThreadPoolExecutor(2) as trainers:
+        for which, scores in enumerate(trainers.map(train, range(2))):
+            for batch, score in enumerate(scores):
+                expected = support.brightness(((VIDEOS + which) // 2 + batch) // 2, PROMPTS)
+                assert torch.equal(score, expected.double())
+
+
+class Alone:
+    """Fails where two batches are scored at once."""
+
+    def __init__(self) -> None:
+        self.busy = threading.Lock()
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        assert self.busy.acquire(blocking=False)
+        time.sleep(0.005)
+        self.busy.release()
+        return {"alone": support.brightness(videos, prompts)}
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_server_are_the_runs_without_it(tiny_run: MakeRun, tmp_path: Path) -> None:
+    process, url = start_process(Path(write_config(tmp_path / "served.yaml", tiny_run())))
+
+    def rewards_of(seed: int, **reward: Any) -> list[float]:
+        folder = tmp_path / f"{seed}{len(reward)}"
+        words = [f"--{key}={value}" for key, value in {"seed": seed, "output_dir": folder, **reward}.items()]
+        command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "served.yaml"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row["reward/mean"] for row in rows if "reward/mean" in row]
+
+    try:
+        with ThreadPoolExecutor(2) as trainers:
+            served = list(trainers.map(lambda seed: rewards_of(seed, **{"reward.url": url}), (1, 2)))
+    finally:
+        process.kill()
+        process.wait()
+    assert served == [rewards_of(1), rewards_of(2)] and served[0] != served[1] and len(served[0]) == 2
+
+
+def write_config(path: Path, config: RunConfig) -> str:
+    from sage_fast.config.load import save_config
+
+    save_config(config, path)
+    return str(path)
+
+
+def test_nothing_is_made_up_by_a_server_that_is_none(serve: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            for text in (b'{"scores": {"brightness": [1, 1, 1]}}', b"[1]", b"hello"):
+                connection, _ = listener.accept()
+                connection.recv(10_000)
+                head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(text)
+                connection.sendall(head + text)
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RewardServerError, match="is not a reward server: /health answers"):
+            RemoteReward(url, None, patience=0)
+        for _ in range(2):
+            with pytest.raises(RewardServerError, match="has not answered for 0 s"):
+                RemoteReward(url, None, patience=0)
+
+
+def test_a_token_is_asked_for(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    url = serve("brightness", token="secret")
+    for sent in ("", "wrong", "secré"):
+        monkeypatch.setenv(server.TOKEN, sent)
+        with pytest.raises(RewardServerError, match="token in SAGE_FAST_REWARD_TOKEN is not that of the server"):
+            rewards(url)
+    monkeypatch.setenv(server.TOKEN, "secret")
+    assert len(rewards(url).score(VIDEOS, SAMPLES)["brightness"]) == 3
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses on which a process listens, as the kernel writes them: hexadecimal, by TCP 4 and 6."""
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [
+        line.split()
+        for file in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{file}").read_text().splitlines()[1:]
+    ]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's /proc")
+def test_no_port_is_open_beyond_loopback(other_python: Path, tmp_path: Path) -> None:
+    found = rewards(python=other_python, rewards=["style:Style"], weights={"style": 1.0})
+    (reward,) = found.rewards.values()
+    assert isinstance(reward, RemoteReward) and reward.child is not None and reward.token
+    assert listening(reward.child.pid) == ["0100007F"]
+    (tmp_path / "rewards.json").write_text(json.dumps({"rewards": [here("brightness")]}))
+    process, _ = start_process(tmp_path / "rewards.json")
+    try:
+        assert listening(process.pid) == ["0100007F"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_another_machine_needs_a_token() -> None:
+    scorer = Scorer({"rewards": [here("brightness")]})
+    with pytest.raises(
+        SetupError, match=r"--host is 0\.0\.0\.0, which other machines reach\. Set SAGE_FAST_REWARD_TOKEN"
+    ):
+        server.RewardServer(scorer, "0.0.0.0")
+    server.RewardServer(scorer, "0.0.0.0", token="secret").server_close()
+
+
+def test_a_run_directory_names_no_program_and_no_server_without_trust(tiny_run: MakeRun, tmp_path: Path) -> None:
+    for key, value in (("python", "/tmp/theirs"), ("url", "http://theirs:80")):
+        word = f"--reward.{key}={value}"
+        config = tiny_run(word, "--reward.rewards=[toy]")
+        with pytest.raises(ConfigError, match=f"names '{value}' under reward.{key}"):
+            check_trust(config, tmp_path, named_code([], []))
+        check_trust(config, tmp_path, named_code([], [word]))
+
+
+# ------------------------------------------------------------------------------------------ the rest of a run
+
+
+def test_sampling_goes_on_while_a_server_scores(serve: Callable[..., str], tiny_run: MakeRun) -> None:
+    name = COUNTING["rewards"][0]
+    words = (f"--reward.rewards=[{name}]", "--reward.weights={calls: 1.0}", "--rollout.micro_batch_size=1")
+    trainer = build_trainer(tiny_run(*words, f"--reward.url={serve(name, options={name: {'seconds': 0.2}})}"))
+    reward = next(iter(trainer.reward.rewards.values()))
+    decode, busy = trainer.decoder.decode, list[int]()
+
+    def watch(latents: Tensor) -> Tensor:
+        busy.append(sum(not batch.done() for batch in trainer._scoring.pending))
+        return decode(latents)
+
+    trainer.decoder.decode = watch  # type: ignore[method-assign]
+    record = trainer.iterate()
+    assert isinstance(reward, RemoteReward) and record["reward/calls_mean"] == 2.5
+    assert max(busy) > 0
+
+
+def test_doctor_and_plan_ask_for_nothing_of_a_served_reward(serve: Callable[..., str], tiny_run: MakeRun) -> None:
+    from sage_fast.planning.memory import rewards_here
+
+    url = serve("brightness")
+    words = ["--reward.rewards=[absent:Judge]", "--reward.weights={judge: 1.0}"]
+    for word, status in ((f"--reward.url={url}", "ok"), ("--reward.url=http://127.0.0.1:9", "missing")):
+        config = tiny_run(*words, word)
+        (check,) = [check for check in examine(config) if check.name == "reward absent:Judge"]
+        assert check.status == status, check
+        assert rewards_here(config)["absent:Judge"].weights == 0
+    for python, status in ((sys.executable, "ok"), ("/nowhere/python", "missing")):
+        (check,) = [c for c in examine(tiny_run(*words, f"--reward.python={python}")) if "absent" in c.name]
+        assert check.status == status

@@ -71,6 +71,11 @@ def noise_key(prompt: Prompt, member: int, seed: int, update: int) -> NoiseKey:
     return NoiseKey(seed=seed, update=update, prompt_index=prompt.index, sample_index=member)
 
 
+def fixed_starts(keys: Sequence[NoiseKey], num_generations: int) -> list[NoiseKey]:
+    """Keys to start from with `rollout.fixed_initial_noise`: neither the rollout nor the prompt's number matters."""
+    return [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % num_generations) for key in keys]
+
+
 def initial_latents(
     keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
 ) -> Tensor:

@@ -69,6 +69,7 @@ from sage_fast.rollout import (
     Progress,
     VideoScoring,
     check_trainable_steps,
+    fixed_starts,
     initial_latents,
     micro_batches,
     noise_key,
@@ -348,7 +349,8 @@ class Trainer:
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 keys = noise_keys(batch, seed, update)
-                initial = initial_latents(keys, self.latent_shape, self.device, group=group)
+                starts = fixed_starts(keys, rollout.num_generations) if rollout.fixed_initial_noise else keys
+                initial = initial_latents(starts, self.latent_shape, self.device, group=group)
                 velocity = self.gradient.velocity(batch, keys, table)
                 keep = self.forward_process is None
                 trajectories.append(

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KL_MODES, kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.rollout import rollout_table
+from sage_fast.rollout import fixed_starts, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
@@ -283,6 +284,20 @@ def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
         start = trainer._rollout()[0].latents[0]
         assert torch.equal(start[0], start[1]) == (shared == "true")
         assert not torch.equal(start[0], start[2])
+
+
+def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--rollout.fixed_initial_noise=true", "--rollout.num_generations=2"))
+    first = trainer._rollout()[0]
+    trainer.update += 1
+    second = trainer._rollout()[0]
+    start = first.latents[0]
+    assert first.keys[0].prompt_index != first.keys[2].prompt_index
+    assert torch.equal(start[:2], start[2:4]) and not torch.equal(start[0], start[1])
+    assert torch.equal(start, second.latents[0]) and not torch.equal(first.latents[1], second.latents[1])
+    keys = [replace(first.keys[0], seed=seed, sample_index=member) for seed, member in ((5, 0), (6, 0), (5, 2))]
+    one, other, again = fixed_starts(keys, num_generations=2)
+    assert one != other and one == again, "a prompt's own seed counts; its second group starts like its first"
 
 
 def test_noise_does_not_depend_on_the_micro_batch(tiny_run: MakeRun) -> None:

@@ -228,6 +228,9 @@ class RolloutConfig(Section, key="rollout"):
     bit and the ratio starts at exactly 1."""
     shared_initial_noise: bool = False
     """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
+    fixed_initial_noise: bool = False
+    """Start member g of a group from the same noise in every rollout, as SAGE-GRPO's code does: that of its prompt's
+    seed, or without a column `seed` that of the run's, so that all prompts share num_generations starts."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
 

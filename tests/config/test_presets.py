@@ -39,6 +39,7 @@ def preset_gpus(path: Path) -> int:
 MINUTES_PER_UPDATE = {
     "hv15_352x624_full_64gpu": 2,
     "hv15_352x624_full_8gpu": 3.5,
+    "hv15_352x624_full_8gpu_paper": 14,
     "hv15_352x624_lora_1gpu": 13,
     "hv15_352x624_lora_8gpu": 3,
     "hv15_352x624_lora_8gpu_fast": 2.3,
@@ -131,6 +132,7 @@ def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:
     assert [p.stem for p in PRESETS] == [
         "hv15_352x624_full_64gpu",
         "hv15_352x624_full_8gpu",
+        "hv15_352x624_full_8gpu_paper",
         "hv15_352x624_lora_1gpu",
         "hv15_352x624_lora_8gpu",
         "hv15_352x624_lora_8gpu_fast",
@@ -166,11 +168,21 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     assert (config.optimizer.max_grad_norm, config.advantage.clip) == (1.0, 5.0)
     assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
     assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
-    assert config.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
+    weights = (0.5, 0.5, 1.0) if preset.stem.endswith("_paper") else (1.0, 1.0, 1.0)
+    assert config.reward.weights == dict(zip(("VQ", "MQ", "TA"), weights, strict=True))
     assert config.reward.options["videoalign"]["fps"] == video.fps
     # What the video autoencoder can encode, and what the window of every step leaves to train.
     assert video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0
     assert int(rollout_table(rollout, 0).trainable.sum()) == 20
+
+
+def test_the_paper_is_one_preset() -> None:
+    """The two files that it says it is, over the preset that it extends."""
+    layers = load_config(["hv15_352x624_full_8gpu", "ablations/published_sage_grpo", "ablations/table2"])
+    base, paper = (by_dotted_key(to_dict(c)) for c in (layers, load_config("hv15_352x624_full_8gpu_paper")))
+    changed = {key: value for key, value in paper.items() if value != base[key]}
+    assert changed.pop("output_dir") and changed.pop("checkpoint.every")
+    assert changed == {"rollout.batch_size": 8, "rollout.fixed_initial_noise": True}
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
@@ -191,7 +203,8 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
         # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video. A whole group where a part of
         # it is trained.
         whole = config.training.train_on.count > 0
-        assert rollout.batch_size == (rollout.num_generations if whole else 2) and sp == (2 if gpus == 64 else 1)
+        videos = 64 // gpus if preset.stem.endswith("_paper") else rollout.num_generations if whole else 2
+        assert rollout.batch_size == videos and sp == (2 if gpus == 64 else 1)
     # An hour is what a failure may cost.
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 

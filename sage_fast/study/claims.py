@@ -43,8 +43,8 @@ class Evidence:
 class Claim:
     """A sentence and the evidence that settles it.
 
-    evidence: name in `EVIDENCE` and its arguments. by: who says it. reported: the paper's figure, empty where none is
-    known.
+    evidence: name in `EVIDENCE` and its arguments. by: who says it. source: where the paper says so. reported: its
+    figure, or what it shows there.
     """
 
     experiment: str
@@ -52,6 +52,7 @@ class Claim:
     text: str
     evidence: Sequence[Any]
     by: Literal["paper", "this project"] = "paper"
+    source: str = ""
     reported: str = ""
 
     def measure(self, findings: Findings) -> Evidence | None:
@@ -102,7 +103,8 @@ def larger(findings: Findings, experiment: str, quantity: str, one: str, other: 
     if len(pairs) < 2:
         raise KeyError(f"{one} and {other} share {len(pairs)} seed(s)")
     rows = [[a - b for a, b in zip(first.parts, second.parts, strict=False)] for first, second in pairs]
-    if quantity.startswith(PER_PROMPT) and len({len(row.parts) for pair in pairs for row in pair}) == 1:
+    counts = {len(row.parts) for pair in pairs for row in pair}
+    if quantity.startswith(PER_PROMPT) and len(counts) == 1 and counts != {0}:
         effect = crossed_effect(rows)
     else:
         effect = seed_effect([first.value - second.value for first, second in pairs])

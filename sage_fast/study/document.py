@@ -24,8 +24,8 @@ Nothing here need hold for an 8.3 B model; a refuted claim is refuted as a gener
 *Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or
 is computed without uncertainty. *Undetectable*: neither; the last column then has the difference that four of five
 such studies would have found. Differences are of the same seeds and noise. Intervals are Student's over the seeds;
-scores of trained models count seeds and prompts as crossed random effects. "-": no figure of the paper is known here.
-Each line of the results names its commit.
+scores of trained networks count seeds and prompts as crossed random effects, with Satterthwaite's degrees of freedom.
+"-": no figure of the paper is known here. Each line of the results names its commit.
 """
 
 

@@ -21,6 +21,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import SDEType, VideoConfig
 from sage_fast.objective import ObjectiveConfig, anchor_kind, group_advantages, policy_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
+from sage_fast.study.claims import PER_PROMPT
 from sage_fast.study.findings import Finding
 from sage_fast.study.trainings import unsteadiness
 
@@ -174,9 +175,9 @@ def forward_loss(
 def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[str, float]:
     """Train from the start with one seed; quantities of the result.
 
-    `aligned` and `drift` are exact. `reward`: mean of the rollouts over the training; `unsteadiness`: its standard
-    deviation from update to update without its trend; `group_std`: standard deviation of the rewards in a group, mean
-    of the rollouts.
+    Those that begin with `final_` are exact. `area`: reward of the rollouts, mean over the training; `unsteadiness`:
+    its standard deviation from update to update without its trend; `group_std`: that of the rewards in a group, mean of
+    the rollouts.
     """
     # Two generators: settings that draw more noise are asked for the same captions.
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
@@ -211,8 +212,13 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
             optimizer.step()
             done += 1
         old = settings.old_decay * old + (1 - settings.old_decay) * psi.detach()
-    exact = {name: float(of(psi.detach())) for name, of in (("aligned", policy.aligned), ("drift", policy.drift))}
-    return exact | {"reward": fmean(rewards), "unsteadiness": unsteadiness(rewards), "group_std": fmean(spreads)}
+    psi = psi.detach()
+    drift = float(policy.drift(psi))
+    # Overall = TA + VQ + MQ; what is seen and how it moves suffer alike from the distance to the legal videos.
+    overall = float(policy.followed(psi).mean()) - 2 * drift / policy.atoms.shape[1] ** 0.5
+    exact = {"aligned": float(policy.aligned(psi)), "drift": drift, "overall": overall}
+    curves = {"area": fmean(rewards), "unsteadiness": unsteadiness(rewards), "group_std": fmean(spreads)}
+    return {PER_PROMPT + name: value for name, value in exact.items()} | curves
 
 
 def _reward(policy: LearnablePolicy, captions: Tensor, final: Tensor, settings: ExactTraining) -> Tensor:

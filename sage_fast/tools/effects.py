@@ -3,7 +3,8 @@
 A number that was measured once per seed gets Student's interval over the seeds. A score that was measured for every
 seed and prompt varies with both: seeds and prompts are crossed random effects, and the variance of the grand mean is
 (MS_seeds + MS_prompts - MS_rest) / (S P): the estimate of a bootstrap over seeds and prompts, without its random
-numbers.
+numbers. Its degrees of freedom are Satterthwaite's: between those of the seeds and those of the prompts together,
+nearer to the factor that varies more.
 
 Shapes: S seeds, P prompts.
 """
@@ -25,8 +26,8 @@ LEVEL = 0.05
 class Effect:
     """A mean and how far it can be trusted.
 
-    stderr: its standard error. num_seeds: seeds behind it. df: degrees of freedom of Student's t. p: chance of a mean
-    at least as far from zero if the truth is zero.
+    stderr: its standard error. num_seeds: seeds behind it. df: degrees of freedom of Student's t, not always whole. p:
+    chance of a mean at least as far from zero if the truth is zero.
 
     Example: the differences 1, 2, 3 of three seeds have mean 2, stderr 0.577, df 2 and p 0.074.
     """
@@ -34,7 +35,7 @@ class Effect:
     mean: float
     stderr: float
     num_seeds: int
-    df: int
+    df: float
     p: float
 
     @property
@@ -53,7 +54,7 @@ class Effect:
         return (_quantile(LEVEL / 2, self.df) + _quantile(1 - POWER, self.df)) * self.stderr
 
 
-def _quantile(tail: float, df: int) -> float:
+def _quantile(tail: float, df: float) -> float:
     """The t that Student's distribution exceeds with this probability."""
     return float(student.isf(tail, df))
 
@@ -84,12 +85,16 @@ def crossed_effect(rows: Sequence[Sequence[float]]) -> Effect:
         return _effect(float(mean), math.sqrt(float(of_prompts) / prompts), 1, prompts - 1)
     of_seeds = prompts * (by_seed - mean).square().sum() / (seeds - 1)
     rest = (values - by_seed[:, None] - by_prompt + mean).square().sum() / ((seeds - 1) * (prompts - 1))
+    squares = [(float(of_seeds), 1, seeds - 1), (float(of_prompts), 1, prompts - 1)]
+    both = [*squares, (float(rest), -1, (seeds - 1) * (prompts - 1))]
     # An estimate below that of one factor alone is chance.
-    square = torch.stack([of_seeds + of_prompts - rest, of_seeds, of_prompts]).max()
-    return _effect(float(mean), math.sqrt(float(square) / (seeds * prompts)), seeds, seeds - 1)
+    terms = max(both, squares[:1], squares[1:], key=lambda used: sum(sign * square for square, sign, _ in used))
+    square = sum(sign * square for square, sign, _ in terms)
+    df = square**2 / (sum(s**2 / d for s, _, d in terms) or 1)
+    return _effect(float(mean), math.sqrt(square / (seeds * prompts)), seeds, max(df, 1))
 
 
-def _effect(mean: float, stderr: float, num_seeds: int, df: int) -> Effect:
+def _effect(mean: float, stderr: float, num_seeds: int, df: float) -> Effect:
     # Without any scatter a difference is certain.
     p = float(2 * student.sf(abs(mean) / stderr, df)) if stderr else float(mean == 0)
     return Effect(mean=mean, stderr=stderr, num_seeds=num_seeds, df=df, p=p)

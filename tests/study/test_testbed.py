@@ -172,14 +172,16 @@ def test_trainings_are_repeatable_and_paired() -> None:
     policy, short = world().learnable(), ExactTraining(num_updates=2)
     first = train(policy, short, 0)
     assert train(policy, short, 0) == first != train(policy, short, 1)
-    assert first["aligned"] > float(policy.aligned(policy.initial()))
+    assert first["final_aligned"] > float(policy.aligned(policy.initial()))
     # At the first update nothing is known of the loss: the same captions and noise, so the same reward.
     other = train(policy, replace(short, num_updates=1, equalizer=False), 0)
-    assert other["reward"] == train(policy, replace(short, num_updates=1), 0)["reward"]
+    assert other["area"] == train(policy, replace(short, num_updates=1), 0)["area"]
 
 
 def test_kl_modes_hold_what_they_say() -> None:
     policy, free = world().learnable(), ExactTraining(num_updates=12, updates_per_rollout=2, exploit=2.0, quality=0.0)
-    drift = {mode: train(policy, replace(free, kl_mode=mode, kl_weight=3.0), 0)["drift"] for mode in ("none", "fixed")}
+    drift = {
+        mode: train(policy, replace(free, kl_mode=mode, kl_weight=3.0), 0)["final_drift"] for mode in ("none", "fixed")
+    }
     assert drift["fixed"] < 0.5 * drift["none"]
-    assert train(policy, replace(free, kl_mode="fixed"), 0)["drift"] == pytest.approx(drift["none"], rel=1e-3)
+    assert train(policy, replace(free, kl_mode="fixed"), 0)["final_drift"] == pytest.approx(drift["none"], rel=1e-3)

@@ -122,7 +122,11 @@ class LearnablePolicy(ExactPolicy):
     def aligned(self, psi: Tensor) -> Tensor:
         """Share of the policy's data that show what the caption asks for, mean over all captions."""
         # The captions are all combinations of the values, so the mean of the products is the product of the means.
-        return torch.stack([m.softmax(1).diagonal().mean() for m in self._theta(psi)[0]]).prod()
+        return self.followed(psi).prod()
+
+    def followed(self, psi: Tensor) -> Tensor:
+        """Share of the policy's data that show the value asked for, of each attribute (K,)."""
+        return torch.stack([m.softmax(1).diagonal().mean() for m in self._theta(psi)[0]])
 
     def drift(self, psi: Tensor) -> Tensor:
         """Distance that the data have moved off the manifold: the length of phi."""

@@ -5,7 +5,6 @@ import os
 import secrets
 import subprocess
 import time
-import urllib.error
 import urllib.request
 import uuid
 import weakref
@@ -35,36 +34,29 @@ class RemoteReward:
     """Rewards behind a server, as one reward.
 
     url: of the server. token: carried by every request. child: the process of the server, if it is this one's.
-    patience: seconds for which a server that does not answer is asked again; `PATIENCE` by default.
 
     Raises:
         RewardServerError: nothing answers there, or it is not a reward server.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str | None,
-        child: "subprocess.Popen[str] | None" = None,
-        patience: float | None = None,
-    ) -> None:
-        self.url, self.token, self.child = url.rstrip("/"), token, child
-        self.patience = PATIENCE if patience is None else patience
-        # A proxy of the environment is for the internet.
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+    def __init__(self, url: str, token: str | None, child: "subprocess.Popen[str] | None" = None) -> None:
+        self.url, self.child = url.rstrip("/"), child
+        # Without the handlers of proxies, which are for the internet, and of statuses: every answer is read.
+        self._opener = urllib.request.OpenerDirector()
+        self._opener.add_handler(urllib.request.HTTPHandler())
+        self._opener.add_handler(urllib.request.HTTPSHandler())
+        self._opener.addheaders = [("Authorization", f"Bearer {token}")] if token else []
         health = self._ask("/health")
         if not isinstance(health.get("rewards"), dict):
             raise RewardServerError(f"{self.url} is not a reward server: /health answers {health!s:.200}.")
         self.serves: str = health["serves"]
-        self.rewards: dict[str, Any] = health["rewards"]
-        declared = [reward["lower_is_better"] for reward in self.rewards.values()]
-        self.takes_device = any("device" in reward["options"] for reward in self.rewards.values())
-        self.LOWER_IS_BETTER = tuple(name for names in declared for name in names)
+        self.served: dict[str, Any] = health["rewards"]
+        self.takes_device = any("device" in reward["options"] for reward in self.served.values())
+        self.LOWER_IS_BETTER = tuple(name for reward in self.served.values() for name in reward["lower_is_better"])
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """See `Reward`."""
-        if error := self._ask("/prompts", json.dumps(list(prompts)).encode()).get("error"):
-            raise RewardError(error)
+        self._ask("/prompts", json.dumps(list(prompts)).encode())
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """See `Reward.score`. Asks until there is a result, and never makes one up.
@@ -74,47 +66,36 @@ class RemoteReward:
         """
         body = save({"videos": videos.contiguous()}, {"prompts": json.dumps(list(prompts))})
         # The server scores an ID once: a repeated request gets the result of the first.
-        path, sent = f"/score/{uuid.uuid4().hex}", True
-        while (answer := self._ask(path, body if sent else None)).get("state") in ("scoring", "unknown"):
-            sent = answer["state"] == "unknown"  # it was started again
+        path = f"/score/{uuid.uuid4().hex}"
+        answer = self._ask(path, body)
+        while answer.get("state") in ("scoring", "unknown"):
             time.sleep(0.1)
+            answer = self._ask(path, body if answer["state"] == "unknown" else None)  # it was started again
         if answer.get("serves") != self.serves:
-            raise RewardServerError(
-                f"The server at {self.url} was started again with other rewards or options: its scores would not "
-                "compare with those before. Start it as it was."
-            )
-        if answer.get("state") == "failed":
-            raise RewardError(str(answer["error"]))
+            raise RewardServerError(f"The server at {self.url} has other rewards or options now. Start it as it was.")
         return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in answer["scores"].items()}
 
     def _ask(self, path: str, body: bytes | None = None) -> dict[str, Any]:
-        """One exchange, repeated while the server cannot be reached."""
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        """One exchange, repeated while the server cannot be reached. RewardError where it answers by an error."""
         begin = time.monotonic()
         while True:
             try:
-                with self._open(urllib.request.Request(self.url + path, body, headers), timeout=TIMEOUT) as reply:
-                    answer = json.load(reply)
-                if isinstance(answer, dict):
-                    return answer
-                problem = f"it answers {answer!s:.200}"
-            except urllib.error.HTTPError as error:
-                problem = f"{error}: {error.read(1000).decode(errors='replace')}"
-                if error.code < 500:
-                    raise RewardServerError(f"The reward server at {self.url} refuses {path}: {problem}") from error
-            except (OSError, HTTPException, ValueError) as error:
+                with self._opener.open(urllib.request.Request(self.url + path, body), timeout=TIMEOUT) as reply:
+                    answer = dict(json.load(reply))
+                if "error" in answer:
+                    kind = RewardError if reply.status == 200 else RewardServerError
+                    raise kind(f"{answer['error']} (the reward server at {self.url})")
+                return answer
+            except (OSError, HTTPException, ValueError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if self.child is not None and (status := self.child.poll()) is not None:
+                raise RewardServerError(f"The process of reward.python (pid {self.child.pid}) ended, status {status}.")
+            if time.monotonic() - begin >= PATIENCE:
                 raise RewardServerError(
-                    f"The process of reward.python (pid {self.child.pid}) has ended with status {status} "
-                    "(-9: killed, perhaps for its memory)."
-                )
-            if time.monotonic() - begin >= self.patience:
-                raise RewardServerError(
-                    f"The reward server at {self.url} has not answered for {self.patience:g} s ({problem}). Start it: "
+                    f"The reward server at {self.url} has not answered for {PATIENCE:g} s ({problem}). Start it: "
                     "python -m sage_fast.rewards.server CONFIG."
                 )
-            time.sleep(min(1.0, self.patience / 10))
+            time.sleep(min(1.0, PATIENCE / 10))
 
 
 def connect(config: RewardConfig, device: str | None, fps: float | None) -> RemoteReward | None:
@@ -127,32 +108,25 @@ def connect(config: RewardConfig, device: str | None, fps: float | None) -> Remo
         ConfigError: the server has other rewards or options, or the child cannot be started.
         RewardServerError: nothing answers at `reward.url`.
     """
-    names = scored_elsewhere(config)
+    rewards = {name: config.options.get(name, {}) for name in scored_elsewhere(config)}
     if config.python is not None:
-        if not names:
+        if not rewards:
             raise ConfigError(
                 f"reward.python is {config.python!r}, but {config.rewards} are scored in this process: it is for "
                 "package.module:attribute. Set reward.python to null."
             )
-        spec = {"rewards": names, "options": config.options, "device": config.device or device, "fps": fps}
-        return _start(config.python, spec)
+        return _start(config.python, {"rewards": rewards, "device": config.device or device, "fps": fps})
     if config.url is None:
         return None
     remote = RemoteReward(config.url, os.environ.get(TOKEN))
-    if missing := sorted(set(names) - set(remote.rewards)):
-        raise ConfigError(
-            f"reward.rewards has {missing}, but the server at {config.url} serves {sorted(remote.rewards)}. Start it "
-            "with them."
-        )
-    for name in names:
-        theirs = remote.rewards[name]["options"]
-        wanted = ({"fps": fps} if "fps" in theirs and fps is not None else {}) | config.options.get(name, {})
-        for key, value in wanted.items():
-            if key != "device" and theirs.get(key) != value:
-                raise ConfigError(
-                    f"reward.options.{name}.{key} is {value!r}, but the server at {config.url} has "
-                    f"{theirs.get(key)!r}. Start it with the same configuration."
-                )
+    for name, options in rewards.items():
+        theirs = remote.served.get(name, {}).get("options")
+        wanted = {"fps": fps, **options} if "fps" in (theirs or {}) and fps else options
+        if theirs is None or any(theirs.get(key) != wanted[key] for key in wanted.keys() - {"device"}):
+            raise ConfigError(
+                f"reward.url is {config.url!r}, which has {name!r} with the options {theirs}, not {wanted}. Start it "
+                "with the same configuration."
+            )
     return remote
 
 
@@ -161,7 +135,7 @@ def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:
     token = secrets.token_hex()
     try:
         child = subprocess.Popen(
-            [str(Path(python).expanduser()), str(SERVER), "-"],
+            [str(Path(python).expanduser()), str(SERVER), "-", "--port=0"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -171,17 +145,13 @@ def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(json.dumps({**spec, "token": token}) + "\n")
         child.stdin.flush()
-        hello = json.loads(child.stdout.readline() or '{"error": "it ended at once; see above"}')
-    except (OSError, ValueError) as error:
+        hello = child.stdout.readline().strip()
+    except OSError as error:
         raise ConfigError(f"reward.python is {python!r}, which cannot be started: {error}") from error
-    if "error" in hello:
+    if not hello.startswith("Serving"):
         child.wait()
-        raise ConfigError(f"reward.python is {python!r}, which cannot serve {spec['rewards']}: {hello['error']}")
-    remote = RemoteReward(hello["url"], token, child)
-    weakref.finalize(remote, _end, child)
+        reason = hello or f"it ended with status {child.returncode}"
+        raise ConfigError(f"reward.python is {python!r}, which cannot serve {sorted(spec['rewards'])}: {reason}")
+    remote = RemoteReward(hello.rpartition(" ")[2], token, child)
+    weakref.finalize(remote, child.kill)
     return remote
-
-
-def _end(child: "subprocess.Popen[str]") -> None:
-    child.kill()
-    child.wait()

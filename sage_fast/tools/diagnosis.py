@@ -17,10 +17,9 @@ import torch
 
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.config.errors import ConfigError, RewardServerError
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.failure import version_of
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
@@ -31,8 +30,6 @@ from sage_fast.planning.estimate import SAFE_SHARE, checkpoint_bytes, make_memor
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
-from sage_fast.rewards.remote import RemoteReward
-from sage_fast.rewards.server import TOKEN
 from sage_fast.run.run import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
@@ -224,7 +221,10 @@ def _reward(config: RunConfig, name: str) -> Check:
     section, key = "configuration", f"reward {name}"
     options, wanted = config.reward.options.get(name, {}), config.video.fps
     if name in scored_elsewhere(config.reward):
-        return _served_reward(config.reward, section, key)
+        python = config.reward.python
+        there = python is None or shutil.which(Path(python).expanduser())
+        fix = "" if there else "--reward.python=PATH"
+        return Check(section, key, "info" if there else "missing", f"scored by {python or config.reward.url}", fix=fix)
     try:
         found = find_reward(name)
         if inspect.isclass(found):
@@ -239,19 +239,6 @@ def _reward(config: RunConfig, name: str) -> Check:
     except (ConfigError, TypeError) as error:
         return Check(section, key, "missing", str(error), fix=f"see reward.options.{name}")
     return Check(section, key, "ok", REWARDS.get(name, name))
-
-
-def _served_reward(config: RewardConfig, section: str, key: str) -> Check:
-    """Check that the interpreter of a reward is there, or that its server answers."""
-    if config.python is not None:
-        found = shutil.which(Path(config.python).expanduser()) is not None
-        fix = "" if found else "--reward.python=PATH of the interpreter in that environment"
-        return Check(section, key, "ok" if found else "missing", f"scored by {config.python}", fix=fix)
-    try:
-        RemoteReward(str(config.url), os.environ.get(TOKEN), patience=0)
-    except RewardServerError as error:
-        return Check(section, key, "missing", str(error), fix="start it, or set reward.url to null")
-    return Check(section, key, "ok", f"scored at {config.url}")
 
 
 def _existing(path: Path) -> Path:

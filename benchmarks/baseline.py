@@ -32,7 +32,7 @@ from benchmarks.results import Result
 FILE = Path(__file__).with_name("budgets.yaml")
 FLOOR, WIDTH = 0.03, 4.0
 """Least relative band, and standard errors that a ratio may be off."""
-FLOORS = {"cpu": 0.15, "iteration": 0.05}
+FLOORS = {"cpu": 0.08, "iteration": 0.05}
 """Least band of a suite whose process or machine differs more from run to run."""
 FEWEST_RUNS = 3
 """Runs of a baseline."""

@@ -409,6 +409,7 @@ def test_suites_come_in_order_of_value() -> None:
         "kernels compiled",
         "block compiled",
         "sharded",
+        "two_ranks",
         "sanitizer",
     ]
     assert [suite.name for suite in device.SUITES] == names

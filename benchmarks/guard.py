@@ -6,7 +6,7 @@
     python -m benchmarks guard --kernels FILE       with the timings of `pytest --benchmark-json FILE` in it
 
 On a GPU the newest result is compared. On a CPU time is noise but for ratios: ours and diffusers' forward take turns,
-some fifteen seconds, and what regresses is measured again before it counts. Everything else there is a count:
+some twenty seconds, and what regresses is measured again before it counts. Everything else there is a count:
 operations, bytes, launches, kept tensors, waits, modules (`benchmarks.budgets`). Exit status 1 with a table of what
 regressed, and where something that budgets.yaml requires was not measured.
 """

@@ -1,6 +1,6 @@
 """The fused forward against diffusers' packed one on a CPU, in turns: what the guard times on every change.
 
-    python -m benchmarks cpu            any machine, some fifteen seconds on one core
+    python -m benchmarks cpu            any machine, some twenty seconds on one core
     python -m benchmarks cpu --smoke    two rounds
 
 Seconds of a CPU say nothing about a GPU. But a pass, a copy or a graph that an edit adds to our side moves the ratio of
@@ -31,7 +31,7 @@ SUITE = "cpu"
 CONTENDERS = ("ours", "P2")
 CONFIG = workload.TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12)}
 SHAPE = workload.Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
-STEPS = {"forward": (forward, 100), "train": (train, 50)}
+STEPS = {"forward": (forward, 120), "train": (train, 100)}
 """Step -> what it runs, and its rounds."""
 TOLERANCE = 1e-4
 """Relative difference in float32."""

@@ -273,6 +273,19 @@ def test_a_pass_that_is_added_on_a_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert slower > 1.4
 
 
+@pytest.mark.parametrize("step", ["forward", "train"])
+def test_the_committed_baseline_of_the_cpu_shows_a_tenth(step: str) -> None:
+    """Red where a step takes 10 % longer beside its peer, or is not there; green as it was measured."""
+    (name, *_) = yaml.safe_load(baseline.FILE.read_text("utf-8"))["baselines"]["cpu"]
+    now = json.loads((harness.RESULTS / "cpu" / name).read_text("utf-8"))
+    assert compare_run(now).ok
+    turns = now["cells"][f"cpu {step} small"]["rows"][0]["over"]["P2"]
+    turns |= {quantile: 1.1 * turns[quantile] for quantile in ("q20", "median", "q80")}
+    assert [row.name for row in compare_run(now).rows if row.status == "REGRESSED"] == [f"cpu {step} small / P2"]
+    del now["cells"][f"cpu {step} small"]
+    assert [row.status for row in compare_run(now).rows if not row.ok] == ["MISSING"]
+
+
 def test_every_named_baseline_is_committed() -> None:
     for device, names in yaml.safe_load(baseline.FILE.read_text("utf-8"))["baselines"].items():
         assert all((harness.RESULTS / device / name).is_file() for name in names)

@@ -1,7 +1,7 @@
 """SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads nothing heavy.
 
-run = train(load_config("toy_cpu"))          docs/how_to/python.md
-accelerate(pipe.transformer)                 docs/how_to/generate.md
+run = train("toy_cpu")              docs/how_to/python.md
+accelerate(pipe.transformer)        docs/how_to/generate.md
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
     from sage_fast.records import RolloutRecord
     from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
-    from sage_fast.tools.api import TrainedRun, open_run, train
+    from sage_fast.tools.api import TrainedRun, evaluate, export, generate, open_run, train
 
 __all__ = [
     "Acceleration",
@@ -26,6 +26,9 @@ __all__ = [
     "TrainedRun",
     "UpdateRecord",
     "accelerate",
+    "evaluate",
+    "export",
+    "generate",
     "load_config",
     "open_run",
     "train",
@@ -38,7 +41,7 @@ _HOMES = {
     "sage_fast.config.load": ("load_config",),
     "sage_fast.records": ("RolloutRecord",),
     "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
-    "sage_fast.tools.api": ("TrainedRun", "open_run", "train"),
+    "sage_fast.tools.api": ("TrainedRun", "evaluate", "export", "generate", "open_run", "train"),
 }
 
 

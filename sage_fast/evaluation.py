@@ -150,9 +150,26 @@ class PairedTest:
         return self.mean / self.stderr
 
     @property
+    def change(self) -> str:
+        """Mean difference and its standard error, such as `+0.160 ± 0.055`."""
+        return plus_minus(self.mean, self.stderr)
+
+    @property
     def significant(self) -> bool:
         """The interval of the difference excludes zero, and there are enough prompts to trust it."""
         return self.count >= ENOUGH_PROMPTS and not self.low <= 0.0 <= self.high
+
+
+def plus_minus(mean: float, stderr: float) -> str:
+    """A difference and its standard error, to two significant digits of the error, or of itself where that is 0.
+
+    Example: `plus_minus(0.16012, 0.0554)` is `+0.160 ± 0.055`, `plus_minus(2.34e-7, 1.21e-7)` is `+2.3e-07 ± 1.2e-07`.
+    """
+    scale = stderr or abs(mean)
+    if not 1e-5 <= scale < math.inf:
+        return f"{mean:+.2g} ± {stderr:.2g}"
+    places = max(0, 1 - math.floor(math.log10(scale)))
+    return f"{mean:+.{places}f} ± {stderr:.{places}f}"
 
 
 ENOUGH_PROMPTS = 10

@@ -136,7 +136,8 @@ def test_make_lists_its_targets_and_needs_a_recent_python(tmp_path):
     for target in ("demo", "test", "lint", "format", "clean"):
         assert f"make {target} " in listed
     shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     refused = subprocess.run(
         ["make", "setup", "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -63,7 +63,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         given = text_prompts(options.prompt)
     except ValueError as error:
         raise ConfigError(f"--prompt: {error}") from error
-    paths, kept = generate(
+    there = set() if options.overwrite else set(options.output.glob("*.mp4"))
+    paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
         given or None,
         options.output,
@@ -74,6 +75,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,
     )
+    kept = len(there.intersection(paths))
     print(
         f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they and contact_sheet.png are in "
         f"{options.output}/"

@@ -217,7 +217,7 @@ def _kind(key: str) -> Any:
 
 def _takes_text(kind: Any) -> bool:
     """True if a word of the command line is a value of this type as it stands, whatever it looks like."""
-    return kind in (str, str | None) or get_origin(kind) is Literal
+    return kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
 
 
 def _default(key: str) -> Any:

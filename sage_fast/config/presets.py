@@ -83,7 +83,9 @@ def locate(path: str, folder: Path | None = None) -> str:
     return next((os.path.abspath(file) for file in found if path and os.path.exists(file)), path)
 
 
-def portable(path: str) -> str:
+def portable(path: str | list[str]) -> str | list[str]:
     """The inverse of `locate` for a file that ships: its name there, which means the same on every machine."""
     shipped = presets_folder()
+    if not isinstance(path, str):
+        return path
     return Path(path).relative_to(shipped).as_posix() if Path(path).is_relative_to(shipped) else path

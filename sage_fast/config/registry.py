@@ -44,11 +44,9 @@ _REGISTERED: dict[str, Any] = {}
 def register(found: Any) -> str:
     """Enter an object of this process, and return the name under which `resolve` finds it: `module:qualified name`.
 
-    Of an object that is neither a function nor a class it is the name of its class. ConfigError for a lambda.
+    Of an object that is neither a function nor a class it is the name of its class.
     """
     named = found if hasattr(found, "__qualname__") else type(found)
-    if named.__name__ == "<lambda>":
-        raise ConfigError("A lambda has no name that its score could have. Define a function with def.")
     name = f"{named.__module__}:{named.__qualname__}"
     _REGISTERED[name] = found
     return name

@@ -152,9 +152,10 @@ class LoraConfig(Section, key="lora"):
 class DataConfig(Section, key="data"):
     """Training prompts."""
 
-    prompts: str = field(metadata={FREE: PLACE})
-    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts. A relative path is looked for in
-    the folder of the YAML that names it, then in the working directory, then among the files that ship."""
+    prompts: str | list[str] = field(metadata={FREE: PLACE})
+    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts, or a list of the texts themselves.
+    A relative path is looked for in the folder of the YAML that names it, then in the working directory, then among the
+    files that ship."""
     shuffle: bool = True
     """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
 
@@ -268,8 +269,8 @@ class RolloutConfig(Section, key="rollout"):
 class EvaluationConfig(Section, key="evaluation"):
     """The paired evaluation: the same prompts and the same noise before and after."""
 
-    prompts: str | None = free(None, PLACE)
-    """Prompt file, found like `data.prompts`; null evaluates on the training prompts."""
+    prompts: str | list[str] | None = free(None, PLACE)
+    """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
     num_prompts: Annotated[int, Limit(2, MANY)] | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
     every: Natural = free(20, PACE)

@@ -267,9 +267,10 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
     All ranks wait for the one that has it. 1 where a rollout has one prompt, or its prompts are not here.
     """
     groups = data_parallel * config.rollout.batch_size // config.rollout.num_generations
-    if data_parallel == 1 or groups <= 1 or not Path(config.data.prompts).is_file():
+    prompts = config.data.prompts
+    if data_parallel == 1 or groups <= 1 or (isinstance(prompts, str) and not Path(prompts).is_file()):
         return 1.0
-    words = sorted(word_count(prompt.text) for prompt in read_prompts(config.data.prompts))
+    words = sorted(word_count(prompt.text) for prompt in read_prompts(prompts))
     # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups - ((n-1)/N)^groups.
     chances = [(n / len(words)) ** groups for n in range(len(words) + 1)]
     longest = sum(count * (high - low) for count, (low, high) in zip(words, pairwise(chances), strict=True))

@@ -59,6 +59,14 @@ class FunctionReward:
         return result if isinstance(result, Mapping) else {self.name: result}
 
 
+def function_score(name: str) -> str:
+    """Name of the score of a function's numbers: the function's, and `lambda` where it has none.
+
+    Example: `function_score("__main__:main.<locals>.bright")` is `bright`.
+    """
+    return name.rpartition(":")[2].rpartition(".")[2].strip("<>")
+
+
 def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
     """The reward behind an entry of `reward.rewards`.
 
@@ -96,7 +104,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
             f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
         ) from error
     if scores_videos:
-        return FunctionReward(found, name.rpartition(":")[2].rpartition(".")[2], options)
+        return FunctionReward(found, function_score(name), options)
     try:
         reward = found(**options)
     except (TypeError, ValueError, OSError, ImportError) as error:

@@ -27,11 +27,11 @@ MAX_BYTES = 2**30
 MAX_INTEGER = 2**63 - 1
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
     """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
 
     Args:
-        path: a ``.csv``, ``.jsonl``, ``.json`` or ``.txt`` file as above.
+        path: a ``.csv``, ``.jsonl``, ``.json`` or ``.txt`` file as above, or the texts themselves.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.
@@ -40,6 +40,10 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         OSError: there is no such file (FileNotFoundError), or it cannot be read.
         ValueError: the file cannot be used; the message starts with ``path:line`` and says what to change.
     """
+    if not isinstance(path, str | os.PathLike):
+        if not path:
+            raise ValueError("the list of prompts is empty; write at least one")
+        return text_prompts(path)
     path = Path(path)
     if path.suffix.lower() not in _READERS:
         raise ValueError(

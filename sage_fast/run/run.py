@@ -94,15 +94,13 @@ def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     if section.num_prompts is None:
         return prompts
     if section.num_prompts > len(prompts):
-        raise ConfigError(
-            f"evaluation.num_prompts is {section.num_prompts}, but the file holds {len(prompts)} prompts."
-        )
+        raise ConfigError(f"evaluation.num_prompts is {section.num_prompts}, but there are {len(prompts)} prompts.")
     return prompts[: section.num_prompts]
 
 
-def _read_prompts(key: str, path: str) -> list[Prompt]:
+def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
     try:
-        return read_prompts(path)
+        return read_prompts(given)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
 

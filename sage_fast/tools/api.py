@@ -1,13 +1,14 @@
 """The Python API: train, and what one does with a run afterwards. The command line is built on it.
 
-    from sage_fast import load_config, train
+    import sage_fast
 
-    run = train(load_config("toy_cpu", {"rollout.eta": 0.3}), reward=my_reward, callbacks=[Mine()])
+    run = sage_fast.train("toy_cpu", reward=[my_reward, "toy"], callbacks=[Mine()])
     run.metrics[-1]["reward/mean"]
     print(run.evaluate())
-    run.generate(["a red circle moving left"])
+    sage_fast.generate("runs/toy_cpu", ["a red circle moving left"])
 
-Everything is an exception: `sage_fast.config.errors.SageError` is the base class of those whose message says what to
+A run is given as what `train` has returned, as its directory, or as a configuration whose `output_dir` it is. Each
+failure is an exception: `sage_fast.config.errors.SageError` is the base class of those whose message says what to
 change. docs/how_to/python.md has examples.
 """
 
@@ -15,8 +16,9 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from sage_fast.checkpoint import find_checkpoint, list_checkpoints
@@ -33,13 +35,16 @@ from sage_fast.planning.weights import count_weights
 from sage_fast.policy.trained import adapter_file, weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
+from sage_fast.rewards.server import function_score
 from sage_fast.run import run as training
 from sage_fast.run.callbacks import Callback
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
+from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.prompt_files import text_prompts
 from sage_fast.run.resume import check_same_run
-from sage_fast.tools import generation
+from sage_fast.tools import exporting, generation
+from sage_fast.tools.exporting import Export
 from sage_fast.tools.generation import Generator, check_request, load_generator
 from sage_fast.tools.paired import PairedEvaluation
 from sage_fast.tools.report import Report, write_report
@@ -50,10 +55,46 @@ TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
 MOST_ON_CPU = 1_000_000_000
 """Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""
 
-RewardLike = Reward | type[Reward] | Callable[..., Any]
+RewardLike = Reward | type[Reward] | Callable[..., Any] | str
+PromptsLike = str | Sequence[str] | Sequence[Prompt]
 
 
-@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(TypedDict, total=False):
+    """Options of `evaluate`, which explains them."""
+
+    checkpoint: str
+    lora: str | Path | None
+    num_videos: int
+    resamples: int
+    seed: int
+    overwrite: bool
+    allow_cpu: bool
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Options of `generate`, which explains them."""
+
+    checkpoint: str
+    lora: str | Path | None
+    sampler: str
+    num_videos: int
+    seed: int | None
+    overwrite: bool
+    allow_cpu: bool
+
+
+class ExportOptions(TypedDict, total=False):
+    """Options of `export`: those of `sage_fast.tools.exporting.export`, which explains them."""
+
+    format: Literal["lora", "full"] | None
+    layout: Literal["diffusers", "official", "comfyui"]
+    dtype: torch.dtype | None
+    overrides: Sequence[str]
+    trust_config: bool
+    overwrite: bool
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainedRun:
     """A run in its directory: what it has measured, and what can be done with its newest checkpoint.
 
@@ -70,6 +111,14 @@ class TrainedRun:
     test: PairedTest | None = None
     stop_reason: str | None = None
 
+    def __repr__(self) -> str:
+        end = "finished" if self.finished else f"stopped{f': {self.stop_reason}' if self.stop_reason else ''}"
+        gain = "reward not compared: there are no two evaluations"
+        if (test := self.test) is not None:
+            gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
+        updates = f"update {self.update} of {self.config.training.num_updates}"
+        return f"TrainedRun in {self.output_dir}: {updates}, {end}\n{gain}\nlook at {self.output_dir / PAGE}"
+
     @property
     def output_dir(self) -> Path:
         """The run's directory."""
@@ -80,27 +129,29 @@ class TrainedRun:
         """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
         return read_metrics(self.output_dir / METRICS)
 
-    def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
-        """Compare the trained model with its base model; see `evaluate`.
-
-        `output` is `scores` in the run's directory.
-        """
-        return evaluate(self.config, Path(output or self.output_dir / "scores"), **options)
+    def evaluate(self, output: str | Path | None = None, **options: Unpack[EvaluationOptions]) -> Report:
+        """Compare the trained model with its base model; see `evaluate`."""
+        return evaluate(self, output, **options)
 
     def generate(
-        self, prompts: str | Sequence[str] | Sequence[Prompt], output: str | Path | None = None, **options: Any
+        self, prompts: PromptsLike, output: str | Path | None = None, **options: Unpack[GenerationOptions]
     ) -> list[Path]:
-        """Write videos of prompts with the trained model, and return their files; see `generate`.
+        """Write videos of prompts with the trained model, and return their files; see `generate`."""
+        return generate(self, prompts, output, **options)
 
-        `output` is `generated` in the run's directory.
-        """
-        return generate(self.config, prompts, Path(output or self.output_dir / "generated"), **options)[0]
+    def export(self, output: str | Path | None = None, **options: Unpack[ExportOptions]) -> Export:
+        """Write the trained weights for other programs; see `export`."""
+        return export(self, output, **options)
+
+
+RunLike = TrainedRun | RunConfig | str | Path
 
 
 def train(
-    config: RunConfig,
+    config: RunConfig | str | Path,
     *,
-    reward: RewardLike | None = None,
+    prompts: Sequence[str] | None = None,
+    reward: RewardLike | Sequence[RewardLike] | None = None,
     reward_weights: Mapping[str, float] | None = None,
     callbacks: Sequence[Callback] = (),
     allow_changes: Collection[str] = (),
@@ -109,11 +160,13 @@ def train(
     """Train in this process, or in the processes that a launcher has started.
 
     Args:
+        config: a configuration, a preset or a YAML file.
+        prompts: texts that take the place of `data.prompts`.
         reward: takes the place of `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
             uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
-            `score`. Higher is better.
-        reward_weights: score name -> weight. None: the score of a function is named after it and has weight 1; those of
-            an object have the weights of `reward.weights`.
+            `score`; or a name as in `reward.rewards`; or a list of these. Higher is better.
+        reward_weights: score name -> weight. None: the score of a function is named after it (`lambda` without a name)
+            and has weight 1; others have the weights of `reward.weights`.
         callbacks: called on rank 0 at every rollout, update, evaluation and save; each may stop the run.
         allow_changes: dotted keys that may differ from those of the checkpoint which `config.resume` goes on from.
         allow_cpu: train a model of more than 1e9 parameters on a CPU.
@@ -124,6 +177,9 @@ def train(
         TrainingError, RewardError, CheckpointError, RunDirectoryError, OSError: the message says what to do, and what
             was saved before is intact. RankFailure: another rank has died, failed or hung.
     """
+    config = _config_of(config)
+    if prompts is not None:
+        config = replace(config, data=replace(config.data, prompts=list(prompts)))
     if reward is not None:
         config = _with_reward(config, reward, reward_weights)
     elif reward_weights is not None:
@@ -162,8 +218,8 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
 
 
 def evaluate(
-    config: RunConfig,
-    output: Path,
+    run: RunLike,
+    output: str | Path | None = None,
     *,
     checkpoint: str = "auto",
     lora: str | Path | None = None,
@@ -176,6 +232,7 @@ def evaluate(
     """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report into `output`.
 
     Args:
+        output: a folder; None is `scores` in the run's directory.
         checkpoint: `auto` (newest of the run) or a checkpoint folder. lora: an adapter instead.
         num_videos: prompts whose videos the report shows. resamples, seed: of the bootstrap.
         overwrite: evaluate again what has been evaluated in `output`.
@@ -188,6 +245,8 @@ def evaluate(
     if resamples < 100:
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
+    config = _config_of(run)
+    output = Path(output or Path(config.output_dir) / "scores")
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
     prompts = training.load_eval_prompts(config)
@@ -207,9 +266,9 @@ def evaluate(
 
 
 def generate(
-    config: RunConfig,
-    prompts: str | Sequence[str] | Sequence[Prompt] | None,
-    output: Path,
+    run: RunLike,
+    prompts: PromptsLike | None,
+    output: str | Path | None = None,
     *,
     checkpoint: str = "auto",
     lora: str | Path | None = None,
@@ -218,13 +277,14 @@ def generate(
     seed: int | None = None,
     overwrite: bool = False,
     allow_cpu: bool = False,
-) -> tuple[list[Path], int]:
-    """Write videos and a contact sheet into `output`; a video that is there already, made alike, is kept.
+) -> list[Path]:
+    """Write videos and a contact sheet into `output`, and return the files of the videos.
 
-    Returns their files, and how many of them were kept.
+    A video that is there already, made alike, is kept.
 
     Args:
         prompts: one text, several, or records; None takes the run's evaluation prompts.
+        output: a folder; None is `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `none` (the base model) or a checkpoint folder. lora: an adapter
             instead.
         sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
@@ -236,6 +296,7 @@ def generate(
     # Before the model is loaded, so that a mistake is reported within a second.
     check_request(sampler, num_videos)
     _one_process()
+    config = _config_of(run)
     refuse_cpu(config, allow_cpu)
     if seed is not None:
         config = replace(config, evaluation=replace(config.evaluation, seed=seed))
@@ -246,7 +307,7 @@ def generate(
         weights.use(generator)
     return generation.generate(
         generator,
-        output,
+        Path(output or Path(config.output_dir) / "generated"),
         # With a digest: other weights may lie at the same path.
         weights="base" if weights is None else f"{weights.path} ({weights_digest(weights.path)[:12]})",
         sampler=sampler,
@@ -255,7 +316,29 @@ def generate(
     )
 
 
+def export(run: RunLike, output: str | Path | None = None, **options: Unpack[ExportOptions]) -> Export:
+    """Write the trained weights of a run, or of one checkpoint, into a folder for other programs.
+
+    Args:
+        run: also a checkpoint folder. output: None is `exported` in the run's directory.
+        options: see `sage_fast.tools.exporting.export`, which also says what is raised.
+    """
+    source = Path(run) if isinstance(run, str | Path) else Path(_config_of(run).output_dir)
+    if output is None:
+        output = (source.parent.parent if source.parent.name == "checkpoints" else source) / "exported"
+    return exporting.export(source, Path(output), **options)
+
+
 # ------------------------------------------------------------------------------------------ parts
+
+
+def _config_of(run: RunLike) -> RunConfig:
+    """The configuration of a run, which may be given by its directory; else that of a preset or a file."""
+    if isinstance(run, RunConfig):
+        return run
+    if isinstance(run, TrainedRun):
+        return run.config
+    return open_run(run).config if (Path(run) / "config.yaml").is_file() else load_config(run)
 
 
 def _prompt_records(prompts: str | Sequence[str] | Sequence[Prompt]) -> list[Prompt]:
@@ -315,16 +398,25 @@ def _choose_weights(config: RunConfig, checkpoint: str, lora: str | Path | None)
     return _Weights(path=found.folder, tensors=found.tensors.get("ema", found.tensors["weights"]))
 
 
-def _with_reward(config: RunConfig, reward: RewardLike, weights: Mapping[str, float] | None) -> RunConfig:
-    """The configuration with a reward of this process's in place of those that it names."""
-    is_function = not hasattr(reward, "score")
-    if is_function and not callable(reward):
-        raise ConfigError(f"reward is {reward!r}. Give a function f(videos, prompts), or an object with `score`.")
-    name = register(reward)
+def _with_reward(
+    config: RunConfig, given: RewardLike | Sequence[RewardLike], weights: Mapping[str, float] | None
+) -> RunConfig:
+    """The configuration with rewards of this process's, or some by name, in place of those that it names."""
+    rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    names, own = [], {}
+    for reward in rewards:
+        is_function = not isinstance(reward, str) and not hasattr(reward, "score")
+        if is_function and not callable(reward):
+            raise ConfigError(
+                f"reward is {reward!r}. Give a function f(videos, prompts), an object with `score`, or a name."
+            )
+        names.append(reward if isinstance(reward, str) else register(reward))
+        if is_function:
+            own[function_score(names[-1])] = 1.0
     if weights is None:
-        weights = {name.rpartition(".")[2].rpartition(":")[2]: 1.0} if is_function else config.reward.weights
-    section = replace(config.reward, rewards=[name], options={}, weights=dict(weights))
-    return replace(config, reward=section)
+        weights = own if len(own) == len(rewards) else {**config.reward.weights, **own}
+    options = {name: chosen for name, chosen in config.reward.options.items() if name in names}
+    return replace(config, reward=replace(config.reward, rewards=names, options=options, weights=dict(weights)))
 
 
 def refuse_cpu(config: RunConfig, allowed: bool) -> None:

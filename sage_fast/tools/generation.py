@@ -137,7 +137,7 @@ def generate(
     sampler: str = "ode",
     num_videos: int = 1,
     overwrite: bool = False,
-) -> tuple[list[Path], int]:
+) -> list[Path]:
     """Write `num_videos` videos for each of the generator's prompts, and a contact sheet of the first 16.
 
     A video that is there already, made with the same settings from the same prompt and noise, is kept: an interrupted
@@ -151,7 +151,7 @@ def generate(
         overwrite: make every video again.
 
     Returns:
-        The paths of all videos, and how many of them were kept.
+        The paths of all videos.
 
     Raises:
         ConfigError: unknown sampler, no videos asked for, or a video of other settings is in the way.
@@ -195,7 +195,7 @@ def generate(
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
     rows = [(prompt.text, {"": video_files.read_video(path)}) for (prompt, _), path in shown]
     media.contact_sheet(output / "contact_sheet.png", rows)
-    return paths, len(kept)
+    return paths
 
 
 def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:

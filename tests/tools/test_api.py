@@ -1,13 +1,16 @@
 """The Python API: ten lines that train, look and generate, on which the command line stands."""
 
+import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import sage_fast
@@ -19,6 +22,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.models import video_files
 
 MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -84,6 +88,52 @@ def test_several_scores_of_a_function_are_weighed(tiny_run: MakeRun) -> None:
     assert run.metrics[-1]["reward/mean"] == pytest.approx(1 - run.metrics[-1]["reward/bright_mean"])
 
 
+def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """The texts are in the configuration of the run, so the run is complete wherever it lies."""
+    texts = ["a red circle moving left", "a blue square moving up"]
+    words = ("--evaluation.prompts=null", "--evaluation.num_prompts=null", "--reward.weights={VQ: 2}")
+    run = train(tiny_run(*words), prompts=texts, reward=[lambda videos, prompts: brightness(videos, prompts), "toy"])
+    row = run.metrics[-1]
+    assert row["reward/mean"] == pytest.approx(row["reward/lambda_mean"] + 2 * row["reward/VQ_mean"])
+    assert load_config(run.output_dir / "config.yaml").data.prompts == texts
+    moved = shutil.move(run.output_dir, tmp_path / "moved")
+    assert list(sage_fast.evaluate(moved, num_videos=1, resamples=100).base.prompts) == texts
+    assert sage_fast.export(moved).folder == moved / "exported" and (moved / "exported/README.md").is_file()
+    (video,) = sage_fast.generate(moved, texts[0], lora=moved / "exported")
+    assert video.parent == moved / "generated"
+
+
+def test_a_run_shows_itself_in_three_lines(finished_run: Path) -> None:
+    run = open_run(finished_run)
+    first, second, third = repr(run).splitlines()
+    assert first == f"TrainedRun in {finished_run}: update {run.update} of {run.update}, finished"
+    assert run.test is not None and run.test.change in second and third == f"look at {finished_run}/index.html"
+    assert "not compared" in repr(dataclasses.replace(run, test=None, finished=False, stop_reason="enough"))
+
+
+SCRIPT = """
+from sage_fast import TrainedRun, evaluate, export, generate, load_config, train
+
+run: TrainedRun = train(
+    load_config("toy_cpu", {"training.num_updates": 1, "rollout.batch_size": 32, "evaluation.num_prompts": 2}),
+    prompts=["a red circle moving left"],
+    reward=[lambda videos, prompts: videos.float().mean((1, 2, 3, 4)), "toy"],
+)
+generate("runs/toy_cpu", "a red circle moving left", "videos", num_videos=2)
+print(run, export(run).folder, evaluate(run, resamples=100, num_videos=0).scores["Reward"].mean)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_ten_lines_is_typed_and_runs_in_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    roots = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
+    environment = os.environ | {"MYPYPATH": roots, "PYTHONPATH": roots}
+    for words in (["-m", "mypy", "--strict", "--follow-imports=silent", "script.py"], ["script.py"]):
+        subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, check=True)
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+
+
 def test_a_reward_that_this_process_has_not_given_is_not_imported_unasked(
     tiny_run: MakeRun, tmp_path: Path, finished_run: Path
 ) -> None:
@@ -104,13 +154,16 @@ def failing(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"reward": lambda videos, prompts: torch.zeros(len(prompts))}, "lambda has no name"),
         ({"reward": 3}, "reward is 3"),
+        ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
+        ({"reward": "toi"}, "reward.rewards is 'toi'"),
+        ({"prompts": []}, "data.prompts: the list of prompts is empty"),
+        ({"prompts": ["a red circle moving left", " "]}, "data.prompts: a prompt is empty"),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"allow_changes": ["lora.rank"]}, "lora.rank cannot change"),
     ],
-    ids=["lambda", "number", "weights", "callback", "changes"],
+    ids=["number", "twice", "name", "no-prompts", "empty-prompt", "weights", "callback", "changes"],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:

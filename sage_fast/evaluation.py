@@ -36,7 +36,8 @@ OVERALL = "Overall (VQ + MQ + TA)"
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. left_out: numbers, among all
+    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. noises: videos of each prompt, of
+    which the floats are means. left_out: numbers, among all
     P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
     lower_is_better: names of the scores that fall as videos get better; of the others more is better.
 
@@ -46,13 +47,19 @@ class Evaluation:
     prompts: list[str]
     scores: dict[str, list[float]]
     reward: list[float]
+    noises: int = 1
     left_out: list[int] = field(default_factory=list)
     lower_is_better: list[str] = field(default_factory=list)
 
+    @property
+    def noise(self) -> str:
+        """The noise of a pair of evaluations, for people."""
+        return "same noise" if self.noises == 1 else f"the same {self.noises} noises of each"
+
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `left_out` and `lower_is_better` only where they say something."""
-        tree = asdict(self)
-        return {key: value for key, value in tree.items() if value or key not in ("left_out", "lower_is_better")}
+        """As JSON has it; `noises`, `left_out` and `lower_is_better` only where they say something."""
+        plain: dict[str, Any] = {"noises": 1, "left_out": [], "lower_is_better": []}
+        return {key: value for key, value in asdict(self).items() if key not in plain or value != plain[key]}
 
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
@@ -99,6 +106,7 @@ class Evaluation:
             prompts=[self.prompts[row] for row in rows],
             scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
             reward=[self.reward[row] for row in rows],
+            noises=self.noises,
             left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
             lower_is_better=self.lower_is_better,
         )
@@ -111,8 +119,8 @@ def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, E
     """
     shared = set(before.numbers()) & set(after.numbers())
     before, after = before.only(shared), after.only(shared)
-    if before.prompts != after.prompts:
-        raise ValueError("The two evaluations are not of the same prompts, so they cannot be paired.")
+    if before.prompts != after.prompts or before.noises != after.noises:
+        raise ValueError("The two evaluations are not of the same prompts and noises, so they cannot be paired.")
     if len(shared) < 2:
         raise ValueError(f"{len(shared)} prompt(s) were scored in both evaluations; a comparison needs at least 2.")
     return before, after
@@ -273,7 +281,8 @@ def format_comparison(tests: Mapping[str, PairedTest]) -> str:
 class EvaluationSampling:
     """How an evaluation samples its videos.
 
-    embed: conditioning of a prompt, on `device`. table: of the sampler. latent_shape: (C, F, H, W). seed: of the noise.
+    noises: videos of each prompt. embed: conditioning of a prompt, on `device`. table: of the sampler.
+    latent_shape: (C, F, H, W). seed: of the noise.
     batch_size: videos that go through the model at once.
     """
 
@@ -283,11 +292,12 @@ class EvaluationSampling:
     latent_shape: tuple[int, int, int, int]
     seed: int
     batch_size: int
+    noises: int = 1
     device: torch.device | str = "cpu"
 
-    def batch(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Member 0 of each prompt."""
-        return [Sample(prompt=prompt, embeds=self.embed(prompt), member=0) for prompt in prompts]
+    def batch(self, members: Sequence[tuple[Prompt, int]]) -> list[Sample]:
+        """Samples of prompts and their members."""
+        return [Sample(prompt=prompt, embeds=self.embed(prompt), member=member) for prompt, member in members]
 
     def sample(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one batch."""
@@ -304,18 +314,20 @@ def evaluate(
     return_videos: Collection[int] = (),
     on_video: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
-    """Generate and score one video per prompt. Collective: batches are dealt to the data-parallel ranks in turn.
+    """Generate and score `sampling.noises` videos per prompt.
+
+    Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
         scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank. Its `on_failure`
             says whether a prompt that a reward fails on ends the evaluation or is left out.
         prompts: S of them.
         return_videos: numbers of the prompts whose videos are returned.
-        on_video: called with the number of each prompt and its video (F, 3, H, W) uint8 on the CPU, on the rank that
-            decoded it, so that videos can go to files instead of memory.
+        on_video: called with the number of each prompt and its first video (F, 3, H, W) uint8 on the CPU, on the rank
+            that decoded it, so that videos can go to files instead of memory.
 
     Returns:
-        The scores, and on rank 0 the videos by prompt number, (F, 3, H, W) uint8 each.
+        The scores, and on rank 0 the first videos by prompt number, (F, 3, H, W) uint8 each.
 
     Raises:
         RewardError: a reward failed and `on_failure` is stop, or no prompt could be scored. On all ranks.
@@ -323,7 +335,9 @@ def evaluate(
     world = scoring.world
     videos: dict[int, Tensor] = {}
     sampled: list[tuple[int, int, Trajectory]] = []
-    batches = list(micro_batches(prompts, sampling.batch_size))
+    # The first videos of all prompts come first, so a video's number is its prompt's there.
+    members = [(prompt, member) for member in range(sampling.noises) for prompt in prompts]
+    batches = list(micro_batches(members, sampling.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
         # A rank that has run out samples the first batch again and drops it: ranks that share weights run in step.
@@ -340,19 +354,21 @@ def evaluate(
             for place, video in scoring.add(trajectory, first=first, turn=turn):
                 if place in return_videos:
                     videos[place] = video.cpu()
-                if on_video is not None:
+                if on_video is not None and place < len(prompts):
                     on_video(place, video.cpu())
         sampled.clear()
-    scores, failed = scoring.gather(len(prompts))
+    scores, failed = scoring.gather(len(members))
+    failed = failed.view(sampling.noises, -1).any(0)
     if bool(failed.all()):
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
-    scores = {name: column[~failed] for name, column in scores.items()}
+    scores = {name: column.view(sampling.noises, -1).mean(0)[~failed] for name, column in scores.items()}
     return Evaluation(
         prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
+        noises=sampling.noises,
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
     ), dict(sorted(videos.items()))

@@ -85,6 +85,9 @@ logger = logging.getLogger(__name__)
 RATIO_TOLERANCE = 1e-6
 """How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
 
+FEW_PROMPTS = 8
+"""Prompts per update below which the forward process warns."""
+
 PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
 
@@ -208,6 +211,12 @@ class Trainer:
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
         """Videos of this rank."""
         self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
+        if self.forward_process is not None and self.prompts_per_rollout < FEW_PROMPTS:
+            logger.warning(
+                "%d prompt(s) per update (rollout.batch_size x data-parallel ranks / rollout.num_generations): public "
+                "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
+                *(self.prompts_per_rollout, FEW_PROMPTS),
+            )
         if config.training.train_on.count and size % config.rollout.num_generations:
             logger.info(
                 "training.train_on: with rollout.batch_size %d a group of %d lies on several ranks, which wait for the "
@@ -436,7 +445,7 @@ class Trainer:
             with record_function(PHASE_PREFIX + "optimizer"):
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
-                self.ema.average(self.config.training.ema_decay)
+                self.ema.average(min(self.config.training.ema_decay, (1 + self.update) / (10 + self.update)))
             if self.old is not None and self.forward_process is not None:
                 self.old.average(old_decay(self.forward_process, self.update + 1))
             # With several updates per rollout the last one's values stand for the iteration.
@@ -502,7 +511,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
-        """Score one sample per evaluation prompt with the present (or, with EMA on, the averaged) weights."""
+        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights."""
         config, evaluation = self.config, self.config.evaluation
         sigmas = sigma_schedule(config.evaluation_steps, config.rollout.shift)
         sampling = EvaluationSampling(
@@ -512,6 +521,7 @@ class Trainer:
             latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,
+            noises=evaluation.noises,
             device=self.device,
         )
         scoring = VideoScoring(

@@ -70,6 +70,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,
     )
-    print(f"{len(report.base.prompts)} prompts, same noise, sampler {config.evaluation.sampler}\n{report}")
+    print(f"{len(report.base.prompts)} prompts, {report.base.noise}, sampler {config.evaluation.sampler}\n{report}")
     print(f"Wrote evaluation.html, .md and .json, a contact sheet, scores and videos to {options.output}/")
     return 0

@@ -291,6 +291,8 @@ class EvaluationConfig(Section, key="evaluation"):
     """Videos that go through the model at once."""
     seed: Seed = fixed(1_000_003, PAIRS)
     """Seed of the evaluation noise, apart from the training noise."""
+    noises: Count = fixed(1, PAIRS)
+    """Videos per prompt, each from its own noise; a prompt's score is their mean."""
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
 
@@ -426,7 +428,8 @@ class TrainingConfig(Section, key="training"):
     anchor_interval: Count = 10
     """Updates between two refreshes of the moving anchor (kl_mode moving or dual)."""
     ema_decay: Inside | None = None
-    """Keep an exponential moving average of the trained weights and evaluate with it; null is off."""
+    """Keep an exponential moving average of the trained weights and evaluate with it; null is off. After n updates its
+    decay is at most (1 + n) / (10 + n), so that a short run's average does not stay at the first weights."""
     skip_nonfinite_updates: Natural = free(0, REMEDY)
     """Updates that may be left out in all because their loss or gradient is not finite; one more stops the run. A
     skipped update counts as an update, but weights, optimizer and average stay as they are."""

@@ -338,7 +338,7 @@ def _evaluation_batches(held: MemoryPlan) -> int:
     if not section.every:
         return 0
     prompts = section.num_prompts or len(read_prompts(section.prompts or held.config.data.prompts))
-    return math.ceil(math.ceil(prompts / section.batch_size) / held.layout.data_parallel)
+    return math.ceil(math.ceil(prompts * section.noises / section.batch_size) / held.layout.data_parallel)
 
 
 def resident_bytes() -> int:

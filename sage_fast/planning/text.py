@@ -14,6 +14,9 @@ from sage_fast.planning.search import Option
 from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import anchor_share
 
+FEW_VIDEOS, FEW_PROMPTS = 64, 8
+"""Videos and prompts per update below which a plan warns."""
+
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
@@ -141,12 +144,26 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
     if several:
         yield f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour"
+    yield from _per_update(plan)
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}"
     if several:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
+
+
+def _per_update(plan: Plan) -> Iterator[str]:
+    """Videos and prompts of an update, beside those of published recipes (docs/real_model.md)."""
+    rollout = plan.config.rollout
+    videos = rollout.batch_size * plan.layout.data_parallel
+    prompts = videos // rollout.num_generations
+    yield f"  {videos} videos of {prompts} prompts per update; published: 768 (16 x 48) to 1,152 (24 x 48)"
+    if plan.on_gpu and (videos < FEW_VIDEOS or prompts < FEW_PROMPTS):
+        yield (
+            f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per update a curve may stay flat; raise "
+            "rollout.batch_size, or start with hv15_quick_lora_1gpu"
+        )
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:

@@ -182,8 +182,8 @@ class RunEvaluation:
         sampler = self.trainer.config.evaluation.sampler
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
         print(
-            f"Paired evaluation: {test.count} prompts{of_all}, same noise, sampler {sampler}, update {update} against "
-            f"update 0\n{format_comparison(tests)}\n"
+            f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, sampler {sampler}, update {update} "
+            f"against update 0\n{format_comparison(tests)}\n"
             f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
             f"{test.standard_errors:+.1f} standard errors."
         )

@@ -163,6 +163,7 @@ class PairedEvaluation:
                 latent_shape=generator.latent_shape,
                 seed=evaluation.seed,
                 batch_size=evaluation.batch_size,
+                noises=evaluation.noises,
                 device=generator.device,
             )
             scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
@@ -172,6 +173,7 @@ class PairedEvaluation:
         """Settings that decide the scores of a model, as JSON values."""
         weights = "base" if model == "base" else weights_digest(self.trained)
         settings = sampling_settings(self.config, self.config.evaluation.sampler, weights) | {
+            "noises": self.config.evaluation.noises,
             "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},
             "prompts": prompts_digest([], self.prompts),
         }

@@ -180,12 +180,13 @@ def _notes(report: Report) -> list[str]:
     terms = " + ".join(f"{weight:g} {name}" for name, weight in report.weights.items())
     overall = f" {OVERALL} is the plain sum, whatever was trained on." if OVERALL in report.scores else ""
     lower = any(test.lower_is_better for test in report.scores.values())
-    count = len(report.base.prompts)
+    count, noises = len(report.base.prompts), report.base.noises
+    videos = "one video" if noises == 1 else f"{noises} videos"
     marked = "differences are marked where the interval leaves out zero"
     if count < ENOUGH_PROMPTS:
         marked = f"none is marked, because an interval of fewer than {ENOUGH_PROMPTS} prompts is not to be relied on"
     return [
-        f"{count} prompts, one video each; both models start from the same noise. {REWARD} = {terms}.{overall} Other "
+        f"{count} prompts, {videos} each; both models start from the same noise. {REWARD} = {terms}.{overall} Other "
         f"scores are measured only. Higher is better{', and lower where there is an arrow down' if lower else ''}.",
         f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples, seed "
         f"{report.seed}; {marked}. Win rate: prompts on which the trained model scores better.",

@@ -18,7 +18,7 @@ from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import Memory
-from sage_fast.planning.text import summary
+from sage_fast.planning.text import FEW_PROMPTS, FEW_VIDEOS, summary
 from sage_fast.records import word_count
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import read_prompts
@@ -26,6 +26,8 @@ from sage_fast.run.run import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
+SMALL_RECIPES = [p for p in PRESETS if "quick" in p.stem or p.stem.endswith("_nft")]
+"""Presets for a first curve, which keep to the reference's size of an update no longer."""
 ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
 
 
@@ -44,18 +46,26 @@ MINUTES_PER_UPDATE = {
     "hv15_352x624_lora_8gpu": 3,
     "hv15_352x624_lora_8gpu_fast": 2.3,
     "hv15_480p_distilled_lora_8gpu": 4.6,
+    "hv15_480p_distilled_lora_8gpu_nft": 5.7,
     "hv15_480p_full_64gpu": 5,
     "hv15_480p_full_8gpu": 9,
     "hv15_480p_lora_1gpu": 36,
     "hv15_480p_lora_64gpu": 5,
     "hv15_480p_lora_8gpu": 9,
     "hv15_480p_lora_8gpu_fast": 6.3,
+    "hv15_quick_lora_1gpu": 5.4,
+    "hv15_quick_lora_1gpu_nft": 2.6,
+    "hv15_quick_lora_8gpu": 0.7,
 }
 """As the presets' comments say."""
 
 SECONDS_PER_VIDEO = {
     "hv15_480p_lora_8gpu_fast": 190,
     "hv15_352x624_lora_8gpu_fast": 68,
+    "hv15_480p_distilled_lora_8gpu_nft": 60,
+    "hv15_quick_lora_1gpu": 8,
+    "hv15_quick_lora_1gpu_nft": 8,
+    "hv15_quick_lora_8gpu": 8,
 }
 """At most, on an H100 with cuDNN's attention."""
 
@@ -137,17 +147,21 @@ def test_there_are_the_presets_and_ablations_that_the_documents_name() -> None:
         "hv15_352x624_lora_8gpu",
         "hv15_352x624_lora_8gpu_fast",
         "hv15_480p_distilled_lora_8gpu",
+        "hv15_480p_distilled_lora_8gpu_nft",
         "hv15_480p_full_64gpu",
         "hv15_480p_full_8gpu",
         "hv15_480p_lora_1gpu",
         "hv15_480p_lora_64gpu",
         "hv15_480p_lora_8gpu",
         "hv15_480p_lora_8gpu_fast",
+        "hv15_quick_lora_1gpu",
+        "hv15_quick_lora_1gpu_nft",
+        "hv15_quick_lora_8gpu",
     ]
     assert {p.stem for p in ABLATIONS} == set(ABLATED)
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p not in SMALL_RECIPES], ids=lambda p: p.stem)
 def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     config = load_config(preset)
     assert config.model.family == "hunyuan15" and config.output_dir == f"runs/{preset.stem}"
@@ -185,6 +199,19 @@ def test_the_paper_is_one_preset() -> None:
     assert changed == {"rollout.batch_size": 8, "rollout.fixed_initial_noise": True}
 
 
+@pytest.mark.parametrize("preset", SMALL_RECIPES, ids=lambda p: p.stem)
+def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_recipes(preset: Path) -> None:
+    config, gpus = load_config(preset), preset_gpus(preset)
+    videos = config.rollout.batch_size * gpus
+    assert videos >= FEW_VIDEOS and videos // config.rollout.num_generations >= FEW_PROMPTS
+    forward = config.training.update == "forward_process"
+    assert forward == preset.stem.endswith("_nft") == (config.rollout.sde_type == "ode")
+    assert (config.rollout.guidance_scale == 1.0) == forward == ("distilled" in str(config.model.path))
+    assert "quick" not in preset.stem or (config.video.num_frames, config.rollout.num_steps) == (17, 10)
+    plan = make_plan(config, DEVICES["h100"], gpus=gpus, sizes={})
+    assert plan.fits and plan.seconds_per_video <= SECONDS_PER_VIDEO[preset.stem]
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     config, gpus = load_config(preset), preset_gpus(preset)
@@ -203,8 +230,9 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
         # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video. A whole group where a part of
         # it is trained.
         whole = config.training.train_on.count > 0
-        videos = 64 // gpus if preset.stem.endswith("_paper") else rollout.num_generations if whole else 2
-        assert rollout.batch_size == videos and sp == (2 if gpus == 64 else 1)
+        curve = whole or preset in SMALL_RECIPES
+        batch = 64 // gpus if preset.stem.endswith("_paper") else rollout.num_generations if curve else 2
+        assert rollout.batch_size == batch and sp == (2 if gpus == 64 else 1)
     # An hour is what a failure may cost.
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 

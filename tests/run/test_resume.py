@@ -38,7 +38,7 @@ def damage(checkpoint: Path) -> None:
 
 FREE_KEYS = re.compile(
     r"output_dir|resume|num_threads|(data|evaluation)\.prompts|distributed\..*|rollout\.(micro_)?batch_size"
-    r"|training\.(num_updates|guidance|update|skip_nonfinite_updates|kl_share_every)"
+    r"|training\.(num_updates|guidance|skip_nonfinite_updates|kl_share_every)"
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|adaln)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"

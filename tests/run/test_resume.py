@@ -42,7 +42,7 @@ FREE_KEYS = re.compile(
     r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
     r"|adaln)"
     r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
-    r"|reward\.(device|on_failure)"
+    r"|reward\.(device|on_failure|url|python)"
 )
 
 

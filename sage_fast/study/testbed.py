@@ -118,23 +118,20 @@ def reverse_loss(
     steps: Sequence[int] | None = None,
 ) -> Tensor:
     """Loss of the trained steps, mean over steps and videos. anchor: numbers psi of the anchor."""
-    terms = []
-    for step in range(table.num_steps) if steps is None else steps:
-        if not table.trainable[step]:
-            continue
-        x, sigma = rollout.latents[step], table.sigmas[step].expand(len(captions))
-        with torch.no_grad():
-            held = None if anchor is None else policy.velocity_at(anchor, captions, x, sigma)
-        row = {"gain": table.gain, "std": table.std, "scale": table.scale, "size": -table.sigmas.diff()}
-        columns = {name: column[step].to(x).expand(len(x)) for name, column in row.items()}
-        velocity = policy.velocity_at(psi, captions, x, sigma)
-        old, noise = rollout.velocities[step], rollout.noises[step]
-        terms.append(
-            policy_loss(
-                *(velocity, old, held, noise), **columns, advantage=advantages, kl_weight=kl_weight, settings=settings
-            ).loss.mean()
-        )
-    return torch.stack(terms).mean()
+    chosen = [step for step in (range(table.num_steps) if steps is None else steps) if table.trainable[step]]
+
+    def stacked(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([values[step] for step in chosen])
+
+    x, asked, each = stacked(rollout.latents), captions.repeat(len(chosen), 1), len(captions)
+    sigma = table.sigmas[:-1][chosen].repeat_interleave(each)
+    with torch.no_grad():
+        held = None if anchor is None else policy.velocity_at(anchor, asked, x, sigma)
+    names = {"gain": table.gain, "std": table.std, "scale": table.scale, "size": -table.sigmas.diff()}
+    columns = {name: column[chosen].to(x).repeat_interleave(each) for name, column in names.items()}
+    velocities = (policy.velocity_at(psi, asked, x, sigma), stacked(rollout.velocities), held, stacked(rollout.noises))
+    advantage = advantages.repeat(len(chosen))
+    return policy_loss(*velocities, **columns, advantage=advantage, kl_weight=kl_weight, settings=settings).loss.mean()
 
 
 def forward_loss(
@@ -156,20 +153,18 @@ def forward_loss(
     With u = z - x0 and dv = v - v_old:  s^2 (2 A mean((v_old - u) dv) + bound beta mean(dv^2)) / f,  where f is the
     mean error of x0 without a gradient (`adaptive`), or s^2 (`velocity`). bound: of the advantages.
     """
-    terms = []
-    for sigma in sigmas.to(final):
-        s = sigma[:, None]
-        z = torch.randn(final.shape, generator=generator, dtype=final.dtype)
-        x, u = (1 - s) * final + s * z, z - final
-        velocity = policy.velocity_at(psi, captions, x, sigma)
-        with torch.no_grad():
-            v_old = policy.velocity_at(old, captions, x, sigma)
-            error = (sigma * (u - velocity).abs().mean(1)).clamp_min(1e-5)
-            weight = sigma.square() / error if weighting == "adaptive" else torch.ones_like(error)
-        moved = velocity - v_old
-        linear = 2 * advantages * ((v_old - u) * moved).mean(1)
-        terms.append((weight * (linear + bound * beta * moved.square().mean(1))).mean())
-    return torch.stack(terms).mean()
+    levels = len(sigmas)
+    sigma, asked, x0 = sigmas.flatten().to(final), captions.repeat(levels, 1), final.repeat(levels, 1)
+    z = torch.randn(x0.shape, generator=generator, dtype=final.dtype)
+    x, u = (1 - sigma[:, None]) * x0 + sigma[:, None] * z, z - x0
+    velocity = policy.velocity_at(psi, asked, x, sigma)
+    with torch.no_grad():
+        v_old = policy.velocity_at(old, asked, x, sigma)
+        error = (sigma * (u - velocity).abs().mean(1)).clamp_min(1e-5)
+        weight = sigma.square() / error if weighting == "adaptive" else torch.ones_like(error)
+    moved = velocity - v_old
+    linear = 2 * advantages.repeat(levels) * ((v_old - u) * moved).mean(1)
+    return (weight * (linear + bound * beta * moved.square().mean(1))).mean()
 
 
 def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[str, float]:
@@ -247,12 +242,15 @@ def measure_testbed(
     """Trainings of the exact policy with one seed: the arms of an experiment by name."""
     for arm, options in runs.items():
         settings = ExactTraining(**options)
-        result = train(_policy(config.model.family, config.video, settings.rotated), settings, seed)
+        sizes = (config.video.num_frames, config.video.height, config.video.width)
+        result = train(_policy(config.model.family, sizes, settings.rotated), settings, seed)
         common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
         for quantity, value in result.items():
             yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
 
 
 @lru_cache
-def _policy(family: str, video: VideoConfig, rotated: bool) -> LearnablePolicy:
+def _policy(family: str, sizes: tuple[int, int, int], rotated: bool) -> LearnablePolicy:
+    frames, height, width = sizes
+    video = VideoConfig(num_frames=frames, height=height, width=width)
     return resolve(family, EXACT_POLICIES, "model.family")(video).learnable(rotated=rotated)

@@ -94,6 +94,8 @@ class LearnablePolicy(ExactPolicy):
         self.attributes = attributes
         self.directions = directions.to(atoms)
         self.sizes = [int(size) for size in attributes.amax(0) + 1]
+        columns = zip(attributes.T, self.sizes, strict=True)
+        self._shows = torch.cat([torch.nn.functional.one_hot(shown, n) for shown, n in columns], 1).T.to(atoms)
         logits = [
             torch.full((n, n), w / (n - 1)).fill_diagonal_(1 - w).log().flatten()
             for n, w in zip(self.sizes, wrong, strict=True)
@@ -109,8 +111,8 @@ class LearnablePolicy(ExactPolicy):
 
     def log_prior(self, psi: Tensor, captions: Tensor) -> Tensor:
         """Logarithm of each atom's share in the data of captions (B, K), up to a constant; (B, M)."""
-        columns = zip(self._theta(psi)[0], captions.T, self.attributes.T, strict=True)
-        return torch.stack([m.log_softmax(1)[asked][:, shown] for m, asked, shown in columns]).sum(0)
+        rows = [m.log_softmax(1)[asked] for m, asked in zip(self._theta(psi)[0], captions.T, strict=True)]
+        return torch.cat(rows, 1) @ self._shows
 
     def velocity_at(self, psi: Tensor, captions: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity (B, D) of the policy psi for captions (B, K) at latents (B, D) and noise levels sigma (B,)."""

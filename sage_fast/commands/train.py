@@ -69,7 +69,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.load import describe_keys, dump_config
 
     if options.keys is not None:
-        print(describe_keys(options.keys), end="")
+        if rank() == 0:
+            print(describe_keys(options.keys), end="")
         return 0
     if not options.config and not overrides:
         raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")

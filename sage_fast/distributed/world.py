@@ -118,6 +118,8 @@ def set_group_timeouts(seconds: float) -> None:
     """Set how long a collective of any group may wait. A group that waits for something other than training, such as
     a disk, keeps its own timeout (`OWN_TIMEOUT`).
     """
+    # Public since torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc != OWN_TIMEOUT:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)

@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 # Test processes; each computes on one thread.
 JOBS ?= auto
 REPEATS ?= 100
-TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks)
+TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
 # PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself. Users get the ranges of

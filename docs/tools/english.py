@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("sage_fast/**/*.py", "kernels/**/*.py", "benchmarks/**/*.py", "tests/**/*.py", "docs/tools/*.py", "setup.py")
+CODE = (
+    "sage_fast/**/*.py",
+    "kernels/**/*.py",
+    "benchmarks/**/*.py",
+    "tests/**/*.py",
+    "examples/*.py",
+    "docs/tools/*.py",
+    "setup.py",
+)
 PAGES = ("*.md", "docs/**/*.md", "kernels/*.md", "benchmarks/*.md")
 SETTINGS = ("configs/**/*.yaml", "sage_fast/**/*.yaml", "benchmarks/*.yaml", "mkdocs.yml", "Makefile")
 

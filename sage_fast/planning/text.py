@@ -158,7 +158,7 @@ def _per_update(plan: Plan) -> Iterator[str]:
     rollout = plan.config.rollout
     videos = rollout.batch_size * plan.layout.data_parallel
     prompts = videos // rollout.num_generations
-    yield f"  {videos} videos of {prompts} prompts per update; published: 768 (16 x 48) to 1,152 (24 x 48)"
+    yield f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) to 1,152 (48 x 24)"
     if plan.on_gpu and (videos < FEW_VIDEOS or prompts < FEW_PROMPTS):
         yield (
             f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per update a curve may stay flat; raise "

@@ -172,8 +172,8 @@ def _over_median(values: Sequence[float]) -> list[float]:
 
 def _draw_arms(experiment: Experiment, findings: Findings) -> "Figure":
     quantity = experiment.drawn
-    arms = [arm for arm in reversed(experiment.arms) if findings.select(experiment.key, quantity, arm)]
-    label = (experiment.title, quantity.removeprefix("final_"))
+    arms = [arm for arm in reversed(experiment.trained) if findings.select(experiment.key, quantity, arm)]
+    label = (experiment.title, quantity.removeprefix("final_").replace("_", " "))
     figure, (axes,) = _panels(8, 0.9 + 0.36 * max(2, len(arms)), label)
     if quantity == "kl_share":
         axes.set_xscale("log")

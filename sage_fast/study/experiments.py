@@ -13,9 +13,6 @@ Tier = Literal["quick", "standard", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
 """Each includes those before it."""
 
-PROBE = "kl-probe"
-"""The arm that measures the share of the KL in the gradient, so that others can be given one."""
-
 SEEDS_OF_A_PROCESS = 16
 """Of trainings of the exact policy, which are shorter than the start of a process."""
 
@@ -26,8 +23,7 @@ _TABLE = tomllib.loads((Path(__file__).parent / "experiments.toml").read_text("u
 class Training:
     """One run of `sage-fast train`.
 
-    arm: its name, the same for all seeds. overrides: of the study's configuration. kl_share: the part that the KL must
-    have in the gradient; its weight then follows from the probe.
+    arm: its name, the same for all seeds. overrides: of the study's configuration.
 
     Example: `Training(arm="cps", overrides=("--rollout.sde_type=cps",), seed=3)`
     """
@@ -35,7 +31,6 @@ class Training:
     arm: str
     overrides: tuple[str, ...]
     seed: int
-    kl_share: float | None = None
 
     @property
     def name(self) -> str:
@@ -73,6 +68,11 @@ class Experiment:
         chunks = [self.seeds[first : first + size] for first in range(0, len(self.seeds), size)]
         return {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks} if self.measure else {}
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of its trainings, of networks or of the exact policy."""
+        return self.arms or tuple(self.runs)
+
     def trainings(self) -> list[Training]:
         """Trainings, seed by seed, so that a study that is stopped early has all arms."""
         return [training(arm, seed) for seed in self.seeds for arm in self.arms]
@@ -80,10 +80,7 @@ class Experiment:
 
 def training(arm: str, seed: int) -> Training:
     """A training of the table."""
-    words = _TABLE["arms"][arm]
-    shares = [float(word.removeprefix("kl_share=")) for word in words if word.startswith("kl_share=")]
-    overrides = tuple(f"--{word}" for word in words if not word.startswith("kl_share="))
-    return Training(arm=arm, overrides=overrides, seed=seed, kl_share=shares[0] if shares else None)
+    return Training(arm=arm, overrides=tuple(f"--{word}" for word in _TABLE["arms"][arm]), seed=seed)
 
 
 def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
@@ -103,8 +100,3 @@ def chosen_experiments(tier: Tier, only: Sequence[str] = ()) -> list[Experiment]
         raise ConfigError(f"--only names {', '.join(unknown)}; choose among {', '.join(known)}.")
     allowed = TIERS[: TIERS.index(tier) + 1]
     return [e for e in EXPERIMENTS if (e.key in only if only else e.tier in allowed)]
-
-
-def needs_probe(experiments: Sequence[Experiment]) -> bool:
-    """Return True if a training among them gets the weight of its KL from the probe."""
-    return any(training.kl_share is not None for e in experiments for training in e.trainings())

@@ -27,7 +27,7 @@ from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
 from sage_fast.run.provenance import describe_environment
-from sage_fast.study.experiments import EXPERIMENTS, PROBE, Experiment, Training, needs_probe, training
+from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
 from sage_fast.study.findings import COST, Finding, Findings, made_with
 from sage_fast.study.measures import TABLES
 from sage_fast.study.trainings import Trainings, settings_digest
@@ -154,25 +154,15 @@ class Study:
                 )
 
     def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Tell) -> list[str]:
-        """Run the missing measurements, the probe and the other trainings; the names of those that failed.
-
-        A batch is run once the one before it is complete.
-        """
+        """Run the missing measurements, then the missing trainings; the names of those that failed."""
         for experiment in experiments:
             if not self.fits(experiment):
                 tell(f"{experiment.title}: left out, the data manifold of {self.config.model.family!r} is not known")
-        missing = self.missing_trainings(experiments)
-        probe = missing[:1] if missing and missing[0].arm == PROBE else []
         failed: list[str] = []
-        for jobs, name in (
-            (lambda: self.measurements(experiments), "measurements"),
-            (lambda: self._training_jobs(probe), "training that others wait for"),
-            (lambda: self._training_jobs(missing[len(probe) :]), "trainings"),
-        ):
-            # The weights of the KL in later commands are known once the probe is done.
-            if not failed and (batch := jobs()):
-                tell(f"{len(batch)} {name}, {processes} at a time")
-                failed = run_jobs(batch, processes, tell)
+        for make, name in ((self.measurements, "measurements"), (self._training_jobs, "trainings")):
+            if not failed and (jobs := make(experiments)):
+                tell(f"{len(jobs)} {name}, {processes} at a time")
+                failed = run_jobs(jobs, processes, tell)
         return failed
 
     def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:
@@ -193,12 +183,12 @@ class Study:
         return not experiment.needs_manifold or self.config.model.family in EXACT_POLICIES
 
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
-        """Trainings that are not finished, shared ones once, the probe first. ConfigError."""
+        """Trainings that are not finished, shared ones once. ConfigError."""
         todo = {t.name: t for e in filter(self.fits, experiments) for t in e.trainings()}
-        first = [training(PROBE, 0)] if needs_probe(experiments) else []
-        return [t for t in (*first, *todo.values()) if not self._finished(t)]
+        return [t for t in todo.values() if not self.trainings.is_finished(t)]
 
-    def _training_jobs(self, trainings: Sequence[Training]) -> list[Job]:
+    def _training_jobs(self, experiments: Sequence[Experiment]) -> list[Job]:
+        trainings = self.missing_trainings(experiments)
         return [
             Job(name=t.name, command=self.trainings.command(t), log=self._log(t.name), saves=True) for t in trainings
         ]
@@ -213,14 +203,9 @@ class Study:
             for name in experiment.measurements():
                 rows += self.measured(name, experiment.key)
             for each in experiment.trainings():
-                if self._finished(each):
+                if self.trainings.is_finished(each):
                     rows += self.trainings.findings(experiment.key, each)
         return Findings(rows)
-
-    def _finished(self, wanted: Training) -> bool:
-        # Without the probe, the configuration of a training with a share of the KL is not known.
-        waits = wanted.kl_share is not None and not self.trainings.is_finished(training(PROBE, 0))
-        return not waits and self.trainings.is_finished(wanted)
 
     def measured(self, name: str, experiment: str) -> list[Finding]:
         """Findings of a measurement, with its cost; none where it is missing."""

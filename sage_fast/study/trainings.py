@@ -16,14 +16,12 @@ from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.study.claims import PER_PROMPT
-from sage_fast.study.experiments import PROBE, Training
+from sage_fast.study.experiments import Training
 from sage_fast.study.findings import COST, Finding, made_with
 from sage_fast.tools.arms import TOLD, WHOLE, TrainedRun
 
 PROGRAM = (sys.executable, "-m", "sage_fast", "train")
 
-PROBE_WEIGHT = 0.01
-"""Of the KL in the probe."""
 SETTLED = 4
 """Updates after which the share is taken: at the first the policy is its own anchor, and the KL has no gradient."""
 
@@ -42,14 +40,13 @@ class Trainings:
     launcher: Sequence[str] = ()
 
     def words(self, training: Training) -> list[str]:
-        """Arguments of `sage-fast train`. ConfigError while the probe that it waits for is missing."""
+        """Arguments of `sage-fast train`."""
         return [
             *self.files,
             f"--output_dir={self.folder / training.name}",
             f"--seed={training.seed}",
             *self.overrides,
             *training.overrides,
-            *([] if training.kl_share is None else constant_lambda(self.kl_weight(training.kl_share))),
         ]
 
     def command(self, training: Training, program: Sequence[str] = PROGRAM) -> list[str]:
@@ -98,14 +95,6 @@ class Trainings:
             yield found("kl_share", fmean(shares), shares)
         yield found(COST, sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation")), ())
 
-    def kl_weight(self, share: float) -> float:
-        """The weight that gives the KL to the initial weights this share of the gradient. ConfigError without probe."""
-        run = TrainedRun(self.folder / PROBE / "seed-0")
-        shares = _settled_shares(run) if (run.folder / "metrics.jsonl").is_file() else []
-        if not shares:
-            raise ConfigError(f"The share of the KL is not known before the training {PROBE} in {self.folder} is done.")
-        return float(f"{PROBE_WEIGHT * share / fmean(shares):.3g}")
-
     def _check_same(self, run: TrainedRun, config: RunConfig) -> None:
         free = {*marked_keys(RunConfig, FREE)} - TOLD
         expected = by_dotted_key(json.loads(json.dumps(to_dict(config))), whole=WHOLE)
@@ -115,11 +104,6 @@ class Trainings:
                     f"{run.folder} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
                     "Choose another --output, or move that folder away."
                 )
-
-
-def constant_lambda(weight: float) -> list[str]:
-    """Words that keep the weight of the KL where it is."""
-    return [f"--kl_weight.minimum={weight:g}", f"--kl_weight.maximum={weight:g}"]
 
 
 def _settled_shares(run: TrainedRun) -> list[float]:

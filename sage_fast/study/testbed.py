@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sage_fast.config.registry import EXACT_POLICIES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import SDEType, VideoConfig
+from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
+from sage_fast.forward_process import forward_loss
 from sage_fast.objective import ObjectiveConfig, anchor_kind, group_advantages, policy_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 from sage_fast.study.claims import PER_PROMPT
@@ -30,6 +31,8 @@ LearnablePolicy = Any
 
 ANCHOR_EVERY = 10
 """Updates after which a moving anchor is refreshed."""
+ADVANTAGE_BOUND = 5.0
+"""At which `group_advantages` clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,7 @@ def reverse_loss(
     return policy_loss(*velocities, **columns, advantage=advantage, kl_weight=kl_weight, settings=settings).loss.mean()
 
 
-def forward_loss(
+def noised_loss(
     policy: LearnablePolicy,
     psi: Tensor,
     old: Tensor,
@@ -143,28 +146,23 @@ def forward_loss(
     advantages: Tensor,
     sigmas: Tensor,
     generator: torch.Generator,
-    *,
-    weighting: str = "adaptive",
-    beta: float = 1.0,
-    bound: float = 5.0,
+    settings: ForwardProcessConfig,
 ) -> Tensor:
-    """Loss of the forward process at noise levels sigmas (L, B), mean over levels and videos.
-
-    With u = z - x0 and dv = v - v_old:  s^2 (2 A mean((v_old - u) dv) + bound beta mean(dv^2)) / f,  where f is the
-    mean error of x0 without a gradient (`adaptive`), or s^2 (`velocity`). bound: of the advantages.
-    """
+    """Loss of the forward process at noise levels sigmas (L, B), mean over levels and videos."""
     levels = len(sigmas)
     sigma, asked, x0 = sigmas.flatten().to(final), captions.repeat(levels, 1), final.repeat(levels, 1)
     z = torch.randn(x0.shape, generator=generator, dtype=final.dtype)
-    x, u = (1 - sigma[:, None]) * x0 + sigma[:, None] * z, z - x0
-    velocity = policy.velocity_at(psi, asked, x, sigma)
+    x = (1 - sigma[:, None]) * x0 + sigma[:, None] * z
     with torch.no_grad():
         v_old = policy.velocity_at(old, asked, x, sigma)
-        error = (sigma * (u - velocity).abs().mean(1)).clamp_min(1e-5)
-        weight = sigma.square() / error if weighting == "adaptive" else torch.ones_like(error)
-    moved = velocity - v_old
-    linear = 2 * advantages.repeat(levels) * ((v_old - u) * moved).mean(1)
-    return (weight * (linear + bound * beta * moved.square().mean(1))).mean()
+    return forward_loss(
+        *(policy.velocity_at(psi, asked, x, sigma), z - x0, v_old, None),
+        sigma=sigma,
+        advantage=advantages.repeat(levels),
+        advantage_bound=ADVANTAGE_BOUND,
+        kl_weight=0.0,
+        settings=settings,
+    ).loss.mean()
 
 
 def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[str, float]:
@@ -190,13 +188,13 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
         sampling = old if settings.old_decay else psi.detach().clone()
         rollout = sample(policy, sampling, captions, table, drawing)
         scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
-        advantages = group_advantages(scores).advantages.flatten()
+        advantages = group_advantages(scores, clip=ADVANTAGE_BOUND).advantages.flatten()
         rewards.append(float(scores.mean()))
         spreads.append(float(scores.std(1, correction=0).mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":
-                shape: dict[str, Any] = {"weighting": settings.weighting, "beta": settings.beta}
-                loss = forward_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, **shape)
+                process = ForwardProcessConfig(weighting=settings.weighting, beta=settings.beta)
+                loss = noised_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, process)
             else:
                 kl: dict[str, Any] = {"kl_weight": settings.kl_weight, "anchor": None if kind == "none" else anchor}
                 objective, steps = settings.objective, [int(step) for step in part]

@@ -324,6 +324,10 @@ def policy_loss(
     return policy_loss_of_noise(velocity_new, velocity_old, velocity_anchor, noise, columns, resolved)
 
 
+KL_WINDOW = 10
+"""KL values whose mean the controller compares with its target (fewer where fewer are known)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLWeightConfig:
     """How the KL weight lambda moves: a linear warm-up, then a controller that keeps the KL near a target."""
@@ -336,10 +340,6 @@ class KLWeightConfig:
     """Updates K from minimum to maximum; 0 starts at the maximum."""
     target: float = 1e-4
     """KL value that the controller aims for."""
-    window: int = 10
-    """Number H of KL values whose mean is compared with the target (fewer where fewer are known)."""
-    direction: Literal["paper", "tighten"] = "paper"
-    """"paper" lowers lambda when the KL is high, "tighten" raises it (the usual trust region)."""
     advance: Literal["update", "step"] = "update"
     """How often the controller moves: once per update, as in the paper's text, or as in the reference's code once per
     video of a rank and trained step. There that is 40 times per update, and warmup_updates 100 are 2.5 updates."""
@@ -351,12 +351,8 @@ class KLWeightConfig:
             raise ValueError(f"warmup_updates is {self.warmup_updates}; it must not be negative (0 is no warm-up)")
         if not math.isfinite(self.target) or self.target <= 0:
             raise ValueError(f"target is {self.target}; it must be a positive KL value (see kl_* in metrics.jsonl)")
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1")
         if self.advance not in ("update", "step"):
             raise ValueError(f"advance is {self.advance!r}; allowed are 'update' and 'step'")
-        if self.direction not in ("paper", "tighten"):
-            raise ValueError(f"direction is {self.direction!r}; allowed are 'paper' and 'tighten'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +369,7 @@ class KLWeightState:
     update: int
     """Times that the controller has moved."""
     history: tuple[float, ...] = ()
-    """The last KL values, oldest first, at most `window` of them."""
+    """The last KL values, oldest first, at most `KL_WINDOW` of them."""
 
     def to_dict(self) -> dict[str, Any]:
         """The state as JSON types."""
@@ -397,9 +393,9 @@ def initial_kl_weight(settings: KLWeightConfig) -> KLWeightState:
 def next_kl_weight(state: KLWeightState, kl_value: float, settings: KLWeightConfig) -> KLWeightState:
     """State after an update that measured `kl_value`.
 
-    During the warm-up lambda = minimum + (maximum - minimum) update / K. After it, the mean of the last H
-    values above 1.5 target multiplies lambda by 0.9, below 0.5 target by 1.1 (direction "tighten" swaps the
-    two); lambda stays within [minimum, maximum].
+    During the warm-up lambda = minimum + (maximum - minimum) update / K. After it, the mean of the last
+    `KL_WINDOW` values above 1.5 target multiplies lambda by 0.9, below 0.5 target by 1.1, as in the paper (a trust
+    region would do the opposite); lambda stays within [minimum, maximum].
 
     Raises:
         ValueError: for a KL value that is not finite.
@@ -407,17 +403,16 @@ def next_kl_weight(state: KLWeightState, kl_value: float, settings: KLWeightConf
     if not math.isfinite(kl_value):
         raise ValueError(f"the KL of update {state.update} is {kl_value}; the velocities of that update are not finite")
     update = state.update + 1
-    history = (*state.history, float(kl_value))[-settings.window :]
+    history = (*state.history, float(kl_value))[-KL_WINDOW:]
     if update <= settings.warmup_updates:
         weight = settings.minimum + (settings.maximum - settings.minimum) * update / settings.warmup_updates
     else:
         mean = sum(history) / len(history)
-        when_high, when_low = (0.9, 1.1) if settings.direction == "paper" else (1.1, 0.9)
         weight = state.weight
         if mean > 1.5 * settings.target:
-            weight *= when_high
+            weight *= 0.9
         elif mean < 0.5 * settings.target:
-            weight *= when_low
+            weight *= 1.1
     return KLWeightState(
         weight=min(max(weight, settings.minimum), settings.maximum),
         update=update,

@@ -42,13 +42,13 @@ Progress = Callable[[str, int, int, str], None]
 def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
     """Steps of rollout number `rollout` (from 0) that draw noise; None means all of them.
 
-    A sliding window wraps around: with 8 steps, size 3 and start 6 it covers steps 6, 7 and 0.
+    A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6.
     """
     if window.steps is not None:
         return sorted(window.steps)
     if window.size is None:
         return None
-    first = window.start + (rollout // window.interval) * window.stride
+    first = rollout * window.stride
     return sorted((first + i) % num_steps for i in range(window.size))
 
 
@@ -275,8 +275,8 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
             list(full.degenerate),
             rollout.sde_type,
         )
-    cycle = rollout.num_steps * rollout.sde_window.interval if rollout.sde_window.size else 1
-    fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(0, cycle, rollout.sde_window.interval))
+    cycle = rollout.num_steps if rollout.sde_window.size else 1
+    fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(cycle))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         raise ConfigError(

@@ -517,7 +517,7 @@ class Trainer:
         sampling = EvaluationSampling(
             policy=self.policy,
             embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table(evaluation.sampler, sigmas, config.evaluation_eta),
+            table=transition_table(evaluation.sampler, sigmas, config.rollout.eta),
             latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,

@@ -126,7 +126,7 @@ def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: st
 def test_the_evaluation_during_training_has_a_size_and_a_sampler_of_its_own(
     tiny_run: Callable[..., RunConfig],
 ) -> None:
-    own = ("--evaluation.height=32", "--evaluation.width=24", "--evaluation.sampler=cps", "--evaluation.eta=0.2")
+    own = ("--evaluation.height=32", "--evaluation.width=24", "--evaluation.sampler=cps", "--rollout.eta=0.2")
     trainer = build_trainer(tiny_run(*own))
     evaluation, videos = trainer.evaluate([0])
     assert videos[0].shape[-2:] == (32, 24) and len(evaluation.reward) == 4
@@ -138,8 +138,7 @@ def test_the_evaluation_during_training_has_a_size_and_a_sampler_of_its_own(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--evaluation.eta=0.3"], r"evaluation\.eta is 0\.3, .* null with the sampler ode"),
-        (["--evaluation.sampler=cps", "--rollout.eta=1.5"], r"evaluation\.eta is 1\.5, .* at most 1"),
+        (["--evaluation.sampler=cps", "--rollout.eta=1.5"], r"rollout\.eta is 1\.5, .* at most 1"),
         (["--evaluation.height=0"], r"evaluation\.height is 0"),
         (["--evaluation.sampler=euler"], "euler"),
     ],

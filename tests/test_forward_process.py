@@ -240,6 +240,7 @@ def test_the_old_policy_samples(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPat
         "--training.updates_per_rollout=2",
         "--training.timestep_fraction=0.5",
         "--objective.logprob=unnormalized",
+        "--rollout.shared_initial_noise=true",
     ],
 )
 def test_settings_of_the_samplers_steps_are_refused(word: str, tiny_run: MakeRun) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sage_fast import objective
 from sage_fast.objective import (
     KL_MODES,
     KLWeightConfig,
@@ -391,23 +392,16 @@ def weights(settings: KLWeightConfig, values: list[float]) -> list[float]:
 KL_VALUES = [4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 1.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("direction", "expected"),
-    [
-        ("paper", [2, 5, 8, 7.2, 6.48, 5.832, 6.4152, 6.4152, 6.4152, 5.77368]),
-        ("tighten", [2, 5, 8, 8, 8, 8, 7.2, 7.2, 7.2, 7.92]),
-    ],
-)
-def test_kl_weight_by_hand(direction: Any, expected: list[float]) -> None:
-    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2, direction=direction)
+def test_kl_weight_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "KL_WINDOW", 2)
+    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0)
+    expected = [2, 5, 8, 7.2, 6.48, 5.832, 6.4152, 6.4152, 6.4152, 5.77368]
     assert weights(settings, KL_VALUES) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("direction", "value", "bound"), [("paper", 9.0, 2.0), ("tighten", 0.0, 2.0)])
-def test_kl_weight_stays_above_its_minimum(direction: Any, value: float, bound: float) -> None:
-    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0, direction=direction)
-    path = weights(settings, [value] * 40)
-    assert path[0] == 8 and path[-1] == bound
+def test_kl_weight_stays_above_its_minimum() -> None:
+    path = weights(KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0), [9.0] * 40)
+    assert path[0] == 8 and path[-1] == 2.0
 
 
 def test_kl_weight_defaults_warm_up_in_a_hundred_updates() -> None:
@@ -417,12 +411,12 @@ def test_kl_weight_defaults_warm_up_in_a_hundred_updates() -> None:
 
 
 def test_kl_weight_resumes_from_json() -> None:
-    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0, window=2)
+    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0)
     state = initial_kl_weight(settings)
     for value in KL_VALUES[:5]:
         state = next_kl_weight(state, value, settings)
     restored = KLWeightState.from_dict(json.loads(json.dumps(state.to_dict())))
-    assert restored == state and len(restored.history) == 2
+    assert restored == state and len(restored.history) == 5
     assert next_kl_weight(restored, 3.0, settings) == next_kl_weight(state, 3.0, settings)
 
 
@@ -435,8 +429,6 @@ def test_kl_weight_resumes_from_json() -> None:
         ({"warmup_updates": -1}, "warmup_updates is -1"),
         ({"target": 0.0}, "positive KL value"),
         ({"target": math.nan}, "positive KL value"),
-        ({"window": 0}, "window is 0"),
-        ({"direction": "loosen"}, "'paper' and 'tighten'"),
     ],
     ids=str,
 )

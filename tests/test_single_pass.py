@@ -125,7 +125,6 @@ SETTINGS = {
         "--rollout.sde_type=flow_grpo",
         "--rollout.num_steps=6",
         "--rollout.sde_window.size=2",
-        "--rollout.sde_window.start=1",
     ],
     "global-advantages": ["--advantage.std=global", "--rollout.batch_size=8", "--rollout.num_generations=4"],
 }

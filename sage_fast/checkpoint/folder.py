@@ -250,22 +250,15 @@ def write_best(root: Path, best: Best) -> None:
     write_text(root / BEST, json.dumps(asdict(best)))
 
 
-def superfluous(folders: Sequence[Path], *, keep_last: int, keep_every: int | None, best: int | None) -> list[Path]:
+def superfluous(folders: Sequence[Path], *, keep_last: int, best: int | None) -> list[Path]:
     """The checkpoints that a run no longer needs.
 
     Args:
         folders: all of them, oldest first.
         keep_last: how many of the newest are kept.
-        keep_every: the first checkpoint at or after each multiple of this is kept; None keeps no milestones.
         best: update of the one that is pinned.
     """
     kept = {update_of(folder) for folder in folders[-keep_last:]}
     if best is not None:
         kept.add(best)
-    if keep_every is not None:
-        milestones: dict[int, int] = {}
-        for update in map(update_of, folders):
-            milestones.setdefault(update // keep_every, update)
-        milestones.pop(0, None)  # no multiple has been reached
-        kept.update(milestones.values())
     return [folder for folder in folders if update_of(folder) not in kept]

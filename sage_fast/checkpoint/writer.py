@@ -84,7 +84,6 @@ class CheckpointWriter:
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
         keep_last: how many of the newest are kept.
-        keep_every: keep the first checkpoint at or after every multiple of this many updates as well.
         asynchronous: return from `save` when the tensors are copied, and write them from a thread.
         world: the ranks that save together.
         timeout_seconds: longest that a rank waits for the others to have written their part.
@@ -95,14 +94,12 @@ class CheckpointWriter:
         root: Path,
         *,
         keep_last: int,
-        keep_every: int | None = None,
         asynchronous: bool = False,
         world: World = SINGLE_PROCESS,
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.root = root
         self.keep_last = keep_last
-        self.keep_every = keep_every
         self.world = world
         self._group = (
             None
@@ -307,7 +304,7 @@ class CheckpointWriter:
         # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
         folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
         pinned = None if best is None else best.update
-        for old in superfluous(folders, keep_last=self.keep_last, keep_every=self.keep_every, best=pinned):
+        for old in superfluous(folders, keep_last=self.keep_last, best=pinned):
             self._discard(old)
 
     def _discard(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ examples:
 --output gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
 A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
 interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
-size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --evaluation.num_frames=121.
+size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampler",
         default="ode",
         metavar=SAMPLERS,
-        help="ode, or an SDE type to look at its exploration (with evaluation.eta, or rollout.eta); default ode",
+        help="ode, or an SDE type to look at its exploration (with rollout.eta); default ode",
     )
     parser.add_argument("--overwrite", action="store_true", help="make videos again that exist already")
 

@@ -93,7 +93,7 @@ class RunConfig:
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
         if self.training.update == "forward_process":
             self._check_forward_process()
-        elif self.rollout.sde_type == "ode" or self.rollout.eta == 0:
+        elif self.samples_by_ode:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
@@ -124,26 +124,26 @@ class RunConfig:
                 "no KL. Set it to 0, or choose a KL mode."
             )
         if self.evaluation.sampler == "cps":
-            require(self.evaluation_eta <= 1, "evaluation.eta", self.evaluation_eta, "at most 1 with the sampler cps")
+            require(self.rollout.eta <= 1, "rollout.eta", self.rollout.eta, "at most 1 with evaluation.sampler cps")
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
 
     @property
+    def samples_by_ode(self) -> bool:
+        """True if a rollout draws no noise after its start."""
+        return self.rollout.sde_type == "ode" or self.rollout.eta == 0
+
+    @property
     def evaluation_video(self) -> VideoConfig:
         """Size of the evaluation's videos."""
-        own = {key: getattr(self.evaluation, key) for key in ("num_frames", "height", "width")}
+        own = {key: getattr(self.evaluation, key) for key in ("height", "width")}
         return replace(self.video, **{key: value for key, value in own.items() if value is not None})
 
     @property
     def evaluation_steps(self) -> int:
         """Denoising steps of the evaluation."""
         return self.evaluation.num_steps or self.rollout.num_steps
-
-    @property
-    def evaluation_eta(self) -> float:
-        """Noise scale of the evaluation's sampler, which the ODE does not read."""
-        return self.rollout.eta if self.evaluation.eta is None else self.evaluation.eta
 
     def _check_single_pass(self) -> None:
         """A gradient taken during the rollout needs room per video, one video at a time and the rollout's policy."""
@@ -184,6 +184,8 @@ class RunConfig:
             ("training.updates_per_rollout", self.training.updates_per_rollout, (1,)),
             ("training.timestep_fraction", self.training.timestep_fraction, (1.0,)),
             ("training.kl_share_every", self.training.kl_share_every, (0,)),
+            # Without noise of the sampler, videos of one start are one video.
+            ("rollout.shared_initial_noise", self.rollout.shared_initial_noise and self.samples_by_ode, (False,)),
             ("objective.kl_mode", self.objective.kl_mode, ("none", "fixed", "moving")),
             ("objective.ratio", self.objective.ratio, ("gaussian",)),
             ("objective.logprob", self.objective.logprob, ("gaussian",)),

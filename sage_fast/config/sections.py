@@ -182,12 +182,9 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
     """A fixed set of step indices. Cannot be combined with `size`."""
     size: Count | None = None
     """Width of a sliding window of steps; null leaves every step stochastic."""
-    start: Natural = 0
-    """First step of the sliding window at the first update."""
     stride: Natural = 1
-    """Steps by which the window moves (0 keeps it in place); it wraps around at the last step."""
-    interval: Count = 1
-    """Rollouts between two moves."""
+    """Steps by which the window moves after every rollout (0 keeps it in place); it starts at the first step, and
+    wraps around at the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,11 +193,12 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
                 "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
                 "or size for a sliding window, and leave the other null."
             )
-        if self.size is None and (self.start, self.stride, self.interval) != (0, 1, 1):
-            raise ConfigError(
-                f"rollout.sde_window.start {self.start}, stride {self.stride} and interval {self.interval} move a "
-                "sliding window, but rollout.sde_window.size is null. Set size, or leave the three at 0, 1 and 1."
-            )
+        require(
+            self.size is not None or self.stride == 1,
+            "rollout.sde_window.stride",
+            self.stride,
+            "1 where rollout.sde_window.size is null",
+        )
         require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
 
 
@@ -255,7 +253,6 @@ class RolloutConfig(Section, key="rollout"):
         require(inside, "rollout.sde_window.steps", window.steps, allowed)
         allowed = f"at most rollout.num_steps = {steps}"
         require((window.size or 0) <= steps, "rollout.sde_window.size", window.size, allowed)
-        require(window.start < steps, "rollout.sde_window.start", window.start, f"less than {steps}")
 
     @property
     def ode_steps(self) -> int:
@@ -278,11 +275,7 @@ class EvaluationConfig(Section, key="evaluation"):
     num_steps: Steps | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
     sampler: SDEType = field(default="ode", metadata={FIXED: PAIRS})
-    """Sampler: `ode`, or an SDE type, whose noise is the same before and after too."""
-    eta: NotNegative | None = fixed(None, PAIRS)
-    """Noise scale of an SDE sampler; null takes the rollout's."""
-    num_frames: Length | None = fixed(None, PAIRS)
-    """Frames per video; null takes those of the training."""
+    """Sampler: `ode`, or an SDE type with the rollout's eta, whose noise is the same before and after too."""
     height: Pixels | None = fixed(None, PAIRS)
     """Rows; null takes those of the training."""
     width: Pixels | None = fixed(None, PAIRS)
@@ -295,10 +288,6 @@ class EvaluationConfig(Section, key="evaluation"):
     """Videos per prompt, each from its own noise; a prompt's score is their mean."""
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.eta is None or self.sampler != "ode", "evaluation.eta", self.eta, "null with the sampler ode")
 
 
 @dataclass(kw_only=True)
@@ -476,9 +465,6 @@ class CheckpointConfig(Section, key="checkpoint"):
     """Updates between checkpoints; the last update is always saved."""
     keep_last: Count = 3
     """The newest checkpoints that are kept. The best one by evaluation is kept too."""
-    keep_every: Count | None = None
-    """Also keep for good the first checkpoint at or after every multiple of this many updates: a slow divergence
-    outlasts the newest ones. null keeps none."""
     asynchronous: bool = True
     """Write in the background while training goes on; it stalls for a copy into CPU memory alone. A failure to write
     is reported at the next checkpoint or at the end."""

@@ -128,8 +128,7 @@ def keeps_old_policy(config: RunConfig) -> bool:
 def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:
     """The sampler at every position of the SDE window."""
     window = rollout.sde_window
-    cycle = rollout.num_steps * window.interval if window.size else 1
-    return [rollout_table(rollout, number) for number in range(0, cycle, window.interval)]
+    return [rollout_table(rollout, number) for number in range(rollout.num_steps if window.size else 1)]
 
 
 def most_groups(rollout: RolloutConfig) -> int:

@@ -274,7 +274,6 @@ class Run:
                 CheckpointWriter(
                     self.checkpoints,
                     keep_last=saving.keep_last,
-                    keep_every=saving.keep_every,
                     asynchronous=saving.asynchronous,
                     world=self.world,
                 )

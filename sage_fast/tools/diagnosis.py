@@ -333,7 +333,6 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         section = config.checkpoint
         # One more than is kept: the new one is written before the oldest goes.
         count = section.keep_last + 1 + (config.evaluation.every > 0)
-        count += config.training.num_updates // section.keep_every if section.keep_every is not None else 0
         folder = _existing(Path(config.output_dir))
         size = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
         needed[folder] = needed.get(folder, 0.0) + size

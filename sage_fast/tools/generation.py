@@ -80,7 +80,7 @@ class Generator:
     def table(self, sampler: str) -> TransitionTable:
         """The steps of a sampler with the evaluation's number of steps and noise scale."""
         sigmas = sigma_schedule(self.config.evaluation_steps, self.config.rollout.shift)
-        return transition_table(sampler, sigmas, self.config.evaluation_eta)
+        return transition_table(sampler, sigmas, self.config.rollout.eta)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -210,7 +210,7 @@ def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str
         "model": model,
         "video": asdict(config.evaluation_video),
         "sampler": sampler,
-        "eta": config.evaluation_eta if sampler != "ode" else 0.0,
+        "eta": config.rollout.eta if sampler != "ode" else 0.0,
         "num_steps": config.evaluation_steps,
         "shift": config.rollout.shift,
         "guidance_scale": config.rollout.guidance_scale,

@@ -14,17 +14,11 @@ def updates(root: Path) -> list[int]:
     return [int(folder.name[-6:]) for folder in list_checkpoints(root)]
 
 
-def test_milestones_are_the_first_at_or_after_each_multiple(tmp_path: Path) -> None:
-    save(tmp_path, *range(10, 130, 10), keep_last=2, keep_every=25)
-    assert updates(tmp_path) == [30, 50, 80, 100, 110, 120]
-
-
 def test_the_newest_is_never_superfluous() -> None:
     folders = [Path(f"update-{n:06d}") for n in (1, 2, 1_000_000)]
-    for keep_every in (None, 1, 7):
-        for best in (None, 1, 5):
-            gone = superfluous(folders, keep_last=1, keep_every=keep_every, best=best)
-            assert folders[2] not in gone and (folders[0] in gone) == (keep_every != 1 and best != 1)
+    for best in (None, 1, 5):
+        gone = superfluous(folders, keep_last=1, best=best)
+        assert folders[2] not in gone and (folders[0] in gone) == (best != 1)
 
 
 def test_the_best_by_evaluation_stays_and_a_kill_changes_nothing(tmp_path: Path) -> None:

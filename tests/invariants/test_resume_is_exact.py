@@ -41,7 +41,6 @@ MakeRun = Callable[..., RunConfig]
             "--rollout.num_generations=4",
             "--rollout.shared_initial_noise=true",
             "--rollout.sde_window.size=2",
-            "--rollout.sde_window.start=1",
             "--rollout.micro_batch_size=2",
         ),
     ],

@@ -277,7 +277,7 @@ def test_evaluate_has_a_size_and_a_sampler_of_its_own(run: Path, tmp_path: Path)
     output = tmp_path / "scores"
     command = ["evaluate", str(run), "--output", str(output), "--num-videos", "0"]
     size = ["--evaluation.height=24", "--evaluation.width=32"]
-    assert main([*command, *size, "--sampler", "sage_grpo", "--evaluation.eta=0.3"]) == 0
+    assert main([*command, *size, "--sampler", "sage_grpo", "--rollout.eta=0.3"]) == 0
     settings = json.loads((output / "evaluation.json").read_text())["settings"]
     assert settings["sampler"] == "sage_grpo" and settings["eta"] == 0.3
     for video in (output / "trained").glob("*.mp4"):

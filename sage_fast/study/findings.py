@@ -91,14 +91,22 @@ class Findings:
 
 
 def write_findings(path: Path, rows: Iterable[Finding]) -> None:
-    """One line per number. OSError when the file cannot be written."""
+    """One line per number, or for all seeds of one that has no parts. OSError when the file cannot be written."""
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        tree = {key: value for key, value in asdict(row).items() if value not in (None, (), "")}
+        tree["value"] = float(f"{row.value:.6g}")
+        if row.parts:
+            tree["parts"] = [float(f"{part:.6g}") for part in row.parts]
+        shared = json.dumps({key: value for key, value in tree.items() if key not in ("seed", "value")})
+        if row.parts or row.seed is None:
+            lines[f"{shared} {len(lines)}"] = tree
+        else:
+            line = lines.setdefault(shared, tree | {"seed": [], "value": []})
+            line["seed"].append(tree["seed"])
+            line["value"].append(tree["value"])
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for row in rows:
-            tree = {key: value for key, value in asdict(row).items() if value not in (None, (), "")}
-            tree["value"] = float(f"{row.value:.6g}")
-            if row.parts:
-                tree["parts"] = [float(f"{part:.6g}") for part in row.parts]
-            file.write(json.dumps(tree, allow_nan=False) + "\n")
+        file.writelines(json.dumps(tree, allow_nan=False) + "\n" for tree in lines.values())
 
 
 def read_findings(path: Path) -> Findings:
@@ -107,8 +115,11 @@ def read_findings(path: Path) -> Findings:
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         try:
             tree = json.loads(line)
-            rows.append(Finding(**(tree | {"parts": tuple(tree.get("parts", ()))})))
-        except (ValueError, TypeError, AttributeError) as error:
+            each = {"parts": tuple(tree.pop("parts", ())), "seed": tree.pop("seed", None), "value": tree.pop("value")}
+            seeds, values = ([v] if not isinstance(v, list) else v for v in (each["seed"], each["value"]))
+            for seed, value in zip(seeds, values, strict=True):
+                rows.append(Finding(**(tree | each | {"seed": seed, "value": value})))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"{path}:{number} is not a finding of a study: {error}") from error
     return Findings(rows)
 

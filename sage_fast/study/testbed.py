@@ -169,8 +169,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     """Train from the start with one seed; quantities of the result.
 
     Those that begin with `final_` are exact. `area`: reward of the rollouts, mean over the training; `unsteadiness`:
-    its standard deviation from update to update without its trend; `group_std`: that of the rewards in a group, mean of
-    the rollouts.
+    its standard deviation from update to update without its trend.
     """
     # Two generators: settings that draw more noise are asked for the same captions.
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
@@ -179,7 +178,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     sampler = settings.sampler if settings.update == "reverse" else "ode"
     table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
     kind = anchor_kind(settings.kl_mode)
-    rewards, spreads, done = [], [], 0
+    rewards, done = [], 0
     while done < settings.num_updates:
         asked = torch.stack([torch.randint(n, (settings.captions,), generator=asking) for n in policy.sizes], 1)
         captions = asked.repeat_interleave(settings.videos, 0)
@@ -190,7 +189,6 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
         scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
         advantages = group_advantages(scores, clip=ADVANTAGE_BOUND).advantages.flatten()
         rewards.append(float(scores.mean()))
-        spreads.append(float(scores.std(1, correction=0).mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":
                 process = ForwardProcessConfig(weighting=settings.weighting, beta=settings.beta)
@@ -210,7 +208,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     # Overall = TA + VQ + MQ; what is seen and how it moves suffer alike from the distance to the legal videos.
     overall = float(policy.followed(psi).mean()) - 2 * drift / policy.atoms.shape[1] ** 0.5
     exact = {"aligned": float(policy.aligned(psi)), "drift": drift, "overall": overall}
-    curves = {"area": fmean(rewards), "unsteadiness": unsteadiness(rewards), "group_std": fmean(spreads)}
+    curves = {"area": fmean(rewards), "unsteadiness": unsteadiness(rewards)}
     return {PER_PROMPT + name: value for name, value in exact.items()} | curves
 
 

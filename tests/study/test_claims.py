@@ -87,6 +87,12 @@ def test_findings_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_findings(file, [row, replace(row, seed=None, parts=())])
     first, second = read_findings(file).rows
     assert first == replace(row, value=0.333333, parts=(0.123457,)) and second.seed is None
+    seeds = [replace(row, seed=seed, value=seed / 2, parts=()) for seed in range(3)]
+    other = replace(row, quantity="p", parts=())
+    write_findings(file, [seeds[0], other, *seeds[1:]])
+    assert len(file.read_text().splitlines()) == 2
+    assert list(read_findings(file).rows) == [*seeds, replace(other, value=0.333333)]
+    write_findings(file, [row, replace(row, seed=None, parts=())])
     file.write_text(file.read_text() + '{"experiment": "e"}\n')
     with pytest.raises(ConfigError, match=r"results\.jsonl:3 "):
         read_findings(file)

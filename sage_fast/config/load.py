@@ -345,9 +345,7 @@ def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards
         "model.family": outside_names([config.model.family], MODEL_FAMILIES),
         "reward.rewards": outside_names(config.reward.rewards if rewards else [], REWARDS),
         "reward.python": [config.reward.python] if rewards and config.reward.python else [],
-        "reward.url": [config.reward.url]
-        if rewards and config.reward.url
-        else [],  # it is sent the videos and the token
+        "reward.url": [config.reward.url] if rewards and config.reward.url else [],
     }
     for key, names in outside.items():
         if unknown := [name for name in names if name not in named]:

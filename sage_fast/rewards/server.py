@@ -169,7 +169,7 @@ class RewardServer(ThreadingHTTPServer):
             options = fill_options(found, given, device=spec.get("device"), fps=spec.get("fps"))
             reward = self.rewards[name] = build_reward(name, found, options)
             lower = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
-            self.served[name] = {"options": options, "lower_is_better": lower}
+            self.served[name] = {"options": options, "lower_is_better": [lower] if isinstance(lower, str) else lower}
 
     def answer(self, path: str, body: bytearray | None) -> dict[str, Any]:
         """The answer to a request; `body` is None for a GET."""

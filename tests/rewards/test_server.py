@@ -206,9 +206,15 @@ def test_options_and_names_that_differ_from_the_servers_are_refused(serve: Calla
     assert rewards(python=Path(sys.executable), device="cpu", **config).thread is not None
 
 
-def test_what_a_reward_says_of_its_scores_and_prompts_comes_along(serve: Callable[..., str]) -> None:
-    config: dict[str, Any] = {"rewards": [here("falling")], "weights": {"falling": -1.0}}
-    assert rewards(serve("falling"), **config).lower_is_better == {"falling"}
+def test_what_a_reward_says_of_its_scores_and_prompts_comes_along(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for declared in (("falling",), {"falling"}, "falling"):
+        monkeypatch.setattr(support.falling, "LOWER_IS_BETTER", declared)
+        with pytest.raises(
+            ConfigError, match=r"reward\.weights\.falling is 1, but its reward says that lower is better"
+        ):
+            rewards(serve("falling"), rewards=[here("falling")], weights={"falling": 1.0})
     section = RewardConfig(url=serve("Choosy"), rewards=[here("Choosy")], weights={"cats": 1.0})
     with pytest.raises(ConfigError, match=r"data.prompts or evaluation.prompts: RewardError: no score for 'a dog'"):
         CompositeReward.from_config(section, ["a cat", "a dog"])
@@ -376,7 +382,7 @@ def test_a_child_ends_with_its_parent(other_python: Path) -> None:
     ("python", "name", "message"),
     [
         ("/nowhere/python", "style:Style", r"'/nowhere/python', which cannot be started: .*No such file"),
-        ("/bin/true", "style:Style", "which cannot serve .*it ended with status 0"),
+        ("/bin/true", "style:Style", "which cannot (serve .*it ended with status 0|be started: .*Broken pipe)"),
         (None, "style:Nothing", r"'style:Nothing' is not in .*python: AttributeError"),
         (None, "absent:Nothing", "No module named 'absent'"),
         (None, "toy", r"\['toy'\] are scored in this process: .* Set reward.python to null"),

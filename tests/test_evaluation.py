@@ -19,7 +19,8 @@ from sage_fast.evaluation import (
     paired_tests,
     scored_in_both,
 )
-from sage_fast.rollout import VideoScoring
+from sage_fast.records import Sample
+from sage_fast.rollout import VideoScoring, initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 
@@ -148,3 +149,32 @@ def test_a_sampler_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_run(*words)
+
+
+def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[..., RunConfig]) -> None:
+    """Two noises of a batch of two prompts are the mean of what the noises give alone."""
+    words = ("--rollout.guidance_scale=3", "--evaluation.num_prompts=3", "--evaluation.batch_size=2")
+    trainer = build_trainer(tiny_run(*words, "--evaluation.noises=2"))
+    scores = trainer.evaluate()[0]
+    assert scores.noises == 2 and len(scores.reward) == 3
+    drawn = []
+    for member in (0, 1):
+        for prompt in trainer.eval_prompts:
+            sample = Sample(prompt=prompt, embeds=trainer.embed(prompt.text), member=member)
+            keys = noise_keys([sample], trainer.config.evaluation.seed, update=0)
+            initial = initial_latents(keys, trainer.evaluation_latent_shape)
+            table = transition_table(
+                "ode", sigma_schedule(trainer.config.evaluation_steps, trainer.config.rollout.shift), 0.0
+            )
+            latents = sample_trajectory(policy_velocity(trainer.policy, [sample]), [sample], keys, table, initial).final
+            drawn.append(float(trainer.reward.overall(trainer.reward.score(trainer.decoder.decode(latents), [sample]))))
+    means = [(drawn[row] + drawn[row + 3]) / 2 for row in range(3)]
+    assert scores.reward == pytest.approx(means, abs=2e-3)  # a batch of two rounds a byte otherwise
+    assert len(set(drawn)) == 6
+
+
+def test_the_noise_of_an_evaluation_is_that_of_its_seed(tiny_run: Callable[..., RunConfig]) -> None:
+    first, same, other = (
+        build_trainer(tiny_run(*words)).evaluate()[0].reward for words in ((), ("--seed=0",), ("--evaluation.seed=5",))
+    )
+    assert first == same != other

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.transformer import is_dead
-from sage_fast.objective import KL_MODES, kl_uses
+from sage_fast.objective import KL_MODES, group_advantages, kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import RolloutRecord
 from sage_fast.rollout import fixed_starts, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
@@ -552,3 +553,48 @@ def test_guidance_leads_away_from_the_negative_prompt(tiny_run: Callable[..., Ru
     assert other["ratio/first_max_deviation"] == 0 and other["reward/mean"] != first["reward/mean"]
     with pytest.raises(ConfigError, match=r"rollout.negative_prompt is .*empty with rollout.guidance_scale 1"):
         tiny_run(f"--rollout.negative_prompt={text}", "--rollout.guidance_scale=1")
+
+
+class FailsForReds:
+    """Brightness, which prompts with "red" do not get."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        if any("red" in prompt for prompt in prompts):
+            raise ConnectionError("the scoring server is gone")
+        return {"brightness": videos.float().mean((1, 2, 3, 4))}
+
+
+def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(tiny_run: MakeRun, tmp_path: Path) -> None:
+    prompts = tmp_path / "three.txt"
+    prompts.write_text("a red circle moving left\na blue square moving up\na green circle moving up\n")
+    words = [
+        f"--data.prompts={prompts}",
+        "--data.shuffle=false",
+        "--evaluation.every=0",
+        "--evaluation.num_prompts=null",
+    ]
+    words += [f"--reward.rewards=['{__name__}:FailsForReds']", "--reward.weights={brightness: 1}"]
+    words += ["--reward.on_failure=drop_group", "--rollout.batch_size=6", "--rollout.micro_batch_size=2"]
+    trainer = build_trainer(tiny_run(*words, "--rollout.num_generations=2"))
+    records: list[RolloutRecord] = []
+    trainer.on_rollout = records.append
+    trainer.iterate()
+    (record,) = records
+    assert record.trained.tolist() == [False, True, True] and not record.advantages[0].any()
+    assert torch.equal(record.advantages[1:], group_advantages(record.reward[1:]).advantages)
+
+
+def test_adapters_start_from_the_runs_seed(tiny_run: MakeRun) -> None:
+    first, same, other = (weights(build_trainer(tiny_run(f"--seed={seed}"))) for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_weights_come_back_after_an_exception(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1"))
+    trainer.iterate()
+    trained = {name: value.clone() for name, value in weights(trainer).items()}
+    with pytest.raises(KeyboardInterrupt), trainer.evaluated_weights():
+        assert any(not torch.equal(value, trained[name]) for name, value in weights(trainer).items())
+        raise KeyboardInterrupt
+    assert all(torch.equal(value, trained[name]) for name, value in weights(trainer).items())

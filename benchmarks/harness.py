@@ -226,10 +226,12 @@ def gpu_state() -> dict[str, Any] | None:
         return None
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         # Found by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not.
         handle = torch.cuda._get_pynvml_handler()
-    except (ImportError, RuntimeError):
+    except (RuntimeError, pynvml.NVMLError):  # such as a container without the driver's library
         return None
 
     def clock_limits() -> list[str]:

@@ -80,7 +80,7 @@ def tiny_model_4_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = build_transformer(config)
     save_file(stored_parameters(transformer), folder / WEIGHTS_NAME)

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -390,6 +391,14 @@ def test_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory_used_gb": 17.0,
     }
     assert record["energy_j"] == 100.0 and record["mean_power_w"] == pytest.approx(100.0 / record["seconds"])
+
+
+def test_a_gpu_without_the_library_of_its_driver_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNVML()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", Mock(side_effect=nvml.NVMLError("library not found")))
+    assert harness.gpu_state() is None
 
 
 # ------------------------------------------------------------------------------------------ the GPU script

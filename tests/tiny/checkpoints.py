@@ -95,7 +95,7 @@ FONTS = {"en-Arial": 0, "cn-SimSun": 1}
 
 def build_pipeline(*, seed: int = 0, shift: float = 5.0, guidance_scale: float = 6.0) -> HunyuanVideo15Pipeline:
     """A whole stock text-to-video pipeline, float32, on the CPU, its weights a function of `seed`."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _chat_tokenizer()
         glyph_tokenizer = ByT5Tokenizer()

@@ -285,6 +285,12 @@ class Acceleration(FusedForward):
         transformer: Any = self.transformer
         weight = transformer.x_embedder.proj.weight
         device, dtype = weight.device, weight.dtype
+        if device != latents.device:
+            raise ValueError(
+                f"The latents are on {latents.device}, the weights on {device}. The fused forward reads the weights of "
+                "layers without calling these, so offloading that moves weights layer by layer (sequential, or "
+                "leaf_level) does not work with it. Use enable_model_cpu_offload, or undo the acceleration."
+            )
         known = timestep.tolist() if timestep.device.type == "cpu" else None
         timestep = timestep.to(device, torch.float32, non_blocking=True)
         activated = self.embed_time(timestep)

@@ -33,7 +33,7 @@ def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, see
         "target_size": 16,
         "task_type": "t2v",
     }
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = HunyuanVideo15Transformer3DModel(**(settings | config))
         with torch.no_grad():

@@ -496,6 +496,16 @@ def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
         acceleration.undo()
 
 
+def test_offloading_layer_by_layer_is_refused() -> None:
+    from accelerate import cpu_offload
+
+    model = tiny_transformer()
+    accelerate(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="enable_model_cpu_offload"):
+        packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+
+
 def test_an_accelerated_model_can_be_pickled() -> None:
     model = tiny_transformer()
     accelerate(model)

@@ -22,14 +22,13 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, describe_model
-from sage_fast.objective import anchor_kind
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
-from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, weight_sizes
+from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, checkpoint_bytes, weight_sizes
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import Weights, compute_dtype, count_weights, gathered_weights
-from sage_fast.planning.work import Visits, Work, forward_work, keeps_old_policy, visits
+from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
+from sage_fast.planning.work import Visits, Work, forward_work, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
@@ -86,6 +85,12 @@ class Plan(MemoryPlan):
     def seconds_per_video(self) -> float:
         """On the GPUs that share a video."""
         return sum(phase.predicted for phase in self.phases)
+
+    @property
+    def evaluation_per_video(self) -> float:
+        """Seconds of evaluations, dealt out to the videos that are trained between two of them."""
+        every = self.config.evaluation.every * self.config.rollout.batch_size
+        return (self.seconds_per_evaluation or 0.0) / max(every, 1)
 
     @property
     def seconds_per_rollout(self) -> float:
@@ -286,13 +291,6 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
     )
     predicted, bound = device.decode_seconds(cost, dtype)
     return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
-
-
-def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
-    """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and average, and the adapter once more."""
-    copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
-    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(config)
-    return 4.0 * (weights.trained * copies + weights.moments)
 
 
 def _phases(

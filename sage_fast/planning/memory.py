@@ -195,7 +195,7 @@ class MemoryPlan:
 
     @cached_property
     def loading(self) -> dict[str, float] | None:
-        """Bytes of CPU memory that a node of GPUs needs while it loads, at most, by what they hold; None on a CPU.
+        """Bytes of CPU memory that a node of GPUs needs, at most, by what they hold; None on a CPU.
 
         Transformer and text encoder are read from mapped files straight to the GPUs, shard by shard where they are
         sharded. Files that were read stay in the kernel's cache for as long as there is room, which is not counted.
@@ -205,9 +205,13 @@ class MemoryPlan:
         layout, item = self.layout, getattr(torch, self.config.model.dtype).itemsize
         kept = 0.0
         if self._offloads_shards:
-            kept = item * self.weights.total / layout.weight_shards
+            kept = item * self.weights.pinned / layout.weight_shards
         elif self.config.model.adaln == "offload":
             kept = item * self.weights.adaln
+        if self.config.checkpoint.asynchronous and not self._offloads_shards:
+            # Copies of what is on the GPU, from the first checkpoint on.
+            rounded = self.weights.trained_pinned / self.weights.trained
+            kept += rounded * checkpoint_bytes(self.config, self.weights) / layout.gpus
         # On the GPU from the first video on.
         parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
         # Rewards are on the GPU before the transformer is read.
@@ -352,6 +356,13 @@ class RewardMemory:
     models: float
     tables: float
     at_work: float
+
+
+def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
+    """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and average, and the adapter once more."""
+    copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
+    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(config)
+    return 4.0 * (weights.trained * copies + weights.moments)
 
 
 def reward_memory(config: RunConfig, sizes: Mapping[str, float]) -> RewardMemory:

@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.asked.model.checkpointing == "auto":
         yield f"  model.checkpointing auto: {plan.config.model.settled_checkpointing}"
     if plan.loading is not None:
-        yield f"  CPU memory of a node while it loads: {loading_text(plan.loading)}"
+        yield f"  CPU memory of a node, at most: {loading_text(plan.loading)}"
     yield ""
 
 
@@ -147,7 +147,8 @@ def _time(plan: Plan) -> Iterator[str]:
     yield from _per_update(plan)
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
-        yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}"
+        more = f"{_number(plan.evaluation_per_video)} s per video beside these"
+        yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}, {more}"
     if several:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
@@ -307,6 +308,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
+        "evaluation_per_video": plan.evaluation_per_video,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
         "checkpoint_bytes_per_gpu": plan.checkpoint,
         "exchanges": [

@@ -1,7 +1,7 @@
 """The weights of a run: how many there are, what each costs beside itself, and how FSDP holds them on each GPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ class Weights:
 
     block: of one transformer block, the last one. trained: of those that get a gradient. moments: optimizer state.
     adaln: of the modulation layers, which may leave the GPU. largest: of the largest trained tensor. matrices,
-    matrix_elements: trained tensors that Muon makes orthogonal. muon_flops: of one step of doing so.
+    matrix_elements: trained tensors that Muon makes orthogonal. muon_flops: of one step of doing so. pinned,
+    trained_pinned: of all and of trained ones in pinned memory, where torch rounds every tensor up to a power of two.
 
     Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`, adapters not included.
     """
@@ -34,6 +35,8 @@ class Weights:
     matrices: int
     matrix_elements: int
     muon_flops: float
+    pinned: int
+    trained_pinned: int
 
 
 def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
@@ -48,8 +51,8 @@ def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     def line(name: str) -> Any:
         return getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name))
 
-    names = ("total", "trained", "moments", "adaln", "matrices", "matrix_elements", "muon_flops")
-    return Weights(**{name: line(name) for name in names}, block=three.block, largest=three.largest)
+    kept = {"block": three.block, "largest": three.largest}
+    return Weights(**kept, **{field.name: line(field.name) for field in fields(Weights) if field.name not in kept})
 
 
 def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -62,7 +65,7 @@ def _count(
     key: tuple[tuple[str, Any], ...], layers: int, modules: tuple[str, ...] | None, rank: int, optimizer: str
 ) -> Weights:
     transformer = meta_transformer(dict(key), torch.float32, layers)
-    total = sum(p.numel() for p in transformer.parameters())
+    total, pinned = (sum(map(of, transformer.parameters())) for of in (torch.numel, _pinned))
     block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())
     adaln = sum(p.numel() for layer in backbone(transformer).adaln_layers(transformer) for p in layer.parameters())
     if modules is None:
@@ -91,7 +94,14 @@ def _count(
         matrices=matrices,
         matrix_elements=matrix_elements,
         muon_flops=flops,
+        pinned=pinned,
+        trained_pinned=sum(map(_pinned, trained.values())),
     )
+
+
+def _pinned(tensor: torch.Tensor) -> int:
+    """Numbers that pinned memory for a tensor has room for: 74 MiB take 128. A half of it takes half as much."""
+    return 1 << (tensor.numel() - 1).bit_length()
 
 
 def compute_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:

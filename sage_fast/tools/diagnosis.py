@@ -26,8 +26,9 @@ from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, check_guidance, describe_model, model_family, shift_difference
 from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import gpu_memory_gb, host_memory
-from sage_fast.planning.estimate import SAFE_SHARE, checkpoint_bytes, make_memory_plan
+from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
 from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.run.run import load_prompts
@@ -319,7 +320,7 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         enough = needed < SAFE_SHARE * host
         detail = f"about {needed / 1e9:.0f} GB of {host / 1e9:.0f} GB of this node"
         fix = "" if enough else "fewer processes on this node, or a node with more memory"
-        yield Check(section, "while loading", "ok" if enough else "missing", detail, fix=fix)
+        yield Check(section, "CPU memory", "ok" if enough else "missing", detail, fix=fix)
 
 
 def _disk(config: RunConfig) -> Iterator[Check]:

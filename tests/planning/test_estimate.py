@@ -39,7 +39,7 @@ from sage_fast.planning.calls import _call
 from sage_fast.planning.devices import DEVICES, choose_device, gpu_memory_gb, measure_cpu
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan, settle_memory
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.memory import PROCESS, Memory, MemoryPlan, PhaseMemory
+from sage_fast.planning.memory import PROCESS, Memory, MemoryPlan, PhaseMemory, checkpoint_bytes
 from sage_fast.planning.search import options
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Tracer, meta_transformer, trace
@@ -294,6 +294,9 @@ def test_seconds_are_work_over_ceilings() -> None:
     seconds = rollout.linear / 798e12 + rollout.attention / 595e12 + rollout.elementwise / 3.0e12
     assert by_name["rollout"].bound == pytest.approx(seconds)
     assert found.videos_per_gpu_hour == pytest.approx(3600 / found.seconds_per_video)
+    assert found.seconds_per_evaluation is not None
+    between = found.config.evaluation.every * found.config.rollout.batch_size
+    assert found.evaluation_per_video == pytest.approx(found.seconds_per_evaluation / between)
     # The anchor is behind in nine of ten rollouts.
     assert by_name["anchor"].predicted == pytest.approx(0.9 * by_name["rollout"].predicted)
 
@@ -374,11 +377,24 @@ def test_components_of_memory_are_sizes() -> None:
 
 def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> None:
     """Neither for the transformer nor for the text encoder, but for whatever is offloaded."""
-    assert sum((small_plan().loading or {}).values()) == PROCESS, "rewards are elsewhere, the decoder takes nothing"
-    found = small_plan("--model.adaln=offload")
+    plain = small_plan("--checkpoint.asynchronous=false").loading or {}
+    assert sum(plain.values()) == PROCESS, "rewards are elsewhere, the decoder takes nothing"
+    found = small_plan("--model.adaln=offload", "--checkpoint.asynchronous=false")
     assert found.loading is not None and found.loading["weights that stay"] == 2.0 * found.weights.adaln
     many = replace(found, layout=Layout(replicate=16)).loading
     assert many == {name: 8 * size for name, size in found.loading.items()}, "a node has eight"
+
+
+def test_pinned_memory_counts_as_torch_rounds_it() -> None:
+    """Each tensor takes a power of two of bytes: copies of a checkpoint, and shards in CPU memory."""
+    transformer = meta_transformer(dict(SMALL), torch.float32)
+    rounded = sum(2 ** math.ceil(math.log2(p.numel())) for p in transformer.parameters())
+    found = small_plan("--training.mode=full", "--model.dtype=float32")
+    weights, loading = found.weights, found.loading
+    assert weights.pinned == rounded > 1.1 * weights.total and loading is not None
+    copies = weights.trained_pinned / weights.trained * checkpoint_bytes(found.config, weights)
+    assert weights.trained_pinned > 1.05 * weights.trained
+    assert loading["weights that stay"] == pytest.approx(copies)
 
 
 def measured(script: str, *words: str) -> dict[str, float]:

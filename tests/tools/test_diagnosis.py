@@ -294,7 +294,7 @@ def test_loading_needs_cpu_memory(
     """A GPU's part of the transformer never lies in CPU memory whole: the process and the reward's weights count."""
     on_gpu(monkeypatch, 80)
     monkeypatch.setattr(doctor, "host_memory", lambda: int(gigabytes * 1e9))
-    assert by_name(list(doctor._memory(preset(tmp_path))))["while loading"].status == status
+    assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
 
 
 @pytest.mark.parametrize(

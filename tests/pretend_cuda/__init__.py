@@ -1,0 +1,364 @@
+"""A pretend CUDA device for a whole process: `from tests.pretend_cuda import install`, before torch is imported.
+
+device.cpp is the device; here are torch.cuda's functions over it, the operators that CUDA alone has, and sage_kernels,
+whose launchers run all of their Python while their plain twins compute. Eager: a missing `wait_stream` does not show.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import inspect
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SOURCE = Path(__file__).with_name("device.cpp")
+PLACES = ("sage_fast", "sage_kernels", "benchmarks")
+GIB = 2**30
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "total_memory": 79 * GIB,
+    "multi_processor_count": 132,
+    "uuid": "pretended",
+    "L2_cache_size": 50 * 2**20,
+    "shared_memory_per_block_optin": 232448,
+}
+
+waits: Counter[tuple[str, str]] = Counter()
+"""(what, innermost place of the project) -> how often the host waited."""
+races: list[str] = []
+launches: Counter[str] = Counter()
+"""Kernel -> launches."""
+compiled: list[str] = []
+"""Kernels that Triton's JIT compiled."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that builds the device; None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build() -> Path:
+    """The device's library, built where this source has not been (half a minute) for this torch."""
+    from importlib.metadata import version
+
+    key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sage-fast-tests" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes one builds
+        if (folder / "pretend_cuda.so").is_file():
+            return folder / "pretend_cuda.so"
+        from torch.utils.cpp_extension import load
+
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            flags = {"extra_cflags": ["-O1"], "build_directory": made, "is_python_module": False}
+            load("pretend_cuda", [str(SOURCE)], **flags)
+            folder.mkdir(exist_ok=True)
+            os.replace(Path(made) / "pretend_cuda.so", folder / "pretend_cuda.so")
+    return folder / "pretend_cuda.so"
+
+
+def _load(library: Path) -> Any:
+    """The extension, whose hooks torch looks up as it is imported: torch's own libraries come first, without torch."""
+    assert "torch" not in sys.modules, "the pretend device must be installed before torch is imported"
+    (torch_folder,) = importlib.util.find_spec("torch").submodule_search_locations  # type: ignore[union-attr,misc]
+    for name in ("torch_global_deps", "c10", "torch_cpu", "torch", "shm", "torch_python"):
+        path = Path(torch_folder) / "lib" / f"lib{name}.so"
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location("pretend_cuda", library)
+    extension = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(extension)  # type: ignore[union-attr]
+    return extension
+
+
+def _place() -> str:
+    """Innermost file and function of the project."""
+    frame = sys._getframe(1)
+    while frame is not None:  # type: ignore[unreachable]
+        path = Path(frame.f_code.co_filename)
+        if found := [name for name in PLACES if name in path.parts]:
+            return f"{'/'.join(path.parts[path.parts.index(found[0]) :])}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def _noted(kind: str, what: str) -> None:
+    if kind == "race":
+        races.append(f"{what} ({_place()})")
+    else:
+        waits[what, _place()] += 1
+
+
+def install(devices: int = 1, *, jit: bool = False) -> None:
+    """Give this process pretended GPUs; `jit` compiles every launch by Triton and ptxas for sm_90."""
+    extension = _load(Path(os.environ["PRETEND_CUDA_LIBRARY"]))
+    import torch
+
+    extension.start(devices, _noted)
+
+    def index(device: Any = None) -> int:
+        if isinstance(device, int) or device is None:
+            return extension.current() if device in (None, -1) else int(device)
+        found = torch.device(device)
+        if found.type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return extension.current() if found.index is None else found.index
+
+    def exchange(to: int) -> int:
+        before = extension.current()
+        if to >= 0:
+            extension.set_device(to)
+        return int(before)
+
+    class Stream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0) -> Any:
+            return torch.Stream(torch.device("cuda", index(device)), priority=priority)
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+            return torch.Event("cuda", enable_timing=enable_timing)
+
+    @contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(given or before)
+        yield
+        torch.accelerator.set_stream(before)
+
+    def generators(count: int = devices) -> list[Any]:
+        return [extension.generator(number) for number in range(count)]
+
+    replaced: dict[str, Any] = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "_is_compiled"), lambda *_, **__: True),
+        **dict.fromkeys(("_lazy_init", "init", "empty_cache", "ipc_collect"), lambda: None),
+        **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), lambda: False),
+        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange),
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda d=None: extension.held(index(d))),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda d=None: extension.peak(index(d))),
+        "reset_peak_memory_stats": lambda d=None: extension.reset_peak(index(d)),
+        "mem_get_info": lambda d=None: (H100["total_memory"] - extension.held(index(d)), H100["total_memory"]),
+        "memory_stats": lambda d=None: {"num_alloc_retries": 0, "num_ooms": 0},
+        "device_count": lambda: devices,
+        "current_device": extension.current,
+        "set_device": lambda d: extension.set_device(index(d)),
+        "get_device_properties": lambda d=None: SimpleNamespace(**H100 | {"uuid": f"pretended-{index(d)}"}),
+        "get_device_capability": lambda d=None: (H100["major"], H100["minor"]),
+        "get_device_name": lambda d=None: H100["name"],
+        "get_arch_list": lambda: ["sm_90"],
+        "synchronize": lambda d=None: extension.synchronize(index(d)),
+        "_sleep": lambda cycles: None,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": lambda d=None: torch.accelerator.current_stream(torch.device("cuda", index(d))),
+        "default_stream": lambda d=None: torch.Stream(stream_id=0, device_index=index(d), device_type=1),
+        "manual_seed": lambda seed: generators()[extension.current()].manual_seed(seed),
+        "manual_seed_all": lambda seed: [each.manual_seed(seed) for each in generators()],
+        "get_rng_state": lambda d="cuda": generators()[index(d)].get_state(),
+        "set_rng_state": lambda state, d="cuda": generators()[index(d)].set_state(state),
+        "get_rng_state_all": lambda: [each.get_state() for each in generators()],
+        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(generators(), states, strict=True)],
+    }
+    for name, value in replaced.items():
+        for module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        return extension.resize_storage(storage, size) if storage.device.type == "cuda" else resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
+    torch.version.cuda = "13.0"
+    torch.backends.cudnn.is_available = lambda: True
+    torch.backends.cudnn.version = lambda: 91300  # type: ignore[assignment]
+    # Capturable optimizers and others ask what the build has.
+    torch._C._cuda_getDeviceCount = lambda: devices  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    _operators(extension)
+    _kernels(extension, jit)
+
+
+# ---------------------------------------------------------------------------------------- operators of CUDA alone
+
+_library: Any = None
+
+
+def _operators(extension: Any) -> None:
+    """The three attention kernels of torch and the product with a float32 result."""
+    global _library
+    import torch
+
+    _library = torch.library.Library("aten", "IMPL", "CUDA")
+
+    def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function over tensors of the host, with its results on the device."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            given = [a for a in arguments if isinstance(a, torch.Tensor)]
+            assert {tensor.device for tensor in given} == {given[0].device}, "tensors on several devices"
+            hosts = [extension.host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            extension.quiet(True)
+            try:
+                found = function(*hosts, **options)
+                move = torch.utils._pytree.tree_map_only
+                return move(torch.Tensor, lambda t: t.to(given[0].device), found)
+            finally:
+                extension.quiet(False)
+
+        return run
+
+    def softmax(q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any]:
+        assert all(t.stride(-1) == 1 and t.shape[-1] % 8 == 0 for t in (q, k, v)), "layout of q, k, v"
+        scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * (scale or q.shape[-1] ** -0.5)
+        lse = scores.logsumexp(-1, keepdim=True)
+        return ((scores - lse).exp() @ v.double()).to(q.dtype), lse[..., 0].float()
+
+    def gradients(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> tuple[Any, ...]:
+        wide = grad.double()
+        weights = (torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * scale - lse.double()[..., None]).exp()
+        inner = torch.einsum("bhqd,bhkd->bhqk", wide, v.double()) - (wide * out.double()).sum(-1, keepdim=True)
+        scores = weights * inner * scale
+        dq, dk = scores @ k.double(), scores.transpose(2, 3) @ q.double()
+        return dq.to(q.dtype), dk.to(q.dtype), (weights.transpose(2, 3) @ wide).to(q.dtype)
+
+    def nothing(dtype: Any = torch.int64) -> Any:
+        return torch.empty(0, dtype=dtype)
+
+    def flash(q: Any, k: Any, v: Any, *rest: Any, scale: float | None = None) -> Any:
+        assert q.dtype in (torch.bfloat16, torch.float16), "the flash kernel computes in half precision"
+        out, lse = softmax(q, k, v, scale)
+        return out, lse, None, None, q.shape[2], k.shape[2], nothing(torch.uint64), nothing(torch.uint64), nothing()
+
+    def flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: float) -> Any:
+        assert rest[2:4] == (q.shape[2], k.shape[2]), "lengths"
+        return gradients(grad, q, k, v, out, lse, scale)
+
+    def efficient(q: Any, k: Any, v: Any, bias: Any, *rest: Any, scale: float | None = None) -> Any:
+        out, lse = softmax(q, k, v, scale)
+        # Rows of the lse are whole multiples of 32.
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), nothing(), nothing()
+
+    def efficient_backward(
+        grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *_: Any, scale: float
+    ) -> Any:
+        assert lse.shape[-1] % 32 == 0, "rows of the lse"
+        return *gradients(grad, q, k, v, out, lse[..., : q.shape[2]], scale), None
+
+    def cudnn(q: Any, k: Any, v: Any, bias: Any, *rest: Any, scale: float | None = None) -> Any:
+        out, lse = softmax(q, k, v, scale)
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], nothing(), nothing(), nothing()
+
+    def cudnn_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any, scale: float) -> Any:
+        return gradients(grad, q, k, v, out, lse[..., 0], scale)
+
+    def product(a: Any, b: Any, dtype: Any) -> Any:
+        return (a.float() @ b.float()).to(dtype)
+
+    attention = "_scaled_dot_product_{}_attention"
+    for name, forward, backward in (
+        ("flash", flash, flash_backward),
+        ("efficient", efficient, efficient_backward),
+        ("cudnn", cudnn, cudnn_backward),
+    ):
+        _library.impl(attention.format(name), on_host(forward))
+        _library.impl(attention.format(name) + "_backward", on_host(backward))
+    _library.impl("mm.dtype", on_host(product))
+
+
+# ---------------------------------------------------------------------------------------- sage_kernels
+
+
+def _kernels(extension: Any, jit: bool) -> None:
+    """Launchers run all of their Python, and their plain twins give what the kernels would."""
+    import torch
+    from torch._library.custom_ops import OPDEFS
+    from torch.utils._pytree import tree_leaves
+
+    if jit:
+        _compile(extension)
+    from sage_kernels import launch, launchers, reference
+
+    start = launch.start
+
+    def started(function: Any, grid: Any, arguments: Any, options: Any) -> None:
+        places = {a.device for a in arguments if isinstance(a, torch.Tensor) and a.numel()}
+        assert len(places) == 1, f"{function.__name__}: pointers on {places}"
+        assert places.pop().index == extension.current(), f"{function.__name__} is launched on another device"
+        assert all(0 < n < 2 ** (16 if axis else 31) for axis, n in enumerate(grid)), f"{function.__name__}: {grid}"
+        launches[function.__name__] += 1
+        if jit:
+            start(function, grid, arguments, options)
+
+    def twin(launcher: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            given = launcher(*arguments)
+            if not any(isinstance(a, torch.Tensor) and a.is_cuda for a in arguments):
+                return given
+            hosts = [extension.host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            extension.quiet(True)
+            try:
+                for mine, theirs in zip(tree_leaves(given), tree_leaves(plain(*hosts)), strict=True):
+                    assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.is_contiguous(), plain
+                    mine.copy_(theirs)
+            finally:
+                extension.quiet(False)
+            return given
+
+        return run
+
+    launch.start = started
+    for name, definition in OPDEFS.items():
+        if name.startswith("sage_kernels::"):
+            known = inspect.getclosurevars(definition._init_fn).nonlocals
+            definition.register_kernel("cuda")(twin(known["launcher"], known["plain"]))
+    for name in launchers.__all__:
+        setattr(launchers, name, twin(getattr(launchers, name), getattr(reference, name)))
+
+
+def _compile(extension: Any) -> None:
+    """Let Triton's JIT bind, specialise and compile for an H100; nothing is launched."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (1, 1, 0, 0, 1024),
+        get_device_properties=lambda device: limits,
+        unload_module=lambda _: None,
+    )
+    driver.set_active(
+        SimpleNamespace(
+            utils=utils,
+            launcher_cls=lambda source, metadata: lambda *arguments: None,
+            get_current_device=extension.current,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_active_torch_device=lambda: torch.device("cuda", extension.current()),
+            set_current_device=extension.set_device,
+        )
+    )
+    compile_one = JITFunction._do_compile
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        compiled.append(self.__name__)
+        return compile_one(self, *arguments, **options)
+
+    JITFunction._do_compile = counted

@@ -1,0 +1,264 @@
+"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER [--fault NAME]
+
+It writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges. A fault changes one line of the
+sources as they are imported.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from tests import pretend_cuda
+from tests.pretend_cuda import compiled, launches, races, waits
+
+TRAINED = "--optimizer.learning_rate=0.01"
+MODES: dict[str, list[str]] = {
+    "lora": [TRAINED, "--objective.kl_mode=moving", "--training.anchor_interval=1", "--training.ema_decay=0.9"],
+    "split": [TRAINED, "--training.guidance=split", "--model.adaln=offload"],
+    "single_pass": [TRAINED, "--training.update=single_pass", "--rollout.micro_batch_size=1"],
+    "full": ["--optimizer.learning_rate=0.001", "--training.mode=full", "--objective.kl_mode=dual"],
+    "muon": [TRAINED, "--optimizer.name=muon", "--model.checkpointing=selective"],
+    "stock": [TRAINED, "--model.forward=stock", "--model.checkpointing=full"],
+    "bfloat16": [TRAINED, "--model.dtype=bfloat16", "--model.attention=sdpa"],
+    "several_updates": [TRAINED, "--training.updates_per_rollout=2", "--objective.kl_velocity=exact"],
+}
+"""Training modes that are compared with the CPU."""
+
+FAULTS = {
+    "exchange without a wait": (
+        "distributed/engine.py",
+        "            torch.cuda.synchronize()\n",
+        "            pass\n",
+    ),
+    "save without a wait": ("checkpoint/writer.py", "            torch.cuda.synchronize()\n", "            pass\n"),
+    "launch on another device": ("sage_kernels/launch.py", "    with torch.cuda.device(device):", "    if True:"),
+    "noise on the host": (
+        "sage_fast/noise.py",
+        "dtype=torch.int64).to(device, non_blocking=True)",
+        "dtype=torch.int64)",
+    ),
+    "videos on the device": ("toy/codec.py", "self._mean.to(latents.device)).cpu()", "self._mean.to(latents.device))"),
+    "a copy that waits": ("rollout.py", ".to(latents.device, non_blocking=True)", ".to(latents.device)"),
+    "judged on the host": ("distributed/parallelize.py", ", computes_in=(device, dtype))", ")"),
+    "cudnn by torch's own choice": ("trainer.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
+}
+"""Faults that the tests must notice: file, a text of it, and its replacement."""
+
+
+def break_source(file: str, old: str, new: str) -> None:
+    """Import that file with one line changed."""
+    get_code = SourceFileLoader.get_code
+
+    def changed(self: SourceFileLoader, name: str) -> Any:
+        if not self.path.endswith(file):
+            return get_code(self, name)
+        text = Path(self.path).read_text("utf-8")
+        assert text.count(old) == 1, f"{file} has {text.count(old)} of {old!r}"
+        return compile(text.replace(old, new), self.path, "exec")
+
+    SourceFileLoader.get_code = changed  # type: ignore[method-assign]
+
+
+def numbers(tensors: dict[str, Any]) -> dict[str, list[float]]:
+    """Tensors as JSON, of sharded ones this rank's part."""
+    return {
+        name: getattr(t, "to_local", lambda t=t: t)().detach().double().cpu().flatten().tolist()
+        for name, t in tensors.items()
+    }
+
+
+def write_run(folder: Path, **model: Any) -> Path:
+    """A run of a tiny random model, whose heads the attention kernels take."""
+    from sage_fast.models.toy.components import TRANSFORMER_CONFIG
+    from tests.conftest import TINY, TINY_RUN, write_tiny_model
+
+    (folder / "model").mkdir(parents=True)
+    heads = {"attention_head_dim": 16, "rope_axes_dim": [4, 6, 6]}
+    write_tiny_model(folder / "model", TRANSFORMER_CONFIG | TINY | heads)
+    tree = TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(folder / "model")} | model}
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    return folder / "run.yaml"
+
+
+def train(file: Path, *words: str) -> dict[str, Any]:
+    """Weights before and after a run, and the deviation of its first ratios from 1."""
+    from sage_fast.config.load import load_config, to_dict
+    from sage_fast.distributed.start import rank_device, start_world
+    from sage_fast.run.run import Run
+
+    config = load_config(file, words)
+    device = rank_device(config.model.device)
+    run = Run(config, start_world(config.distributed, config.training.mode, device, to_dict(config)))
+    before = numbers(run.trainer.parameters)
+    run.train()
+    rows = [json.loads(line) for line in (file.parent / "run/metrics.jsonl").read_text().splitlines()]
+    first = [row["ratio/first_max_deviation"] for row in rows if "ratio/first_max_deviation" in row]
+    return {"before": before, "after": numbers(run.trainer.parameters), "first_ratio": first}
+
+
+def modes(folder: Path, device: str, names: list[str]) -> dict[str, Any]:
+    """Trainings in every mode on the device or on the CPU."""
+    return {name: train(write_run(folder / name, device=device), *MODES[name]) for name in names}
+
+
+def on_cuda(folder: Path) -> dict[str, Any]:
+    """All modes; of the first one also what its checkpoint holds."""
+    from safetensors.torch import load_file
+
+    found = modes(folder, "cuda", list(MODES))
+    shards = sorted((folder / "lora/run/checkpoints").rglob("*.safetensors"))
+    finite = [all(t.double().isfinite().all().item() for t in load_file(path).values()) for path in shards]
+    return {"modes": found, "saved_finite": finite}
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """FSDP2 on one rank, with a fake NCCL: weights in CPU memory with anchors and averages; explicit backends."""
+    from torch import distributed
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    start = distributed.init_process_group
+
+    def init(backend: str | None = None, **options: Any) -> None:
+        start(backend.replace("cuda:nccl", "cuda:fake") if backend else backend, **options)
+
+    distributed.init_process_group = init
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= rank | {"MASTER_PORT": "0"}
+    full = ["--training.mode=full", "--optimizer.learning_rate=0.001"]
+    offloaded = [*full, "--distributed.cpu_offload=true"]
+    half = [*full, "--distributed.param_dtype=bfloat16"]
+    runs = {
+        "fixed": [*offloaded, "--objective.kl_mode=fixed"],
+        "ema": [*offloaded, "--objective.kl_mode=dual", "--training.ema_decay=0.5"],
+        "sdpa": [*half, "--model.attention=sdpa"],
+        "triton": [*half, "--model.attention=cudnn", "--model.kernels=triton"],
+    }
+    found = {}
+    for name, words in runs.items():
+        os.environ["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+        trained = train(write_run(folder / name, device="cuda"), *words)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        moved = trained["before"] != trained["after"]
+        found[name] = {"moved": moved, "races": list(races)}
+    return found
+
+
+def two_devices(folder: Path) -> dict[str, Any]:
+    """A gradient on cuda:1 while cuda:0 is the current device, against the CPU's."""
+    import torch
+
+    from sage_fast import accelerate
+    from sage_fast.models.hunyuan15.backbone import velocity
+    from sage_fast.models.toy.components import TRANSFORMER_CONFIG, build_transformer
+    from sage_fast.records import PromptEmbeds
+    from tests.conftest import TINY
+
+    torch.manual_seed(0)
+    model = build_transformer(TRANSFORMER_CONFIG | TINY)
+    x = torch.randn(1, TRANSFORMER_CONFIG["out_channels"], 2, 4, 4)
+    prompt = [torch.randn(3, TRANSFORMER_CONFIG[f"text_embed{n}_dim"]) for n in ("", "_2")]
+    found = []
+    for device in ("cpu", "cuda:1"):
+        model.zero_grad(set_to_none=True)
+        with accelerate(model.to(device), adaln="weights"):
+            given = PromptEmbeds(text=prompt[0].to(device), glyph=prompt[1].to(device))
+            velocity(model, x.to(device), torch.tensor([0.5]), [given]).square().mean().backward()
+        found.append(numbers({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert torch.cuda.current_device() == 0
+    return {"before": {name: [0.0] * len(v) for name, v in found[0].items()}, "cpu": found[0], "cuda": found[1]}
+
+
+def budget(folder: Path) -> dict[str, Any]:
+    """Waits by phase of one iteration, and kernels that a second one compiles."""
+    from benchmarks.counts.iteration import toy_trainer
+
+    found: dict[str, Any] = {}
+    for update in ("two_phase", "single_pass"):
+        trainer: Any = toy_trainer(update, 6.0, "cuda")
+        trainer.iterate()
+        within, enter, first = Counter[str](), trainer._phase, len(compiled)
+
+        @contextmanager
+        def phase(name: str, within: Any = within, enter: Callable[[str], Any] = enter) -> Iterator[None]:
+            with enter(name):
+                before = waits.total()
+                yield
+                within[name] += waits.total() - before
+
+        trainer._phase = phase
+        waits.clear()
+        trainer.iterate()
+        places = [f"{count} {what} {place}" for (what, place), count in waits.items()]
+        found[update] = {"waits": dict(within), "compiled": first, "again": compiled[first:], "places": places}
+    return found
+
+
+def commands(folder: Path) -> dict[str, Any]:
+    """The commands over a tiny model in the layout of the real one."""
+    from sage_fast.commands.cli import main
+    from tests.conftest import TINY_RUN
+    from tests.rewards import support
+    from tests.tiny.checkpoints import save_diffusers_layout
+
+    save_diffusers_layout(folder / "model")
+    (folder / "prompts.txt").write_text("a red cat\na blue dog\n")
+    tree = TINY_RUN | {
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "output_dir": str(folder / "run"),
+        "model": {"family": "hunyuan15", "path": str(folder / "model")},
+        "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
+        "reward": {"rewards": [f"{support.__name__}:brightness"], "weights": {"brightness": 1.0}},
+        "training": {"num_updates": 1},
+        "evaluation": {"every": 0},
+    }
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    run = str(folder / "run")
+    status = {
+        "doctor": main(["doctor", str(folder / "run.yaml")]),
+        "train": main(["train", str(folder / "run.yaml")]),
+        "generate": main(["generate", run, "--output", str(folder / "videos")]),
+        "export": main(["export", run, "--output", str(folder / "exported")]),
+    }
+    return {"status": status, "videos": len(list((folder / "videos").glob("*.mp4")))}
+
+
+WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "modes": on_cuda,
+    "sharded": sharded,
+    "two_devices": two_devices,
+    "budget": budget,
+    "commands": commands,
+}
+
+
+def main(work: str, folder: Path, *words: str) -> None:
+    """Install the device, break what is asked for, work, write."""
+    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
+    if words:
+        break_source(*FAULTS[words[1]])
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        found = WORK[work](folder)
+    except Exception as error:  # noqa: BLE001  the test judges it
+        import traceback
+
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    report = {"found": found, "races": races, "launches": dict(launches), "cudnn_by_choice": cudnn}
+    (folder / "found.json").write_text(json.dumps(report))
+    sys.stdout.flush()
+    os._exit(0)  # threads of rewards and of the device's generators do not hold the process up
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -119,22 +119,11 @@ def smaller(findings: Findings, experiment: str, quantity: str, one: str, other:
 
 def within(findings: Findings, experiment: str, quantity: str, arm: str, low: float, high: float) -> Evidence:
     """A quantity lies between two numbers: over the seeds, its distance inside the nearer one."""
-    values = _at_least_two(findings, experiment, quantity, arm)
-    effect = seed_effect([min(value - low, high - value) for value in values])
-    return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
-
-
-def slope_is_one(findings: Findings, experiment: str) -> Evidence:
-    """The slope of SAGE's gradient norm over its gain lies inside 1 ± 0.25."""
-    values = _at_least_two(findings, experiment, "slope", "sage_grpo, plain")
-    return Evidence(ours=f"slope {fmean(values):.2f}", effect=seed_effect([0.25 - abs(value - 1) for value in values]))
-
-
-def _at_least_two(findings: Findings, experiment: str, quantity: str, arm: str) -> list[float]:
     values = [row.value for row in findings.by_seed(experiment, quantity, arm).values()]
     if len(values) < 2:
         raise KeyError(f"{experiment}: {len(values)} {quantity} of {arm}")
-    return values
+    effect = seed_effect([min(value - low, high - value) for value in values])
+    return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
 
 
 def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
@@ -213,7 +202,7 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
 EVIDENCE: Mapping[str, Callable[..., Evidence]] = {
     function.__name__: function
     for function in (
-        *(larger, smaller, within, slope_is_one, mostly_below_flow, last_smallest, spread_over),
+        *(larger, smaller, within, mostly_below_flow, last_smallest, spread_over),
         *(less_in_high_noise, margin_decides, nearer_at_equal_exploration),
     )
 }

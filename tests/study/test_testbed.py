@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -16,7 +18,12 @@ from sage_fast.config.sections import ForwardProcessConfig, VideoConfig
 from sage_fast.models.toy.exact_policy import ExactWorld, LearnablePolicy
 from sage_fast.objective import ObjectiveConfig
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
+from sage_fast.study.document import score_table
+from sage_fast.study.experiments import EXPERIMENTS, Experiment
+from sage_fast.study.findings import read_findings
 from sage_fast.study.testbed import ExactTraining, noised_loss, reverse_loss, sample, train
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LINE = LearnablePolicy(
     torch.tensor([[-1.2], [0.3], [1.0]], dtype=torch.float64),
@@ -165,3 +172,47 @@ def test_kl_modes_hold_what_they_say() -> None:
     }
     assert drift["fixed"] < 0.5 * drift["none"]
     assert train(policy, replace(free, kl_mode="fixed"), 0)["final_drift"] == pytest.approx(drift["none"], rel=1e-3)
+
+
+FOUND = read_findings(ROOT / "docs/results/reproduction.jsonl")
+
+
+def committed(experiment: str, arm: str, quantity: str = "final_aligned") -> list[float]:
+    return [row.value for _, row in sorted(FOUND.by_seed(experiment, quantity, arm).items())]  # type: ignore[type-var]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if e.runs], ids=lambda e: e.key)
+def test_the_committed_results_are_what_the_trainings_give(experiment: Experiment) -> None:
+    """One seed of each: rounding may differ between machines, and 40 updates make it larger."""
+    for arm, options in experiment.runs.items():
+        settings = ExactTraining(**options)
+        result = train(world().learnable(rotated=settings.rotated), settings, 3)
+        values = committed(experiment.key, arm)
+        assert len(values) == 32
+        assert result["final_aligned"] == pytest.approx(values[3], abs=0.5 * stdev(values)), arm
+
+
+def test_the_order_of_samplers() -> None:
+    """At 8 steps, and the equalizer for each of them."""
+    aligned = {arm: committed("testbed3", arm) for arm in ("sage_exact", "cps", "sage_grpo", "flow_grpo", "dance_grpo")}
+    for better, worse in pairwise(aligned.values()):
+        difference = [a - b for a, b in zip(better, worse, strict=True)]
+        assert fmean(difference) > 2 * stdev(difference) / 32**0.5
+    for arm, values in aligned.items():
+        plain = committed("testbed3", f"{arm}, plain")
+        difference = [a - b for a, b in zip(values, plain, strict=True)]
+        assert fmean(difference) > 3 * stdev(difference) / 32**0.5, arm
+
+
+def test_the_page_on_objectives_has_the_table_of_the_results() -> None:
+    experiment = next(e for e in EXPERIMENTS if e.key == "testbed_updates")
+    page = (ROOT / "docs/objectives.md").read_text("utf-8")
+    assert "\n".join(score_table(experiment, FOUND)) in page
+    # Forwards of a video at T = 8: a backward counts as two.
+    costs = {"two_phase": 8 + 3 * 8, "single_pass": 3 * 8}
+    for arm, options in experiment.runs.items():
+        settings, update = ExactTraining(**options), arm.partition(",")[0]
+        own = (settings.old_decay > 0) * settings.levels + (settings.kl_mode == "fixed") * 8
+        cost = own + costs.get(update, 8 + 3 * settings.levels)
+        assert settings.num_updates == 40 * 32 // cost, (arm, cost)

@@ -112,6 +112,14 @@ class Evaluation:
         )
 
 
+def yes_no_score(before: Evaluation, after: Evaluation) -> str | None:
+    """Name of the first score that says of every video whether it shows what was asked: 0 or 1, more is better."""
+    for name, values in before.scores.items():
+        if {*values, *after.scores.get(name, [math.nan])} <= {0.0, 1.0} and name not in before.lower_is_better:
+            return name
+    return None
+
+
 def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, Evaluation]:
     """The same two evaluations, of the prompts that were scored in both, so that they pair.
 
@@ -168,16 +176,19 @@ class PairedTest:
         return self.count >= ENOUGH_PROMPTS and not self.low <= 0.0 <= self.high
 
 
-def plus_minus(mean: float, stderr: float) -> str:
-    """A difference and its standard error, to two significant digits of the error, or of itself where that is 0.
+def to_error(value: float, stderr: float, sign: str = "") -> str:
+    """A number to two significant digits of its standard error, and to four of its own where that is 0 or tiny.
 
-    Example: `plus_minus(0.16012, 0.0554)` is `+0.160 ± 0.055`, `plus_minus(2.34e-7, 1.21e-7)` is `+2.3e-07 ± 1.2e-07`.
+    Example: `to_error(3.02417, 0.0554)` is `3.024`, and `to_error(2.34e-7, 1.2e-7, "+")` is `+2.34e-07`.
     """
-    scale = stderr or abs(mean)
-    if not 1e-5 <= scale < math.inf:
-        return f"{mean:+.2g} ± {stderr:.2g}"
-    places = max(0, 1 - math.floor(math.log10(scale)))
-    return f"{mean:+.{places}f} ± {stderr:.{places}f}"
+    if not 1e-5 <= stderr < math.inf:
+        return f"{value:{sign}.4g}"
+    return f"{value:{sign}.{max(0, 1 - math.floor(math.log10(stderr)))}f}"
+
+
+def plus_minus(mean: float, stderr: float, sign: str = "+") -> str:
+    """A number and its standard error, such as `+0.160 ± 0.055`."""
+    return f"{to_error(mean, stderr, sign)} ± {to_error(stderr, stderr)}"
 
 
 ENOUGH_PROMPTS = 10
@@ -271,8 +282,9 @@ def format_comparison(tests: Mapping[str, PairedTest]) -> str:
     lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"]
     for name, test in tests.items():
         lines.append(
-            f"{direction_label(name, test.lower_is_better):<24}{test.before:>10.4f}{test.after:>10.4f}"
-            f"{test.mean:>+12.4f}{test.stderr:>12.4f}{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
+            f"{direction_label(name, test.lower_is_better):<24}{to_error(test.before, test.stderr):>10}"
+            f"{to_error(test.after, test.stderr):>10}{to_error(test.mean, test.stderr, '+'):>12}"
+            f"{to_error(test.stderr, test.stderr):>12}{test.standard_errors:>+9.1f}{test.wins:>8.0%}"
         )
     return "\n".join(lines)
 

@@ -17,7 +17,9 @@ from sage_fast.evaluation import (
     format_comparison,
     paired_test,
     paired_tests,
+    plus_minus,
     scored_in_both,
+    yes_no_score,
 )
 from sage_fast.records import Sample
 from sage_fast.rollout import VideoScoring, initial_latents, noise_keys, policy_velocity, sample_trajectory
@@ -72,13 +74,38 @@ def test_too_few_or_unpaired_scores_are_refused(before: list[float], after: list
         paired_test(before, after)
 
 
+@pytest.mark.parametrize(
+    ("mean", "stderr", "text"),
+    [
+        (0.16012, 0.0554, "+0.160 ± 0.055"),
+        (-3.0, 12.3, "-3 ± 12"),
+        (2.34e-7, 1.24e-7, "+2.34e-07 ± 1.24e-07"),
+        (0.5, 0.0, "+0.5 ± 0"),
+        (0.0, 0.0, "+0 ± 0"),
+        (0.1, math.inf, "+0.1 ± inf"),
+    ],
+)
+def test_a_difference_has_the_digits_that_its_error_leaves(mean: float, stderr: float, text: str) -> None:
+    assert plus_minus(mean, stderr) == text
+
+
+def test_a_score_of_zeros_and_ones_says_what_shows_the_prompt() -> None:
+    def scored(lower: list[str] | None = None, **scores: list[float]) -> Evaluation:
+        return Evaluation(prompts=["a", "b"], scores=scores, reward=[0.0, 0.0], lower_is_better=lower or [])
+
+    first = scored(VQ=[0.0, 0.5], aligned=[0.0, 1.0])
+    assert yes_no_score(first, scored(VQ=[0.0, 1.0], aligned=[1.0, 1.0])) == "aligned"
+    assert yes_no_score(first, scored(VQ=[0.0, 1.0], aligned=[1.0, 0.5])) is None
+    assert yes_no_score(scored(["bad"], bad=[0.0, 1.0]), scored(["bad"], bad=[0.0, 1.0])) is None
+
+
 def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:
     before = Evaluation(prompts=["a", "b"], scores={"VQ": [0.0, 1.0]}, reward=[0.0, 1.0])
     after = Evaluation(prompts=["a", "b"], scores={"VQ": [0.5, 1.5]}, reward=[0.5, 1.5])
     before.save(tmp_path / "deep/before.json")
     assert Evaluation.load(tmp_path / "deep/before.json") == before
     table = format_comparison(paired_tests(before, after)).splitlines()
-    assert len(table) == 3 and table[1].split()[:4] == ["Reward", "0.5000", "1.0000", "+0.5000"]
+    assert len(table) == 3 and table[1].split()[:4] == ["Reward", "0.5", "1", "+0.5"]
 
 
 def test_ranks_of_a_video_take_turns_in_decoding(tiny_run: Callable[..., RunConfig]) -> None:

@@ -98,8 +98,8 @@ def _cells(state: "RunState") -> tuple[str, ...]:
         state.condition,
         f"{status.update}/{status.num_updates}" if status.num_updates else str(status.update),
         f"{status.phase}{videos}" if going else "",
-        "" if status.reward is None else f"{status.reward:.4f}",
-        "" if status.gain is None else f"{status.gain:+.4f}",
+        "" if status.reward is None else f"{status.reward:.4g}",
+        "" if status.gain is None else f"{status.gain:+.3g}",
         format_seconds(status.seconds_left) if state.condition == "running" and status.seconds_left else "",
         quiet,
     )

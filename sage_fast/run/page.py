@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
-from sage_fast.evaluation import Evaluation, PairedTest, paired_test, scored_in_both
+from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.plots import GREY, Line, Rows, line_chart, metric_line
@@ -53,6 +53,8 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters |= {
     "number": number,
+    "plus_minus": plus_minus,
+    "to_error": to_error,
     "seconds": format_seconds,
     "way": lambda gain: "gain" if gain > 0 else "loss" if gain < 0 else "faint",
     "json": lambda tree: json.dumps(tree, indent=1, ensure_ascii=False),
@@ -139,6 +141,7 @@ def run_page(directory: Path) -> str:
             ("Training", _training_charts(rows)),
             ("Speed", _speed_charts(rows, status)),
         ],
+        grid="before_after.png" if (directory / "before_after.png").exists() else None,
         samples=_samples(directory, compared),
         evaluated=compared.update if compared is not None else 0,
         prompts=[
@@ -181,7 +184,7 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
             facts.append((label, number(last[key])))
     if compared is not None:
         test = compared.test
-        facts.append((f"gain at update {compared.update}", f"{test.mean:+.4f} ± {test.stderr:.4f}"))
+        facts.append((f"gain at update {compared.update}", test.change))
         facts.append(("prompts that gained", f"{test.wins:.0%} of {test.count}"))
     if last.get("time/iteration") and status is not None:
         facts.append(("videos an hour", number(3600 * status.videos_per_rollout / last["time/iteration"])))

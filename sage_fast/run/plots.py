@@ -187,8 +187,8 @@ def reward_figure(rows: Rows, lower_is_better: Collection[str] = ()) -> "Figure"
     figure = new_figure(9, 4.6 + 2.1 * below)
     grid = figure.add_gridspec(1 + below, columns, height_ratios=[2.2] + [1] * below)
     axes = figure.add_subplot(grid[0, :])
-    change = f" ({shown.y[-1] - shown.y[0]:+.3f} over {shown.x[-1] - shown.x[0]} updates)" if len(shown.x) > 1 else ""
-    values = " → ".join(f"{value:.3f}" for value in dict.fromkeys((shown.y[0], shown.y[-1])))
+    change = f" ({shown.y[-1] - shown.y[0]:+.3g} over {shown.x[-1] - shown.x[0]} updates)" if len(shown.x) > 1 else ""
+    values = " → ".join(f"{value:.4g}" for value in dict.fromkeys((shown.y[0], shown.y[-1])))
     name = "Evaluation" if shown is evaluated else "Training"
     style_axes(axes, f"{name} reward {values}{change}", "optimizer update", "reward")
     draw_lines(axes, [trained, evaluated])

@@ -173,12 +173,12 @@ class RunProgress:
         update, parts = record["update"], []
         scores: dict[str, Any] = {}
         if "reward/mean" in record:
-            parts.append(f"reward {record['reward/mean']:.4f}")
+            parts.append(f"reward {record['reward/mean']:.4g}")
             if self.status.gain is None:
                 scores = {"reward": record["reward/mean"]}
         if "eval/reward_mean" in record:
             scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
-            parts.append(f"evaluation {scores['reward']:.4f} (gain {scores['gain']:+.4f})")
+            parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
         self._summary = "  ".join(parts)
         self.status = replace(self.status, update=update, **scores)
         if self._bar is not None:

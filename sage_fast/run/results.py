@@ -27,11 +27,15 @@ from sage_fast.evaluation import (
     paired_test,
     paired_tests,
     scored_in_both,
+    yes_no_score,
 )
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
 from sage_fast.run.trackers import EvaluationMedia, SampleVideo
 from sage_fast.trainer import Trainer
+
+MOST_SHOWN = 8
+"""Samples on the contact sheet of an evaluation, and in trackers."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class RunEvaluation:
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(trainer.eval_prompts), trainer.config.evaluation.num_samples
         self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
+        self._shown_rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
         """Take the scores of update 0 from a checkpoint, or from their file where it has none. Collective.
@@ -100,7 +105,7 @@ class RunEvaluation:
         for row, video in videos.items():
             write_video(self._video_file(update, row), video, trainer.config.video.fps)
         if videos:
-            rows = [(trainer.eval_prompts[row].text, {"": video}) for row, video in videos.items()]
+            rows = [(trainer.eval_prompts[row].text, {"": videos[row]}) for row in self._shown_rows]
             media.contact_sheet(self.directory / "samples" / f"update-{update:06d}.png", rows, f"update {update}")
         return metrics
 
@@ -124,6 +129,7 @@ class RunEvaluation:
                     file=self._video_file(update, row),
                 )
                 for row, video in videos.items()
+                if row in self._shown_rows
             ],
             head=["prompt", "Reward at update 0", *columns],
             rows=[
@@ -177,15 +183,14 @@ class RunEvaluation:
             "standard_errors": test.standard_errors,
         }
         write_text(self.directory / "evaluation" / "result.json", json.dumps(result, indent=1))
-        self._before_after_sheet(update)
+        self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
         sampler = self.trainer.config.evaluation.sampler
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
         print(
             f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, sampler {sampler}, update {update} "
             f"against update 0\n{format_comparison(tests)}\n"
-            f"The reward changed by {test.mean:+.4f} +- {test.stderr:.4f}, which is "
-            f"{test.standard_errors:+.1f} standard errors."
+            f"The reward changed by {test.change}, which is {test.standard_errors:+.1f} standard errors."
         )
         return test
 
@@ -219,19 +224,30 @@ class RunEvaluation:
                 return update, evaluation
         return None
 
-    def _before_after_sheet(self, update: int) -> None:
-        """Frames of the samples of update 0 and of this one, as far as both are there."""
-        rows = []
+    def _before_after(self, update: int, after: Evaluation) -> None:
+        """Write a grid of the samples of update 0 and of this one, as far as both are there."""
+        assert self.baseline is not None
+        name = yes_no_score(self.baseline, after)
+        first, last = (
+            {} if name is None else dict(zip(evaluation.numbers(), evaluation.scores[name], strict=True))
+            for evaluation in (self.baseline, after)
+        )
+        cells = []
         for row in self._sample_rows:
-            files = {"before": self._video_file(0, row), "after": self._video_file(update, row)}
-            if not all(file.exists() for file in files.values()):
+            files = [self._video_file(0, row), self._video_file(update, row)]
+            if not all(file.exists() for file in files):
                 continue
+            marks = (bool(first[row]), bool(last[row])) if row in first and row in last else None
             try:
-                videos = {label: read_video(file) for label, file in files.items()}
+                before, after_ = map(read_video, files)
             except OSError as error:
                 logger.warning("before_after.png has a prompt less: %s", error)
                 continue
-            rows.append((self.trainer.eval_prompts[row].text, videos))
-        if rows:
-            title = f"same prompt, same noise: before training and after update {update}"
-            media.contact_sheet(self.directory / "before_after.png", rows, title)
+            caption = self.trainer.eval_prompts[row].text
+            cells.append(media.GridCell(caption=caption, before=before, after=after_, marks=marks))
+        if cells:
+            title = f"Same prompt, same noise: above before training, below after update {update}."
+            if marked := [cell.marks for cell in cells if cell.marks is not None]:
+                was, now = (sum(column) for column in zip(*marked, strict=True))
+                title += f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
+            media.before_after_grid(self.directory / "before_after.png", cells, title)

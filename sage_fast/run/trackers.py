@@ -92,7 +92,7 @@ class TensorBoard:
             value = Summary.Value(tag=f"samples/{sample.file.stem}", image=image)
             writer.file_writer.add_summary(Summary(value=[value]), update)  # type: ignore[attr-defined]
         cells = [
-            [f"{cell:.4f}" if isinstance(cell, float) else str(cell).replace("|", "\\|") for cell in row]
+            [f"{cell:.4g}" if isinstance(cell, float) else str(cell).replace("|", "\\|") for cell in row]
             for row in shown.rows
         ]
         lines = [list(shown.head), ["---", *["---:"] * (len(shown.head) - 1)], *cells]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
-from sage_fast.evaluation import REWARD, direction_label
+from sage_fast.evaluation import REWARD, direction_label, to_error
 from sage_fast.run.page import charts, render
 from sage_fast.run.plots import Line, draw_lines, new_figure, save_figure, style_axes
 from sage_fast.tools.arms import Arm, TrainedRun, final_difference, group_into_arms, last_shared_update, paired_runs
@@ -207,12 +207,13 @@ def _sentences(comparison: Comparison) -> list[str]:
     found = []
     for difference in comparison.differences:
         e, first = difference.effect, comparison.arms[0].name
-        size = f"{e.mean:+.4f}, 95 % interval {e.low:+.4f} to {e.high:+.4f}"
+        mean, low, high = (to_error(value, e.stderr, "+") for value in (e.mean, e.low, e.high))
+        size = f"{mean}, 95 % interval {low} to {high}"
         if difference.column != REWARD:
             continue
         if difference.verdict == "not told apart":
             found.append(
-                f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.4f} would "
+                f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.3g} would "
                 "have been seen in four of five such studies."
             )
         else:
@@ -226,5 +227,5 @@ def to_text(comparison: Comparison) -> str:
     for arm in comparison.arms:
         mean = comparison.means.get(arm.name, {}).get(REWARD)
         seeds = f"{len(arm.runs)} seed{'s' if len(arm.runs) > 1 else ''}"
-        lines.append(f"{arm.name}: {seeds}" + ("" if mean is None else f", reward {mean:.4f}"))
+        lines.append(f"{arm.name}: {seeds}" + ("" if mean is None else f", reward {mean:.4g}"))
     return "\n".join([*lines, *_sentences(comparison), *comparison.notes])

@@ -27,6 +27,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import load_components, model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.models.transformer import Layout, backbone
@@ -239,7 +240,8 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
     paired: dict[str, Any] = {}
     if (result_file := run / "evaluation" / "result.json").is_file():
         paired = json.loads(result_file.read_text(encoding="utf-8"))
-        paired["tests"] = {"reward": paired["reward"], **paired["scores"]}
+        found = {"reward": paired["reward"], **paired["scores"]}
+        paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
     family = model_family(config.model.family)
     base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
     data = ModelCardData(

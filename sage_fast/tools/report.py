@@ -25,6 +25,7 @@ from sage_fast.evaluation import (
     PairedTest,
     direction_label,
     format_comparison,
+    to_error,
 )
 from sage_fast.models.video_files import read_video
 from sage_fast.rewards.base import Scale
@@ -140,9 +141,10 @@ def headline(report: Report) -> str:
         doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
     elif not test.significant:
         doubt = ", which a difference of zero would explain too"
+    mean, low, high = (to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high))
     return (
-        f"{REWARD} {verb} from {test.before:.4f} to {test.after:.4f}: {test.mean:+.4f}, 95 % interval "
-        f"{test.low:+.4f} to {test.high:+.4f}{doubt}. The trained model scores higher on {test.wins:.0%} of "
+        f"{REWARD} {verb} from {test.before:.4g} to {test.after:.4g}: {mean}, 95 % interval {low} to "
+        f"{high}{doubt}. The trained model scores higher on {test.wins:.0%} of "
         f"{test.count} prompts."
     )
 
@@ -157,7 +159,7 @@ def to_text(template: str, report: Report) -> str:
         rows=[(direction_label(n, t.lower_is_better), _way(t), t) for n, t in report.scores.items()],
         notes=_notes(report),
         scales=[
-            (name, scale.here, scale.published, *(f"{scale.factor * mean:.4f}" for mean in (test.before, test.after)))
+            (name, scale.here, scale.published, *(f"{scale.factor * mean:.4g}" for mean in (test.before, test.after)))
             for name, test in report.scores.items()
             if (scale := report.scales.get(name)) is not None
         ],

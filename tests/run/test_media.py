@@ -1,6 +1,7 @@
 """Videos decode back to what was written; sheets and plots hold what they were given."""
 
 import io
+import math
 
 import av
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.run.media import GAP, MARGIN, contact_sheet, filmstrip
+from sage_fast.run.media import GAP, MARGIN, GridCell, before_after_grid, contact_sheet, filmstrip
 from sage_fast.run.plots import reward_figure, to_png
 
 
@@ -196,6 +197,32 @@ def test_the_second_strip_is_under_the_first(tmp_path):
     column = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))[:, -MARGIN - 10]
     filled = [colour for colour in map(tuple, column.tolist()) if colour in {(0, 0, 0), (0, 200, 0)}]
     assert filled == ([(0, 0, 0)] * 128 + [(0, 200, 0)] * 128) * 2
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (4, 2), (60, 6)])
+def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, count, columns):
+    before = torch.zeros(5, 3, 16, 16, dtype=torch.uint8)
+    after = before.clone()
+    after[:, 2] = 200
+    cells = [
+        GridCell(caption=f"prompt {i}", before=before, after=after, marks=(False, True) if i else None)
+        for i in range(count)
+    ]
+    before_after_grid(tmp_path / "g.png", cells, "title")
+    picture = np.asarray(Image.open(tmp_path / "g.png").convert("RGB")).astype(int)
+    assert picture.shape[1] == 1660
+    side = ((1660 - 2 * MARGIN + 24) // columns - 48) // 3 - 2
+    frames = count * 3 * side * side
+    blue = (picture == (0, 0, 200)).all(2)
+    assert (picture == 0).all(2).sum() == frames and blue.sum() == frames
+    assert blue[:, MARGIN + 3].sum() == side * math.ceil(count / columns)
+    red, green = (
+        ((picture - picture.min(2, keepdims=True)).argmax(2) == channel) & (np.ptp(picture, 2) > 60) & ~blue
+        for channel in (0, 1)
+    )
+    assert (red.sum() > 20, green.sum() > 20) == (count > 1, count > 1)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        before_after_grid(tmp_path / "g.png", [], "title")
 
 
 def test_a_sheet_without_rows_is_refused(tmp_path):

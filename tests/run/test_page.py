@@ -67,7 +67,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
         assert title in shown
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
-    assert "+2.0000" in gained and "-1.0000" not in gained and "-1.0000" in lost and "+2.0000" not in lost
+    assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
     assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
     assert 'data-refresh="60"' in text
 

@@ -50,7 +50,7 @@ def test_tensorboard_has_moving_pictures_the_table_and_the_settings(tmp_path: Pa
     def text(name: str) -> str:
         return events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
 
-    assert text("evaluation/prompts").splitlines()[2] == "| 一只红色的圆圈 \\| left | 0.2500 | 0.5000 |"
+    assert text("evaluation/prompts").splitlines()[2] == "| 一只红色的圆圈 \\| left | 0.25 | 0.5 |"
     for name, tree in SETTINGS.items():
         assert json.loads(text(name).removeprefix("```json\n").removesuffix("\n```")) == tree
 

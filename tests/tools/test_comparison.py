@@ -81,7 +81,7 @@ def test_the_command_writes_one_page_and_pictures(
 ) -> None:
     output = tmp_path / "compared"
     assert main(["compare", *map(str, runs), "--output", str(output)]) == 0
-    assert "2 seeds, reward 1.7500" in capsys.readouterr().out
+    assert "2 seeds, reward 1.75" in capsys.readouterr().out
     written = {path.name for path in output.iterdir()}
     pictures = {f"{name}.{kind}" for name in ("reward", "kl_and_gradient") for kind in ("png", "svg")}
     assert written == {"comparison.html", "comparison.json"} | pictures

@@ -39,7 +39,8 @@ class Evaluation:
     prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. noises: videos of each prompt, of
     which the floats are means. left_out: numbers, among all
     P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
-    lower_is_better: names of the scores that fall as videos get better; of the others more is better.
+    lower_is_better: names of the scores that fall as videos get better; of the others more is better. shown: the scores
+    that are 0 or 1 for every video, of the first one of each prompt, which is the one that is shown.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
     """
@@ -50,6 +51,7 @@ class Evaluation:
     noises: int = 1
     left_out: list[int] = field(default_factory=list)
     lower_is_better: list[str] = field(default_factory=list)
+    shown: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def noise(self) -> str:
@@ -57,8 +59,8 @@ class Evaluation:
         return "same noise" if self.noises == 1 else f"the same {self.noises} noises of each"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `noises`, `left_out` and `lower_is_better` only where they say something."""
-        plain: dict[str, Any] = {"noises": 1, "left_out": [], "lower_is_better": []}
+        """As JSON has it; of the fields with a default those that say something."""
+        plain: dict[str, Any] = {"noises": 1, "left_out": [], "lower_is_better": [], "shown": {}}
         return {key: value for key, value in asdict(self).items() if key not in plain or value != plain[key]}
 
     @classmethod
@@ -66,7 +68,8 @@ class Evaluation:
         """The inverse of `to_dict`. ValueError for anything else."""
         try:
             evaluation = cls(**tree)  # type: ignore[arg-type]
-            counts = {len(evaluation.prompts), len(evaluation.reward), *map(len, evaluation.scores.values())}
+            columns = [evaluation.reward, *evaluation.scores.values(), *evaluation.shown.values()]
+            counts = {len(evaluation.prompts), *map(len, columns)}
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not the scores of an evaluation ({error})") from error
         if len(counts) != 1:
@@ -109,15 +112,14 @@ class Evaluation:
             noises=self.noises,
             left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
             lower_is_better=self.lower_is_better,
+            shown={name: [column[row] for row in rows] for name, column in self.shown.items()},
         )
 
 
 def yes_no_score(before: Evaluation, after: Evaluation) -> str | None:
-    """Name of the first score that says of every video whether it shows what was asked: 0 or 1, more is better."""
-    for name, values in before.scores.items():
-        if {*values, *after.scores.get(name, [math.nan])} <= {0.0, 1.0} and name not in before.lower_is_better:
-            return name
-    return None
+    """Name of the first score that says of a video whether it shows what was asked: 0 or 1, more is better."""
+    names = (name for name in before.shown if name in after.shown and name not in before.lower_is_better)
+    return next(names, None)
 
 
 def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, Evaluation]:
@@ -375,7 +377,9 @@ def evaluate(
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
-    scores = {name: column.view(sampling.noises, -1).mean(0)[~failed] for name, column in scores.items()}
+    columns = {name: column.view(sampling.noises, -1)[:, ~failed] for name, column in scores.items()}
+    scores = {name: column.mean(0) for name, column in columns.items()}
+    yes_no = [name for name, column in columns.items() if bool((column * (1 - column) == 0).all())]
     return Evaluation(
         prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
@@ -383,4 +387,5 @@ def evaluate(
         noises=sampling.noises,
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
+        shown={name: columns[name][0].tolist() for name in yes_no},
     ), dict(sorted(videos.items()))

@@ -90,13 +90,16 @@ def test_a_difference_has_the_digits_that_its_error_leaves(mean: float, stderr: 
 
 
 def test_a_score_of_zeros_and_ones_says_what_shows_the_prompt() -> None:
-    def scored(lower: list[str] | None = None, **scores: list[float]) -> Evaluation:
-        return Evaluation(prompts=["a", "b"], scores=scores, reward=[0.0, 0.0], lower_is_better=lower or [])
+    def scored(lower: list[str] | None = None, **shown: list[float]) -> Evaluation:
+        return Evaluation(
+            prompts=["a", "b"], scores={}, reward=[0.0, 0.0], lower_is_better=lower or [], shown=shown, noises=16
+        )
 
-    first = scored(VQ=[0.0, 0.5], aligned=[0.0, 1.0])
-    assert yes_no_score(first, scored(VQ=[0.0, 1.0], aligned=[1.0, 1.0])) == "aligned"
-    assert yes_no_score(first, scored(VQ=[0.0, 1.0], aligned=[1.0, 0.5])) is None
+    first = scored(VQ=[0.0, 1.0], aligned=[0.0, 1.0])
+    second = scored(aligned=[1.0, 1.0])
+    assert yes_no_score(first, second) == "aligned" and yes_no_score(first, scored()) is None
     assert yes_no_score(scored(["bad"], bad=[0.0, 1.0]), scored(["bad"], bad=[0.0, 1.0])) is None
+    assert Evaluation.from_dict(first.to_dict()) == first and second.only([1]).shown == {"aligned": [1.0]}
 
 
 def test_scores_survive_a_file_and_print_as_a_table(tmp_path: Path) -> None:

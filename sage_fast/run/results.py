@@ -229,7 +229,7 @@ class RunEvaluation:
         assert self.baseline is not None
         name = yes_no_score(self.baseline, after)
         first, last = (
-            {} if name is None else dict(zip(evaluation.numbers(), evaluation.scores[name], strict=True))
+            {} if name is None else dict(zip(evaluation.numbers(), evaluation.shown[name], strict=True))
             for evaluation in (self.baseline, after)
         )
         cells = []
@@ -250,4 +250,7 @@ class RunEvaluation:
             if marked := [cell.marks for cell in cells if cell.marks is not None]:
                 was, now = (sum(column) for column in zip(*marked, strict=True))
                 title += f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
+                if after.noises > 1 and name is not None:
+                    shares = [sum(e.scores[name]) / len(e.prompts) for e in (self.baseline, after)]
+                    title += f" Over {after.noises} noises: {shares[0]:.0%} and then {shares[1]:.0%}."
             media.before_after_grid(self.directory / "before_after.png", cells, title)

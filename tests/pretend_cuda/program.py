@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -46,7 +46,7 @@ FAULTS = {
     "videos on the device": ("toy/codec.py", "self._mean.to(latents.device)).cpu()", "self._mean.to(latents.device))"),
     "a copy that waits": ("rollout.py", ".to(latents.device, non_blocking=True)", ".to(latents.device)"),
     "judged on the host": ("distributed/parallelize.py", ", computes_in=(device, dtype))", ")"),
-    "cudnn by torch's own choice": ("trainer.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
+    "cudnn by torch's own choice": ("sage_fast/trainer.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
 }
 """Faults that the tests must notice: file, a text of it, and its replacement."""
 
@@ -87,7 +87,9 @@ def write_run(folder: Path, **model: Any) -> Path:
 
 
 def train(file: Path, *words: str) -> dict[str, Any]:
-    """Weights before and after a run, and the deviation of its first ratios from 1."""
+    """Weights before and after a run, the deviation of its first ratios from 1, and where its videos are."""
+    import torch
+
     from sage_fast.config.load import load_config, to_dict
     from sage_fast.distributed.start import rank_device, start_world
     from sage_fast.run.run import Run
@@ -99,7 +101,14 @@ def train(file: Path, *words: str) -> dict[str, Any]:
     run.train()
     rows = [json.loads(line) for line in (file.parent / "run/metrics.jsonl").read_text().splitlines()]
     first = [row["ratio/first_max_deviation"] for row in rows if "ratio/first_max_deviation" in row]
-    return {"before": before, "after": numbers(run.trainer.parameters), "first_ratio": first}
+    decoder = run.trainer.decoder
+    latents = torch.zeros(1, *decoder.latent_shape(4, 16, 16), device=device)
+    return {
+        "before": before,
+        "after": numbers(run.trainer.parameters),
+        "first_ratio": first,
+        "videos_on": decoder.decode(latents).device.type,
+    }
 
 
 def modes(folder: Path, device: str, names: list[str]) -> dict[str, Any]:
@@ -107,14 +116,19 @@ def modes(folder: Path, device: str, names: list[str]) -> dict[str, Any]:
     return {name: train(write_run(folder / name, device=device), *MODES[name]) for name in names}
 
 
-def on_cuda(folder: Path) -> dict[str, Any]:
-    """All modes; of the first one also what its checkpoint holds."""
-    from safetensors.torch import load_file
+def on_cuda(folder: Path, names: Iterable[str] = MODES) -> dict[str, Any]:
+    """Some modes, and whether what a checkpoint is written from has arrived when it is handed to the writing thread."""
+    from sage_fast.checkpoint.writer import CheckpointWriter
 
-    found = modes(folder, "cuda", list(MODES))
-    shards = sorted((folder / "lora/run/checkpoints").rglob("*.safetensors"))
-    finite = [all(t.double().isfinite().all().item() for t in load_file(path).values()) for path in shards]
-    return {"modes": found, "saved_finite": finite}
+    copy, finite = CheckpointWriter._copy, []
+
+    def copied(self: Any, tensors: Any) -> Any:
+        found = copy(self, tensors)
+        finite.append(all(tensor.double().isfinite().all().item() for tensor in found.values()))
+        return found
+
+    CheckpointWriter._copy = copied  # type: ignore[method-assign]
+    return {"modes": modes(folder, "cuda", list(names)), "saved_finite": finite}
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -231,6 +245,7 @@ def commands(folder: Path) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
     "modes": on_cuda,
+    "mode": lambda folder: on_cuda(folder, ["lora"]),
     "sharded": sharded,
     "two_devices": two_devices,
     "budget": budget,
@@ -240,9 +255,9 @@ WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def main(work: str, folder: Path, *words: str) -> None:
     """Install the device, break what is asked for, work, write."""
-    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
     if words:
         break_source(*FAULTS[words[1]])
+    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
     import torch
 
     torch.set_num_threads(1)

@@ -350,8 +350,9 @@ class Flash3(Library):
 
     name = "flash3"
     install = (
-        "install FlashAttention-3 from the hopper folder of github.com/Dao-AILab/flash-attention, "
-        "or fetch kernels-community/flash-attn3 by the kernels package"
+        "install FlashAttention-3, the fastest on this GPU: pip install kernels, then "
+        "`python -c \"from kernels import get_kernel; get_kernel('kernels-community/flash-attn3')\"`, "
+        "or build the hopper folder of github.com/Dao-AILab/flash-attention"
     )
     module = "flash_attn_interface"
     capabilities = (9, 9)

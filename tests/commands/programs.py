@@ -52,10 +52,6 @@ def check_command(command: str) -> None:
             _check_files([program, *arguments[1:]])
         case ".ci/run":
             _check_files([program])
-        case "docker":
-            assert arguments[0] in ("build", "run") and (ROOT / "Dockerfile").exists()
-            if arguments[0] == "run":
-                _check_own(arguments[arguments.index("sage-fast") + 1 :])
         case "modelscope":  # from here on, programs that this project does not install
             assert re.fullmatch(r"download --model [\w-]+/[\w.-]+ --local_dir \S+", shlex.join(arguments))
         case "tensorboard" | "git" | "source" | "ulimit" | "touch":

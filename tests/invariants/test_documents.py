@@ -24,7 +24,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "kernels/RE
 
 PROGRAMS = (
     r"hf|torchrun|sage-fast|modelscope|make|python -m|pytest|(?:\.venv/bin/)?pip|sbatch|configs/launch/torchrun\.sh"
-    r"|\.ci/run|docker|tensorboard|git|source|ulimit|touch"
+    r"|\.ci/run|tensorboard|git|source|ulimit|touch"
 )
 COMMAND = re.compile(rf"(?:    |#   |  )((?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?: .*)?)")
 """A line of a document's code block, of a configuration's header, or of a command's help."""

@@ -340,7 +340,7 @@ def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pyt
         config = tiny_run(*EXACT, *TRAIN_ON, f"--rollout.batch_size={size}")
         ranks = {"world": SimpleNamespace(dp_degree=2, dp_rank=0), "engine": SimpleNamespace(sharded=False)}
         with caplog.at_level("INFO"):
-            Trainer._divide_rollout(SimpleNamespace(config=config, **ranks), [], [], {})  # type: ignore[arg-type]
+            Trainer._divide_rollout(SimpleNamespace(config=config, forward_process=None, **ranks), [], [], {})  # type: ignore[arg-type]
         assert ("a group of 4 lies on several ranks" in caplog.text) == said
 
 

@@ -120,7 +120,7 @@ NOTICED: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "noise on the host": ("mode", lambda report: "error" in report["found"]),
     "videos on the device": ("mode", lambda report: report["found"]["modes"]["lora"]["videos_on"] == "cuda"),
     "a copy that waits": ("budget", lambda report: report["found"]["two_phase"]["waits"]["update"] > 2),
-    "judged on the host": ("sharded", lambda report: "model.attention" in report["found"]["error"]),
+    "judged on the host": ("sharded", lambda report: "ConfigError" in report["found"]["error"]),
     "cudnn by torch's own choice": ("mode", lambda report: report["cudnn_by_choice"]),
 }
 """Fault of program.py -> the work in which the tests above would see it, and how."""

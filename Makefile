@@ -52,7 +52,7 @@ $(READY): setup.py constraints.txt
 	@echo "Ready: $(BIN)/sage-fast --help"
 
 demo: $(READY)  ## train the toy model on the CPU and write runs/demo
-	$(BIN)/sage-fast train toy_cpu --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
+	$(BIN)/sage-fast train toy_nft --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(PYTEST_ARGS)

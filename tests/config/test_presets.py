@@ -219,6 +219,9 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     replicate, shard, sp = section.degrees(gpus, config.training.mode)
     assert least_gpus(section, rollout) == gpus and replicate * shard * sp == gpus
     check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
+    videos = rollout.batch_size * replicate * shard
+    header = f"# An update has {videos} videos of {videos // rollout.num_generations} prompts; published recipes have"
+    assert header in preset.read_text("utf-8")
     # Where a forward communicates, every rank must run as many dense batches: no micro-batch of two prompts.
     assert rollout.num_generations % rollout.micro_batch_size == 0
     assert shard * sp <= 8, "weights are gathered over NVLink"

@@ -15,6 +15,7 @@ SMALL = {
     "training.ema_decay": None,
     "evaluation.num_prompts": 24,
     "evaluation.batch_size": 24,
+    "evaluation.noises": 1,
 }
 FAST = ("hv15_480p_lora_8gpu_fast", "hv15_352x624_lora_8gpu_fast")
 SEEDS, UPDATES = (0, 1, 2), 6

@@ -12,7 +12,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.forward_process import ForwardProcessGradient, forward_loss, levels, old_decay
-from sage_fast.noise import NoiseKey
+from sage_fast.noise import NoiseKey, forward_noise
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
@@ -246,3 +246,23 @@ def test_the_old_policy_samples(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPat
 def test_settings_of_the_samplers_steps_are_refused(word: str, tiny_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=word[2:].partition("=")[0]):
         tiny_run(*FORWARD, word)
+
+
+def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(tiny_run: MakeRun) -> None:
+    trainer = build_trainer(tiny_run(*FORWARD, "--rollout.micro_batch_size=2"))
+    gradient = trainer.gradient
+    assert isinstance(gradient, ForwardProcessGradient)
+    gradient.begin(0.0, None, trainer._kl_factors())
+    scored = trainer._score(trainer._rollout(), {})
+    rows, trajectory = next(scored.batches())
+    for position in range(4):
+        loss = gradient._loss(scored, rows, trajectory, 0, position, 0.0)
+        for b, key in enumerate(trajectory.keys):
+            x0 = trajectory.final[b]
+            s = float(levels(key, trajectory.table, trainer.config.rollout.shift, gradient.process)[position])
+            z = forward_noise([key], position, tuple(x0.shape))[0]
+            torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
+            torch.testing.assert_close(loss.target[b], z - x0)
+            assert float(loss.sigma[b]) == pytest.approx(s)
+            state, sigma = gradient._state(scored, rows, trajectory, position)
+            assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)

@@ -179,7 +179,7 @@ class PairedTest:
 
 
 def to_error(value: float, stderr: float, sign: str = "") -> str:
-    """A number to two significant digits of its standard error, and to four of its own where that is 0 or tiny.
+    """A number to two significant digits of its standard error, and to four digits where that is 0 or tiny.
 
     Example: `to_error(3.02417, 0.0554)` is `3.024`, and `to_error(2.34e-7, 1.2e-7, "+")` is `+2.34e-07`.
     """

@@ -9,15 +9,22 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from sage_fast import __version__
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
+from sage_fast.config.load import load_config
+from sage_fast.config.presets import preset_names
+from sage_fast.config.schema import to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
@@ -27,6 +34,8 @@ from sage_fast.run.run_status import Status, read_status
 
 FILE_NAME = "index.html"
 REFRESH_SECONDS = 60
+SHOWN_VIDEOS = 4
+"""Prompts whose videos show the largest gains, and the largest losses."""
 SHOWN_PROMPTS = 5
 """Prompts in each of the tables of gains and losses."""
 
@@ -82,10 +91,16 @@ class Chart:
 
 
 def charts(*parts: tuple[str, Sequence[Line], dict[str, Any]]) -> list[Chart]:
-    """Charts of (title, lines, options of `line_chart`), without those that have no point."""
+    """Charts of (title, lines, options of `line_chart`), without those that have no point.
+
+    An option `varies` leaves out a chart of what most runs never change, until it does.
+    """
     found = []
-    for title, lines, options in parts:
+    for title, lines, given in parts:
+        options = dict(given)
         shown = [line for line in lines if line.x]
+        if options.pop("varies", False) and all(len(set(line.y)) == 1 for line in shown):
+            continue
         if svg := line_chart(shown, **options):
             found.append(Chart(title=title, svg=svg, lines=shown, wide=options.get("wide", False)))
     return found
@@ -99,15 +114,17 @@ class Compared:
     """The last evaluation beside that of update 0, of the prompts that both have scored.
 
     test: of their rewards. rows: number of the prompt -> its text, reward before and reward after. lower_is_better:
-    names of scores.
+    names of scores. noises: videos of each prompt.
 
-    Example: `Compared(update=40, test=PairedTest(...), rows={0: ("a red circle", 0.4, 0.5)}, lower_is_better=set())`
+    Example: `Compared(update=40, test=PairedTest(...), rows={0: ("a red circle", 0.4, 0.5)}, lower_is_better=set(),
+    noises=1)`
     """
 
     update: int
     test: PairedTest
     rows: dict[int, tuple[str, float, float]]
     lower_is_better: set[str]
+    noises: int
 
 
 def write_run_page(directory: Path) -> None:
@@ -150,6 +167,7 @@ def run_page(directory: Path) -> str:
         ],
         files=[name for name in (METRICS, "config.yaml", *pictures) if (directory / name).exists()],
         config=config.read_text("utf-8") if config.exists() else "",
+        differences=_differences(config),
         environment=json.loads(environment.read_text("utf-8")) if environment.exists() else None,
     )
 
@@ -170,6 +188,7 @@ def _compare(directory: Path, rows: Rows) -> Compared | None:
         test=paired_test(before.reward, after.reward),
         rows=dict(zip(after.numbers(), prompts, strict=True)),
         lower_is_better=set(after.lower_is_better),
+        noises=after.noises,
     )
 
 
@@ -206,7 +225,7 @@ def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
     names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward"})
     gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)
     return charts(
-        ("reward", scores("reward", "reward/mean", "reward/std"), {"wide": True}),
+        ("reward", scores("reward", "reward/mean", "reward/std"), {"wide": True, "second_axis": _hours(rows)}),
         *(
             (
                 name.replace("_", " ") + (" (lower is better)" if name in lower else ""),
@@ -219,23 +238,34 @@ def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
     )
 
 
+def _hours(rows: Rows) -> Callable[[float], str]:
+    """Time that the run had taken by an update, as a text."""
+    updates, seconds = [], [0.0]
+    for row in rows:
+        updates.append(row["update"])
+        spent = (row.get(f"time/{phase}") for phase in ("iteration", "evaluation", "checkpoint"))
+        seconds.append(seconds[-1] + sum(part for part in spent if part))
+    return lambda update: format_seconds(float(np.interp(update, updates, seconds[1:]))) if update >= 0 else ""
+
+
 def _training_charts(rows: Rows) -> list[Chart]:
     def lines(**labels: str) -> list[Line]:
         return [metric_line(rows, key, label, colour=i) for i, (key, label) in enumerate(labels.items())]
 
     zero = {"from_zero": True}
+    rare = {"varies": True, **zero}
     ratios = {"ratio/max_deviation": "largest |ratio - 1|", "ratio/clip_fraction": "clipped share"}
     groups = {"advantage/zero_spread_groups": "zero spread", "reward/dropped_groups": "reward failed"}
     return charts(
         ("KL to the anchor", lines(**{"kl/position": "position", "kl/velocity": "velocity"}), {}),
-        ("weight of the KL", lines(**{"kl/weight": "weight"}), zero),
+        ("weight of the KL", lines(**{"kl/weight": "weight"}), rare),
         ("KL's share of the gradient", [metric_line(rows, "kl/grad_share", "share", dots=True)], zero),
-        ("probability ratio, mean", lines(**{"ratio/mean": "mean"}), {"level": 1.0}),
-        ("probability ratio, extremes", lines(**ratios), zero),
+        ("probability ratio, mean", lines(**{"ratio/mean": "mean"}), {"level": 1.0, "varies": True}),
+        ("probability ratio, extremes", lines(**ratios), rare),
         ("gradient norm", lines(grad_norm="before clipping"), zero),
-        ("groups without a signal", lines(**groups), zero),
+        ("groups without a signal", lines(**groups), rare),
         ("spread of the reward within a group", lines(**{"advantage/group_std": "std"}), zero),
-        ("learning rate", lines(learning_rate="rate"), zero),
+        ("learning rate", lines(learning_rate="rate"), rare),
     )
 
 
@@ -252,17 +282,69 @@ def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
 
 
 def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | None:
-    """Pairs of videos from update 0 and the last evaluation that has left some."""
+    """Pairs of videos from update 0 and the last evaluation that has left some, and the updates that have videos."""
     folders = sorted(folder for folder in (directory / "samples").glob("update-*") if folder.is_dir())
     if len(folders) < 2 or folders[0].name != "update-000000":
         return None
-    first, last = folders[0], folders[-1]
+    last = folders[-1]
     scored = compared.rows if compared is not None else {}
-    pairs = []
+    pairs: list[tuple[str, float | None, str, str]] = []
     for file in sorted(last.glob("*.mp4")):
-        if (first / file.name).exists():
+        if (folders[0] / file.name).exists():
             # The file's name begins with the number of its prompt.
             row = scored.get(int(file.name.partition("-")[0]))
             prompt, gain = (row[0], row[2] - row[1]) if row is not None else (file.stem, None)
-            pairs.append((prompt, gain, *(f"samples/{folder.name}/{file.name}" for folder in (first, last))))
-    return {"last": int(last.name.removeprefix("update-")), "pairs": pairs} if pairs else None
+            before, after = (f"samples/{folder.name}/{file.name}" for folder in (folders[0], last))
+            pairs.append((prompt, gain, before, after))
+    if not pairs:
+        return None
+    groups = [("Samples", pairs)]
+    if len(pairs) > 2 * SHOWN_VIDEOS:
+        ranked = sorted(pairs, key=lambda pair: -(pair[1] or 0.0))
+        gains = [pair for pair in ranked[:SHOWN_VIDEOS] if (pair[1] or 0.0) > 0]
+        losses = [pair for pair in ranked[: -SHOWN_VIDEOS - 1 : -1] if (pair[1] or 0.0) < 0]
+        shown = [("Largest gains", gains), ("Largest losses", losses)]
+        groups = [group for group in shown if group[1]] or [("Samples", pairs[:SHOWN_VIDEOS])]
+    noises = compared.noises if compared is not None else 1
+    updates = [int(folder.name.removeprefix("update-")) for folder in folders]
+    return {"noises": noises, "updates": updates, "groups": groups}
+
+
+def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:
+    """The preset that a run's configuration is nearest to, and (key, value there, value here) where they differ."""
+    try:
+        here = _flat(to_dict(load_config(config)))
+    except (OSError, ValueError):
+        return None
+    found = {}
+    for name, there in _presets().items():
+        keys = [key for key in here | there if here.get(key) != there.get(key)]
+        found[name] = [(key, _shown(there.get(key)), _shown(here.get(key))) for key in keys]
+    name = min(found, key=lambda name: len(found[name]))
+    return name, found[name]
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    """Keys and values of the presets that are whole runs."""
+    found = {}
+    for name in preset_names():
+        with suppress(ConfigError):  # others are laid over one
+            found[name] = _flat(to_dict(load_config(name)))
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a configuration; without those that every run has its own of."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            result |= _flat(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" not in ("output_dir", "resume"):
+            result[f"{prefix}{key}"] = value
+    return result

@@ -7,7 +7,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,13 +120,20 @@ def _thinned(values: Sequence[float]) -> np.ndarray:
 
 
 def line_chart(
-    lines: Sequence[Line], *, level: float | None = None, from_zero: bool = False, wide: bool = False
+    lines: Sequence[Line],
+    *,
+    level: float | None = None,
+    from_zero: bool = False,
+    wide: bool = False,
+    second_axis: Callable[[float], str] | None = None,
 ) -> str:
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
         level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the axis at 0. wide: for a chart
-            that is shown larger.
+            that is shown larger. second_axis: what stands below the number of an update.
+
+    The band of a grey line, which is context, does not widen the axis.
     """
     if not any(line.x for line in lines):
         return ""
@@ -137,6 +144,18 @@ def line_chart(
     axes.relim()
     axes.autoscale()
     draw_lines(axes, lines)
+    if wide:
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" + (f"\n{second_axis(x)}" if second_axis else ""))
+    if any(line.colour == GREY and any(line.spread) for line in lines) and len([line for line in lines if line.x]) > 1:
+        ends = [
+            value + side * (0.0 if line.colour == GREY else spread)
+            for line in lines
+            for value, spread in zip(line.y, line.spread or [0.0] * len(line.y), strict=True)
+            for side in (-1, 1)
+        ]
+        low, high = min(ends), max(ends)
+        if high > low:
+            axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     if level is not None:
         axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
     if from_zero and min(min(line.y, default=0.0) for line in lines) >= 0:
@@ -153,7 +172,8 @@ def _chart_figure(wide: bool) -> "Figure":
     width, height = (4.4, 2.2) if wide else (3.5, 1.9)
     figure = Figure(figsize=(width, height))
     # Fixed margins: a constrained layout would be computed for every chart.
-    axes = figure.add_axes((0.62 / width, 0.3 / height, 1 - 0.72 / width, 1 - 0.4 / height))
+    below = 0.45 if wide else 0.3
+    axes = figure.add_axes((0.62 / width, below / height, 1 - 0.72 / width, 1 - (below + 0.1) / height))
     style_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
 from sage_fast.models.video_files import read_video, write_video
 from sage_fast.run.metrics import read_metrics
@@ -30,7 +31,8 @@ def long_run(finished_run: Path, tmp_path: Path) -> Path:
     shutil.copytree(finished_run, run)
     rows = read_metrics(run / "metrics.jsonl")
     extra = {"kl/grad_share": 0.1, "memory/peak_gib": 60.0, "time/evaluation": 3.0}
-    long = [rows[0], *({**rows[-1], **extra, "update": u, "grad_norm": 0.1 + u / 1000} for u in range(1, 201))]
+    varied = [{"grad_norm": 0.1 + u / 1000, "ratio/mean": 1 + u / 1e6, "time/iteration": 36.0} for u in range(201)]
+    long = [rows[0], *({**rows[-1], **extra, **varied[u], "update": u} for u in range(1, 201))]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
     for update, gain in ((0, 0.0), (200, 0.5)):
         scores = [gain * (i % 7 - 2) for i in range(len(PROMPTS))]
@@ -63,13 +65,42 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     shown = re.findall(r"<figcaption>([^<]+)</figcaption>", text)
     for title in ("reward", "VQ (lower is better)", "KL to the anchor", "KL's share of the gradient", "gradient norm"):
         assert title.replace("'", "&#39;") in shown
-    for title in ("probability ratio, mean", "groups without a signal", "videos an hour"):
+    for title in ("probability ratio, mean", "videos an hour"):
         assert title in shown
+    # The same in every update of this run, as in most.
+    assert not {"groups without a signal", "learning rate", "probability ratio, extremes"} & set(shown)
+    assert re.search(r">\d\.\d h</text>", text)  # 200 updates of 39 s
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
     assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
     assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
     assert 'data-refresh="60"' in text
+
+
+def test_the_page_shows_the_largest_gains_and_losses_at_every_saved_update(long_run: Path) -> None:
+    source = next((long_run / "samples/update-000000").glob("*.mp4"))
+    for update in (0, 100, 200):
+        for number in range(12):
+            file = long_run / f"samples/update-{update:06d}/{number:02d}-p.mp4"
+            file.parent.mkdir(exist_ok=True)
+            shutil.copy(source, file)
+    text = run_page(long_run)
+    assert 'data-updates="0 100 200"' in text
+    gains, losses = text.partition("<h2>Largest gains")[2].partition("<h2>Prompts")[0].split("<h2>Largest losses")
+    assert gains.count("<video") == 8 and 'class="gain">+2<' in gains and 'class="loss"' not in gains
+    assert 'class="loss">-1<' in losses and 'class="gain"' not in losses
+
+
+def test_the_page_says_how_the_run_differs_from_the_nearest_preset(tmp_path: Path) -> None:
+    save_config(load_config("toy_cpu", {"rollout.eta": 0.3, "output_dir": "x"}), tmp_path / "config.yaml")
+    rows = Page(run_page(tmp_path)).text.partition("Differences to the preset toy_cpu")[2].split("\n")
+    assert "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
+
+
+def test_the_band_of_the_training_does_not_widen_the_axis() -> None:
+    gain = Line(label="evaluation", x=[0, 1], y=[0.1, 0.2], spread=[0.01, 0.01])
+    wide = Line(label="training", x=[0, 1], y=[0.1, 0.2], spread=[50.0, 50.0], colour=4)
+    assert ">0.20<" in line_chart([wide, gain]) and ">0.20<" not in line_chart([wide])
 
 
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:
@@ -131,6 +162,16 @@ def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path:
             "range.dispatchEvent(new Event('input')); })()"
         )
         browser.wait_for(f"{times}.every(time => time === 1)")  # of 2 s
+        shutil.copytree(long_run / "samples/update-000000", long_run / "samples/update-000100")
+        write_run_page(long_run)
+        browser.open(long_run / "index.html", width=400)
+        browser.evaluate(
+            "(() => { const range = document.querySelector('.updates input'); range.value = 1;"
+            "range.dispatchEvent(new Event('input')); })()"
+        )
+        sources = "[...document.querySelectorAll('.pair .video:last-child video')].map(video => video.src)"
+        browser.wait_for(f"{sources}.every(source => source.includes('update-000100'))")
+        browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
         assert not browser.complaints
 
 

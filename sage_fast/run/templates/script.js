@@ -26,6 +26,19 @@ for (const pair of document.querySelectorAll(".pair")) {
     if (video.error) hide();
   }
 }
+for (const range of document.querySelectorAll(".updates input")) {
+  const updates = range.dataset.updates.split(" ");
+  range.addEventListener("input", () => {
+    const update = updates[range.value];
+    document.querySelector(".chosen").textContent = update;
+    for (const shown of document.querySelectorAll(".pair .video:last-child")) {
+      const video = shown.querySelector("video");
+      const folder = `update-${update.padStart(6, "0")}`;
+      video.src = video.getAttribute("src").replace(/update-\d+/, folder);
+      shown.querySelector("span").textContent = `update ${update}`;
+    }
+  });
+}
 for (const time of document.querySelectorAll("time")) {
   const date = new Date(time.dateTime), say = () => {
     const minutes = Math.round((Date.now() - date) / 60000);

@@ -144,12 +144,13 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
         return [extension.generator(number) for number in range(count)]
 
     replaced: dict[str, Any] = {
-        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "_is_compiled"), lambda *_, **__: True),
-        **dict.fromkeys(("_lazy_init", "init", "empty_cache", "ipc_collect"), lambda: None),
-        **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), lambda: False),
-        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange),
-        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda d=None: extension.held(index(d))),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda d=None: extension.peak(index(d))),
+        # Each a function of its own: Dynamo has rules by function.
+        **{n: (lambda *_, **__: True) for n in ("is_available", "is_initialized", "is_bf16_supported", "_is_compiled")},
+        **{name: (lambda: None) for name in ("_lazy_init", "init", "empty_cache", "ipc_collect")},
+        **{name: (lambda: False) for name in ("is_current_stream_capturing", "_is_in_bad_fork")},
+        **{name: (lambda to: exchange(to)) for name in ("_exchange_device", "_maybe_exchange_device")},
+        **{name: (lambda d=None: extension.held(index(d))) for name in ("memory_allocated", "memory_reserved")},
+        **{name: (lambda d=None: extension.peak(index(d))) for name in ("max_memory_allocated", "max_memory_reserved")},
         "reset_peak_memory_stats": lambda d=None: extension.reset_peak(index(d)),
         "mem_get_info": lambda d=None: (H100["total_memory"] - extension.held(index(d)), H100["total_memory"]),
         "memory_stats": lambda d=None: {"num_alloc_retries": 0, "num_ooms": 0},

@@ -104,8 +104,8 @@ def test_the_commands_on_a_tiny_real_model(run: Any) -> None:
 @pytest.mark.slow
 def test_the_benchmarks_end_with_their_table(environment: dict[str, str], tmp_path: Path) -> None:
     """Red where NCCL and Inductor are wanted, and nowhere else."""
-    code = "from tests import pretend_cuda; pretend_cuda.install(jit=True); from benchmarks.__main__ import main; import sys; "
-    code += f"sys.exit(main(['device', '--smoke', '--output', {str(tmp_path / 'found.json')!r}]))"
+    code = "import sys; from tests import pretend_cuda; pretend_cuda.install(jit=True); "
+    code += f"from benchmarks.__main__ import main; sys.exit(main(['device', '--smoke', '--output', {str(tmp_path / 'found.json')!r}]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "forward B vs P2" in done.stdout, done.stderr[-4000:]
     cells = json.loads((tmp_path / "found.json").read_text())["cells"]

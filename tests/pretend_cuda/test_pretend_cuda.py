@@ -105,8 +105,9 @@ def test_the_commands_on_a_tiny_real_model(run: Any) -> None:
 def test_the_benchmarks_end_with_their_table(environment: dict[str, str], tmp_path: Path) -> None:
     """Red where NCCL and Inductor are wanted, and nowhere else."""
     code = "import sys; from tests import pretend_cuda; pretend_cuda.install(jit=True); "
-    code += f"from benchmarks.__main__ import main; sys.exit(main(['device', '--smoke', '--output', {str(tmp_path / 'found.json')!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    code += "from benchmarks.__main__ import main; sys.exit(main(['device', '--smoke', '--output', sys.argv[1]]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "forward B vs P2" in done.stdout, done.stderr[-4000:]
     cells = json.loads((tmp_path / "found.json").read_text())["cells"]
     red = {name for name, cell in cells.items() if cell["status"].startswith("failed") or cell.get("passed") is False}

@@ -24,7 +24,8 @@ PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "t
 
 
 def load(path: Path | str | None, **options: Any):
-    return load_components(ModelConfig(family="hunyuan15", path=None if path is None else str(path), **options))
+    path = None if path is None else str(path)
+    return load_components(ModelConfig(family="hunyuan15", path=path, **{"device": "cpu"} | options))
 
 
 def edit_json(path: Path, **entries: Any) -> None:

@@ -144,7 +144,7 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
         return [extension.generator(number) for number in range(count)]
 
     replaced: dict[str, Any] = {
-        # Each a function of its own: Dynamo has rules by function.
+        # A function for each name: Dynamo has rules by function.
         **{n: (lambda *_, **__: True) for n in ("is_available", "is_initialized", "is_bf16_supported", "_is_compiled")},
         **{name: (lambda: None) for name in ("_lazy_init", "init", "empty_cache", "ipc_collect")},
         **{name: (lambda: False) for name in ("is_current_stream_capturing", "_is_in_bad_fork")},

@@ -73,7 +73,7 @@ class _ClipSimilarity:
         self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
 
-        weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path")
+        weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path", *MODEL_FILES)
         if processor != path:  # its weights are not needed
             folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
         if not (folder / PREPROCESSING).is_file():

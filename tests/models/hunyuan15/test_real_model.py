@@ -104,7 +104,7 @@ def test_doctor_says_that_it_can_run(world: World, capsys: pytest.CaptureFixture
     ("lost", "name", "fetch"),
     [
         ("model/vae/config.json", "HunyuanVideo-1.5", "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"),
-        ("rewards/clip/preprocessor_config.json", "CLIPScore", "hf download openai/clip-vit-large-patch14 --local-dir"),
+        ("rewards/clip/preprocessor_config.json", "CLIPScore", "hf download openai/clip-vit-large-patch14 --include"),
         ("rewards/qwen2_vl/config.json", "VideoAlign's base model", "hf download Qwen/Qwen2-VL-2B-Instruct"),
     ],
     ids=["model", "clip", "qwen"],

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import builtins
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_a_python_block_imports_what_exists_and_uses_what_it_has(page: str, code
                 known.add(node.id)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     assert used <= known, page
+
+
+def test_the_readme_shows_the_demos_results() -> None:
+    """Each row is a training of docs/results/demo.jsonl; its errors count captions and noises."""
+    rows = [json.loads(line) for line in (ROOT / "docs/results/demo.jsonl").read_text("utf-8").splitlines()]
+    assert {(r["preset"], r["updates"], r["prompts"], r["noises"]) for r in rows} == {("toy_nft", 20, 60, 16)}
+    assert "20 updates of 128 videos: 60 held-out captions, 16 noises each" in PAGES["README.md"]
+    for r in rows:
+        reward, aligned, distance = r["reward"], r["aligned"], r["manifold_distance"]
+        cells = (
+            f"| {r['seed']} | {100 * aligned['before']:.0f} → {100 * aligned['after']:.0f} % "
+            f"| {reward['before']:.3f} → {reward['after']:.3f} | {reward['mean']:+.3f} ± {reward['stderr']:.3f} "
+            f"| {distance['before']:.4f} → {distance['after']:.4f} |"
+        )
+        assert cells in PAGES["README.md"]
+        # A large gain that is not bought with the pictures.
+        assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
 def test_the_readme_is_short() -> None:

@@ -191,7 +191,9 @@ def test_rewards_that_ship_stay_here_when_another_interpreter_has_the_rest(other
     assert {"VQ", "style"} <= found.score(toy, SAMPLES[:1]).keys()
 
 
-def test_options_and_names_that_differ_from_the_servers_are_refused(serve: Callable[..., str]) -> None:
+def test_options_and_names_that_differ_from_the_servers_are_refused(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = serve("Bright", options={here("Bright"): {"scale": 2.0}})
     config: dict[str, Any] = {"rewards": [here("Bright")], "weights": {"bright": 1.0}}
     assert rewards(url, **config).score(VIDEOS, SAMPLES)["bright"].shape == (3,)
@@ -203,6 +205,7 @@ def test_options_and_names_that_differ_from_the_servers_are_refused(serve: Calla
         rewards(url)
     with pytest.raises(ConfigError, match=r"reward.device is 'cpu', but each"):
         rewards(url, device="cpu", **config)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert rewards(python=Path(sys.executable), device="cpu", **config).thread is not None
 
 

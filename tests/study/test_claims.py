@@ -148,7 +148,7 @@ def test_the_tables_say_what_is_known_of_the_samplers() -> None:
 
 
 def test_the_committed_results_say_what_the_documents_say() -> None:
-    """The figures of README, docs/algorithm.md (section 5) and docs/tutorials/demo.md."""
+    """The figures of docs/algorithm.md (section 5)."""
     found = read_findings(ROOT / "docs/results/reproduction.jsonl")
     verdicts = {f"{e.key}/{j.claim.key}": j.verdict for e in EXPERIMENTS for j in judge(e.claims, found)}
     assert verdicts["base/exact_reward"] == verdicts["base/exact_nearer"] == "confirmed"
@@ -157,22 +157,8 @@ def test_the_committed_results_say_what_the_documents_say() -> None:
     def by_seed(experiment: str, quantity: str, arm: str) -> list[float]:
         return [row.value for _, row in sorted(found.by_seed(experiment, quantity, arm).items())]
 
-    scores = [by_seed("samplers", f"final_{name}", "sage_grpo") for name in ("aligned", "reward", "manifold_distance")]
-    assert len(scores[0]) == 6
-    row = re.compile(r"^\| (\d) \| .* \| (\d+) % \| .* → ([\d.]+) \| .* → ([\d.]+) \|$", re.M)
-    shown = row.findall((ROOT / "README.md").read_text("utf-8"))
-    assert len(shown) == 3
-    for seed, *figures in shown:
-        aligned, reward, distance = (column[int(seed)] for column in scores)
-        assert figures == [f"{100 * aligned:.0f}", f"{reward:.3f}", f"{distance:.4f}"]
-
-    aligned, distance = (
-        by_seed("longer", f"final_{n}", "sage_grpo-40-updates") for n in ("aligned", "manifold_distance")
-    )
     weak, strong = (by_seed("kl_share", "kl_share", f"kl-weight-{weight:g}") for weight in (1e-5, 0.03))
     position = by_seed("samplers", "kl_position", "sage_grpo")
-    assert (min(aligned), max(aligned)) == pytest.approx((0.92, 0.93), abs=0.005)
-    assert distance[2] == pytest.approx(0.034, abs=5e-4) and sorted(distance)[4] < 1.25 * 0.0228
     assert (min(weak), max(weak)) == pytest.approx((3e-4, 4e-4), abs=5e-5)
     assert (min(strong), max(strong)) == pytest.approx((0.4, 0.6), abs=0.06)
     assert (min(position), max(position)) == pytest.approx((3e-3, 3e-2), rel=0.2)

@@ -70,6 +70,7 @@ def test_smoke_run_prints_ratios_of_what_passed_only(
     }
 
 
+@pytest.mark.slow
 def test_pytest_benchmark_times_the_same_calls() -> None:
     names = ["benchmarks/suites/kernels.py", "-k", "gelu_tanh and forward and ours"]
     options = ["--benchmark-timer=benchmarks.harness.device_clock", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -1,6 +1,7 @@
 """The recipes that ship: each one loads, alone and with every ablation, and says what the reference does."""
 
 import csv
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,6 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
     assert forward == preset.stem.endswith("_nft") == (config.rollout.sde_type == "ode")
     assert (config.rollout.guidance_scale == 1.0) == forward == ("distilled" in str(config.model.path))
     assert "quick" not in preset.stem or (config.video.num_frames, config.rollout.num_steps) == (17, 10)
-    plan = make_plan(config, DEVICES["h100"], gpus=gpus, sizes={})
-    assert plan.fits and plan.seconds_per_video <= SECONDS_PER_VIDEO[preset.stem]
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
@@ -255,6 +254,7 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
     plan = make_plan(load_config(preset), DEVICES["h100"], gpus=preset_gpus(preset), sizes={})
     assert plan.fits and plan.waiting < 0.1 * sum(phase.predicted for phase in plan.phases)
     assert plan.seconds_per_rollout / 60 == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
+    assert plan.seconds_per_video <= SECONDS_PER_VIDEO.get(preset.stem, math.inf)
 
 
 def changed_keys(preset: str) -> dict[str, Any]:

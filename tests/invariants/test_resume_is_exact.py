@@ -35,13 +35,19 @@ MakeRun = Callable[..., RunConfig]
             ),
             marks=pytest.mark.slow,
         ),
-        ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
-        (
-            "--training.train_on={best: 1, worst: 1}",
-            "--rollout.num_generations=4",
-            "--rollout.shared_initial_noise=true",
-            "--rollout.sde_window.size=2",
-            "--rollout.micro_batch_size=2",
+        pytest.param(
+            ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (
+                "--training.train_on={best: 1, worst: 1}",
+                "--rollout.num_generations=4",
+                "--rollout.shared_initial_noise=true",
+                "--rollout.sde_window.size=2",
+                "--rollout.micro_batch_size=2",
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["lora-anchor-drawn-kl", "full-muon-ema", "window-two-updates", "best-and-worst-shared-start"],

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(pretend_cuda.compiler() is None, reason="the pretend CUDA device needs a C++ compiler"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the pretend CUDA device is for a machine without GPU"),
     pytest.mark.timeout(900),
+    pytest.mark.slow,
 ]
 
 

@@ -247,6 +247,7 @@ def encode_on_a_rank(
     return encoded, encoder.prepare(texts, world)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_encoding_and_go_on_after_a_kill(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     texts = ["", *(f"a cat says {'“miau” ' * (n % 2)}{'and ' * n}" for n in range(9))]
     arguments = str(diffusers_checkpoint), str(tmp_path / "cache"), texts

@@ -97,7 +97,8 @@ class RunConfig:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
-                "flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default)."
+                "flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or training.update "
+                "forward_process, which needs no noise."
             )
         if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
             raise ConfigError(

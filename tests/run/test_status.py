@@ -73,7 +73,7 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
         found = json.loads(capsys.readouterr().out)
     assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "running", "killed", "hangs"]
     goes = lines[3].split()
-    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "32/128", "0.4100", "+0.0500"]
+    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "32/128", "0.41", "+0.05"]
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
     assert f"sage-fast train {runs / 'gone'} --resume auto" in notes

@@ -247,3 +247,4 @@ def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
 
 def test_the_policy_stays_in_eval_mode(trainer: Trainer) -> None:
     assert isinstance(trainer.policy, GuidedPolicy) and not trainer.policy.transformer.training
+    assert not GuidedPolicy(trainer.policy.transformer.train(), trainer.policy.uncond, 1.0).transformer.training

@@ -123,7 +123,8 @@ def test_a_missing_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     config = RewardConfig(rewards=["clip_score"], weights={"CLIPScore": 1.0})
     with pytest.raises(ConfigError) as error:
         CompositeReward.from_config(config)
-    for words in ("`hf download openai/clip-vit-large-patch14 --include", "reward.options.clip_score.path", "'clip_score'"):
+    fetch = "`hf download openai/clip-vit-large-patch14 --include"
+    for words in (fetch, "reward.options.clip_score.path", "'clip_score'"):
         assert words in str(error.value)
     with pytest.raises(OSError, match="'/no/such/folder' does not exist"):
         CLIPScore("/no/such/folder")
@@ -181,5 +182,6 @@ def test_the_processor_of_a_bare_checkpoint_is_the_model_cards(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(OSError, match=rf"hf download {PROCESSOR} --include .*json.*options.pick_score.processor"):
         PickScore(str(tmp_path))
-    with pytest.raises(OSError, match=r"hf download yuvalkirstain/PickScore_v1 --include .*model.safetensors`.*reward.options.pick_score.path"):
+    fetch = r"hf download yuvalkirstain/PickScore_v1 --include .*model.safetensors`"
+    with pytest.raises(OSError, match=fetch + ".*reward.options.pick_score.path"):
         PickScore(processor=str(checkpoint))

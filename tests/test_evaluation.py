@@ -1,11 +1,12 @@
 """The paired test, by hand and against simulation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
@@ -21,7 +22,7 @@ from sage_fast.evaluation import (
     scored_in_both,
     yes_no_score,
 )
-from sage_fast.records import Sample
+from sage_fast.records import PromptEmbeds, Sample
 from sage_fast.rollout import VideoScoring, initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
@@ -185,8 +186,21 @@ def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[.
     """Two noises of a batch of two prompts are the mean of what the noises give alone."""
     words = ("--rollout.guidance_scale=3", "--evaluation.num_prompts=3", "--evaluation.batch_size=2")
     trainer = build_trainer(tiny_run(*words, "--evaluation.noises=2"))
+    asked: list[list[Tensor]] = []
+    velocity = trainer.policy.velocity
+
+    def watched(latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        asked.append([p.text for p in prompts])
+        return velocity(latents, sigma, prompts)
+
+    trainer.policy.velocity = watched  # type: ignore[method-assign]
     scores = trainer.evaluate()[0]
     assert scores.noises == 2 and len(scores.reward) == 3
+    texts = [trainer.embed(p.text).text for p in trainer.eval_prompts]
+    batches = [[texts[0], texts[1]], [texts[2], texts[0]], [texts[1], texts[2]]]
+    steps = trainer.config.evaluation_steps
+    for batch, expected in zip(asked[::steps], batches, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True))
     drawn = []
     for member in (0, 1):
         for prompt in trainer.eval_prompts:

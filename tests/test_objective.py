@@ -404,6 +404,12 @@ def test_kl_weight_stays_above_its_minimum() -> None:
     assert path[0] == 8 and path[-1] == 2.0
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(0.45, 1.1), (0.55, 1.0), (1.45, 1.0), (1.55, 0.9)])
+def test_kl_weight_moves_outside_half_and_one_and_a_half_of_the_target(kl: float, factor: float) -> None:
+    settings = KLWeightConfig(minimum=1.0, maximum=8.0, warmup_updates=0, target=1.0)
+    assert next_kl_weight(KLWeightState(weight=4.0, update=9), kl, settings).weight == pytest.approx(4.0 * factor)
+
+
 def test_kl_weight_defaults_warm_up_in_a_hundred_updates() -> None:
     path = weights(KLWeightConfig(target=1.0), [1.0] * 120)
     assert path[0] == 1e-7 and path[50] == pytest.approx(5.05e-6) and path[100] == 1e-5

@@ -105,6 +105,7 @@ SETTINGS = {
     "dual": ["--objective.kl_mode=dual"],
     "dual-exact": ["--objective.kl_mode=dual", "--objective.kl_velocity=exact"],
     "dual-velocity-alone": ["--objective.kl_mode=dual", "--objective.kl_position_weight=0"],
+    "unnormalized-cps": ["--rollout.sde_type=cps", "--objective.logprob=unnormalized", "--objective.kl_mode=stepwise"],
     "unnormalized-cps-dual": ["--rollout.sde_type=cps", "--objective.logprob=unnormalized", "--objective.kl_mode=dual"],
     "bias-corrected": ["--objective.ratio=bias_corrected", "--rollout.sde_type=dance_grpo", "--objective.kl_mode=dual"],
     "ratio-norm": ["--objective.ratio=ratio_norm", "--objective.equalizer=false", "--rollout.sde_type=sage_exact"],

@@ -77,7 +77,8 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
         context.color_range = 1  # limited
         for array in frames:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
-            frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709")
+            # One thread here too: by itself the conversion starts one per core for every frame.
+            frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709", threads=1)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
@@ -99,7 +100,8 @@ def read_video_and_rate(path: str | os.PathLike[str]) -> tuple[Tensor, float]:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             frames = [
-                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in container.decode(stream)
+                f.reformat(format="rgb24", src_colorspace="ITU709", threads=1).to_ndarray()
+                for f in container.decode(stream)
             ]
             fps = float(stream.average_rate or 0)
     except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream

@@ -69,8 +69,8 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(10_000))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        # The same video must be the same file. With several threads, or with its macroblock tree, which reads memory that
-        # it has not written (Valgrind shows it), x264 chooses other quantizers once in a while.
+        # The same video must be the same file. With several threads, or with its macroblock tree, which reads memory
+        # that it has not written (Valgrind shows it), x264 chooses other quantizers once in a while.
         stream.options = {"crf": VIDEO_QUALITY, "preset": "medium", "x264-params": "mbtree=0"}
         context = stream.codec_context
         context.thread_count = 1

@@ -147,8 +147,7 @@ def ratios(result: Result) -> dict[str, Ratio]:
         if suite == "iteration":
             seconds = ours["seconds"]["median"] / ours.get("videos", 1)
             found[f"{name} seconds per video"] = Ratio(seconds, error_of(ours["seconds"]), floor)
-        # How many layers of an offloaded run fit into CPU memory differs between machines.
-        if suite not in COMPARED or "offloaded" in step:
+        if suite not in COMPARED:
             continue
         # The split gradient and the single pass stand beside the peers' training step.
         beside = rows.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}

@@ -151,9 +151,8 @@ def choose(session: Session, config: Mapping[str, Any]) -> str:
     """Attention of the transformer and its peers: the one that --attention names, else the fastest that passed in this
     run, else what a training run would take.
     """
-    wanted = session.options.get("attention", "auto")
-    found = fastest(session.result) if wanted == "auto" else None
-    return found or attention_backend(wanted, config, session.device, torch.bfloat16)
+    found = fastest(session.result) if session.attention == "auto" else None
+    return found or attention_backend(session.attention, config, session.device, torch.bfloat16)
 
 
 SUITES = (Suite(name=SUITE, cells=cells, limit=45.0),)

@@ -42,7 +42,7 @@ MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
 CEILINGS = {"bytes": "copy", "flop": "matmul"}
 """Work of a row -> the ceiling it stands under."""
-COMPARED = ("kernels", "transformer", "block", "decode", "sharded", "two_ranks", "cpu")
+COMPARED = ("kernels", "transformer", "decode", "sharded", "two_ranks", "cpu")
 """Suites in which ours stands beside peers."""
 
 

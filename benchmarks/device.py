@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, execute, parser_of, supervise
-from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, transformer, two_ranks
+from benchmarks.suites import attention, decode, iteration, kernels, sharded, transformer, two_ranks
 from sage_kernels import parity
 from sage_kernels.registry import specs
 
@@ -102,12 +102,10 @@ SUITES = (
     transformer.FULL,
     *iteration.SUITES,
     kernels.BANDWIDTH,
-    block.FULL,
     *decode.SUITES,
     kernels.WIDE,
     transformer.COMPILED,
     kernels.COMPILED,
-    block.COMPILED,
     *sharded.SUITES,
     *two_ranks.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),

@@ -32,7 +32,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class Cell:
     work: returns the record without `status`, which it may set itself. needs: parity cells, by full name.
     seconds: a guess; a cell that does not fit into the time is skipped.
 
-    Example: `Cell(suite="block", name="forward B ours", work=..., needs=("block parity ours",))`
+    Example: `Cell(suite="decode", name="B ours", work=..., needs=("decode parity B",))`
     """
 
     suite: str
@@ -276,23 +275,6 @@ class Session:
         """Write the result so far."""
         if self.path is not None:
             harness.write_result(self.path, self.result)
-
-
-def peer_parity(
-    session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
-) -> Iterator[Cell]:
-    """Parity of P2 against float64, and of P1 and ours beside P2, whose errors are their yardstick.
-
-    Where P2 has failed, it has failed alone: the others are then judged by the bound that P2 is judged by.
-
-    Args:
-        check: of a contender, given P2's errors, or None for P2 itself and where it has none.
-    """
-    p2 = f"{suite} parity P2"
-    yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
-    errors = session.cells[p2].get("errors") if results.passed(session.result, p2) else None
-    for contender in ("P1", "ours"):
-        yield Cell(suite=suite, name=f"parity {contender}", work=partial(check, contender, errors))
 
 
 def failure(error: BaseException) -> str:

@@ -196,9 +196,9 @@ class Session:
         elif self.left < cell.seconds:
             record = {"status": f"skipped: it takes about {cell.seconds:.0f} s and {self.left:.0f} s are left"}
         else:
-            print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
             self.cells[cell.key] = self._begun(cell.suite)
             self.save()
+            print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
             record = self._work(cell.work, self.left)
         self.cells[cell.key] = self._begun(cell.suite) | {"needs": list(cell.needs)} | record
         self.save()

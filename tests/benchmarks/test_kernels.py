@@ -31,7 +31,7 @@ def with_op(monkeypatch: pytest.MonkeyPatch, name: str, op: Callable[..., Any]) 
 
 def test_an_op_that_is_wrong_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     with_op(monkeypatch, "gelu_tanh", lambda x: 1.01 * specs()["gelu_tanh"].reference(x))
-    found = session(options={"op": ["gelu_tanh"]})
+    found = session(ops=["gelu_tanh"])
     found.run(kernels.PARITY)
     found.run(kernels.BANDWIDTH)
     assert not found.cells["kernels parity gelu_tanh"]["passed"] and results.rows(found.result) == {}
@@ -47,7 +47,7 @@ def test_an_op_of_other_shape_or_type_fails_its_parity(monkeypatch: pytest.Monke
 
 
 def test_an_unknown_op_is_refused(session: MakeSession) -> None:
-    run = session(options={"op": ["gelu"]})
+    run = session(ops=["gelu"])
     run.run(kernels.PARITY)
     assert "--op gelu is no op; there are adaln, " in run.cells["kernels parity setup"]["status"]
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
 from benchmarks import report, results
@@ -43,12 +44,12 @@ def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
 def test_a_red_or_missing_parity_check_leaves_no_figure(tmp_path: Path) -> None:
     result = gpu_result()
     result["cells"]["transformer parity ours"]["passed"] = False
-    del result["cells"]["block parity ours"]
+    del result["cells"]["decode parity B"]
     found = results_of(written(tmp_path, result))
     assert "wrong" not in report.suite_block(found, suites=("attention",))
-    for suite in ("block", "transformer"):
-        block = report.suite_block(found, suites=(suite,))
-        assert "| ours |" not in block and "| P2 |" in block
+    block = report.suite_block(found, suites=("transformer",))
+    assert "| ours |" not in block and "| P2 |" in block
+    assert report.suite_block(found, suites=("decode",)) == "Not measured yet.\n"
     assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.gpu_block(found)
 
 
@@ -90,14 +91,22 @@ def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not a result of" in capsys.readouterr().err
 
 
-def test_a_stale_document_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("<!-- benchmark cpu: begin -->\nold\n<!-- benchmark cpu: end -->\n", "utf-8")
+def test_a_stale_document_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark cpu: begin -->\nold\n<!-- benchmark cpu: end -->\n", "utf-8")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "DOCUMENTS", ("page.md",))
     monkeypatch.setattr(report, "committed_files", list)
-    assert report.main(["--check"]) == 1
     assert report.main(["--write"]) == 0
-    assert report.main(["--check"]) == 0
+    assert "Not measured yet." in page.read_text("utf-8")
+
+
+def test_the_history_over_commits_is_one_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    files = [written(tmp_path, gpu_result(), f"2026-01-0{day}-a.json") for day in (1, 2)]
+    assert report.main([*map(str, files), "--history", str(tmp_path / "history.svg")]) == 0
+    drawn = (tmp_path / "history.svg").read_text("utf-8")
+    assert "h100: iteration 2 videos of 4 steps B seconds per video" in drawn and "2026-01-02-a" in drawn
 
 
 def test_durations_have_the_unit_that_suits_them() -> None:

@@ -181,38 +181,37 @@ def test_a_file_of_another_run_is_refused(
     assert "run with --smoke" in capsys.readouterr().err
 
 
-class FakeGPU:
-    """Events that have passed at once while the head start is shorter than `needs`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, needs: int, seconds: float) -> None:
-        self.sleeps: list[int] = []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "_sleep", self.sleeps.append)
-        event = types.SimpleNamespace(
-            record=lambda: None, query=lambda: self.sleeps[-1] < needs, elapsed_time=lambda end: 1e3 * seconds
-        )
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-        monkeypatch.setattr(harness, "device_clock", harness.DeviceClock())
-
-
-@pytest.mark.parametrize(("doublings", "late"), [(0, False), (2, False), (99, True)])
-def test_a_late_start_is_given_more_time(doublings: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, most = harness.HEAD_START_CYCLES, harness.MOST_HEAD_START_CYCLES
-    gpu = FakeGPU(monkeypatch, needs=first * 2**doublings, seconds=0.2)
+@pytest.mark.parametrize(
+    ("doublings", "seconds", "cycles"),
+    [
+        pytest.param(0, 0.2, harness.HEAD_START_CYCLES, id="in-time"),
+        pytest.param(2, 0.2, 4 * harness.HEAD_START_CYCLES, id="late"),
+        pytest.param(99, 0.2, harness.MOST_HEAD_START_CYCLES, id="waits-for-the-device-itself"),
+        # A queue does not hold the launches of a training step: the device has always begun before the last of them.
+        pytest.param(99, 8.0, harness.HEAD_START_CYCLES, id="long"),
+    ],
+)
+def test_a_late_start_is_given_more_time(
+    doublings: int, seconds: float, cycles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events of a GPU have passed at once while the head start is too short; all rounds have the same one."""
+    sleeps: list[int] = []
+    needed = harness.HEAD_START_CYCLES * 2**doublings
+    event = Mock(query=lambda: sleeps[-1] < needed, elapsed_time=lambda end: 1e3 * seconds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(harness, "device_clock", harness.DeviceClock())
     found = harness.measure(lambda: None, rounds=3)
-    assert found.rounds == 3 and found.median == pytest.approx(0.2) and harness.device_clock.late == late
-    assert gpu.sleeps[-1] == min(first * 2**doublings, most), (
-        "what waits for the device itself is not repeated for ever"
-    )
-    assert gpu.sleeps[-3:] == [gpu.sleeps[-1]] * 3, "all rounds have the same head start"
+    assert found.rounds == 3 and found.median == pytest.approx(seconds) and sleeps[-3:] == [cycles] * 3
 
 
-def test_a_long_stretch_is_not_repeated_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue does not hold the launches of a training step, so the device has always begun before the last of them."""
-    gpu = FakeGPU(monkeypatch, needs=harness.MOST_HEAD_START_CYCLES, seconds=8.0)
-    assert harness.measure(lambda: None, rounds=3, warmup=0).median == 8.0
-    assert gpu.sleeps == [harness.HEAD_START_CYCLES] * 3
+@pytest.mark.parametrize(("limit", "left", "rounds"), [(10.0, 10.0, 5), (-1.0, 10.0, 3), (-1.0, -1.0, 1)])
+def test_a_measurement_fits_into_its_time(limit: float, left: float, rounds: int) -> None:
+    call = Mock(side_effect=lambda: time.sleep(0.004))
+    found = harness.measure(call, rounds=5, calls=2, warmup=1, limit=limit, left=left)
+    assert found.rounds == rounds and call.call_count == 1 + 2 * rounds and 0.004 <= found.q20 < 0.008
 
 
 def test_a_limit_leaves_the_timer_around_it_running() -> None:
@@ -239,19 +238,6 @@ def test_ceilings_are_the_denominators(session: MakeSession) -> None:
     (found,) = run.cells["some step"]["rows"]
     assert found["rate"] == pytest.approx(2.0) and found["unit"] == "TFLOP/s"
     assert found["share"] == pytest.approx(2.0 / peak)
-
-
-def test_fewer_rounds_where_time_is_short() -> None:
-    def rounds(limit: float, left: float) -> int:
-        return harness.measure(lambda: None, rounds=5, limit=limit, left=left).rounds
-
-    assert [rounds(10.0, 10.0), rounds(-1.0, 10.0), rounds(-1.0, -1.0)] == [5, harness.FEWEST_ROUNDS, 1]
-
-
-def test_calls_are_counted_and_divided() -> None:
-    calls: list[int] = []
-    found = harness.measure(lambda: calls.append(time.sleep(0.004) or 1), rounds=3, calls=2, warmup=1)  # type: ignore[func-returns-value]
-    assert len(calls) == 7 and found.rounds == 3 and 0.004 <= found.q20 < 0.008
 
 
 @pytest.mark.parametrize("library", [True, False])

@@ -39,16 +39,6 @@ def tiny(dtype: torch.dtype = torch.float64, num_layers: int = 2) -> HunyuanVide
     return transformer
 
 
-@pytest.mark.parametrize(
-    ("shape", "linear", "attention_work"),
-    [pytest.param(workload.A, 99.4, 147.6, id="A"), pytest.param(workload.B, 179.5, 482.0, id="B")],
-)
-def test_work_at_full_size(shape: workload.Shape, linear: float, attention_work: float) -> None:
-    work = forward_work(HUNYUAN_VIDEO_15, shape)
-    assert work.linear / 1e12 == pytest.approx(linear, abs=0.05)
-    assert work.attention / 1e12 == pytest.approx(attention_work, abs=0.05)
-
-
 def test_work_is_what_torch_counts() -> None:
     """The packed forward has no operation that the closed form lacks, and the other way round."""
     with torch.device("meta"):
@@ -191,18 +181,13 @@ def test_the_bound_is_what_no_code_can_beat() -> None:
     assert roofline.bound(rows, "train", "B", "flash3") is None
 
 
-def test_goals() -> None:
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.9, "target met"), (0.98, "within floor"), (1.1, "MISSES FLOOR")])
+def test_goals_are_judged(seconds: float, verdict: str) -> None:
     result = gpu_result()
+    result["cells"]["transformer forward B ours"]["rows"][0]["seconds"]["median"] = seconds
     found = {outcome.name: outcome for outcome in goals.outcomes(result)}
-    assert (found["forward B vs P2"].measured, found["forward B vs P2"].verdict) == ("1.33x", "target met")
-    assert found["single pass B vs P2's rollout + train step"].text == "1.90x"
-    assert found["MFU forward B"].text == "64.0 %"
-    assert found["share of its roofline bound, forward B"].measured.endswith(" %")
-    assert found["peak memory B, train"].text == "55.0 GB, target met"
-    assert found["video B: rollout, anchor, train"].text == "172 s, target met"
-    assert found["forward A vs P2"].text == "not measured"
-    result["cells"]["transformer forward B P2"]["rows"][0]["seconds"]["median"] = 1.1
-    assert "1.22x, within floor" in [outcome.text for outcome in goals.outcomes(result)]
+    assert found["forward B vs P2"].verdict == verdict and found["forward A vs P2"].text == "not measured"
+    assert found["video B: rollout, anchor, train"].text == "172 s, target met", "where less is better"
 
 
 def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:

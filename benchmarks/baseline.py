@@ -212,13 +212,6 @@ def compare(now: Result, before: Sequence[Result], required: Collection[str] = (
     return rows
 
 
-def newest_result(folder: Path = harness.RESULTS) -> Path | None:
-    """The newest result of this machine's GPU; None where there is none."""
-    own = harness.result_file(harness.environment(), folder).parent
-    # Names begin with the date; the time of writing decides within one.
-    return max(own.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime), default=None)
-
-
 def compare_run(now: Result, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:
     """Compare a run with the baseline of its device.
 

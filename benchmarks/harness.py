@@ -270,13 +270,13 @@ def environment() -> dict[str, Any]:
     return describe_environment() | {"load_average": list(os.getloadavg()), "gpu_state": gpu_state()}
 
 
-def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: str = "") -> Path:
+def result_file(environment: dict[str, Any], *, suffix: str = "") -> Path:
     """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a CPU's folder begins with `cpu-`."""
     name = environment["gpu"]["name"] if environment["gpu"] else f"cpu {environment['cpu']['model']}"
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return folder / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
+    return RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

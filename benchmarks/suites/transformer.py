@@ -12,6 +12,7 @@ Where a kernel is wrong on this device (its own parity is red), the fused forwar
 op, and its rows say so.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
+from sage_fast.records import PromptEmbeds
 
 SUITE = "transformer"
 FULL_DEPTH = 0.5
@@ -234,9 +236,10 @@ class TwoLayers:
         self.transformer = workload.random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
         workload.adapt(self.transformer)
         self.inputs = workload.random_inputs(self.shape, model.config, session.device, DTYPE)
-        wide, inputs = workload.oracle_of(self.transformer, self.inputs)
-        velocity = diffusers_velocity(wide, inputs.latents, inputs.sigma, [inputs.conditional])
-        velocity.backward(inputs.noise)
+        wide, given = copy.deepcopy(self.transformer).double(), self.inputs.conditional
+        prompt = PromptEmbeds(text=given.text.double(), glyph=given.glyph.double())
+        velocity = diffusers_velocity(wide, self.inputs.latents.double(), self.inputs.sigma, [prompt])
+        velocity.backward(self.inputs.noise.double())
         self.velocity = velocity.detach()
         self.gradients = {name: p.grad for name, p in trainable_parameters(wide).items() if p.grad is not None}
         assert len(self.gradients) == len(trainable_parameters(wide))

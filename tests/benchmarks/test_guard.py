@@ -2,8 +2,10 @@
 
 import fnmatch
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from benchmarks import __main__, budgets, guard
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
+from benchmarks.session import parser_of
 from sage_fast.gradient import TwoPhaseGradient
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -331,6 +334,22 @@ def test_rules(tmp_path: Path, rule: str, allowed: list[int], refused: list[int]
     assert all(budget.holds(value) for value in allowed)
     assert not any(budget.holds(value) for value in refused)
     assert not budget.holds(None)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(status: int, tmp_path: Path) -> None:
+    """Whatever those of the measurements are, whose files the guard reads."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@"\n[ "$3" = guard ] && exit {status}\nexit 9\n')
+    python.chmod(0o755)
+    job = budgets.BUDGETS.with_name("guard.sbatch")
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "OUTPUT": "out"}
+    done = subprocess.run(["bash", str(job)], env=environment, capture_output=True, text=True, check=False)
+    device, kernels, last = done.stdout.splitlines()
+    assert done.returncode == status and last.startswith("-m benchmarks guard "), done.stderr
+    assert device.endswith("--output out/gpu.json") and kernels.endswith("--benchmark-json out/kernels.json")
+    parser_of("device", "").parse_args(device.split()[3:])
+    assert last.split()[3:] == ["--result", "out/gpu.json", "--kernels", "out/kernels.json"]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:

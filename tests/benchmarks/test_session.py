@@ -214,14 +214,6 @@ def test_a_measurement_fits_into_its_time(limit: float, left: float, rounds: int
     assert found.rounds == rounds and call.call_count == 1 + 2 * rounds and 0.004 <= found.q20 < 0.008
 
 
-def test_a_limit_leaves_the_timer_around_it_running() -> None:
-    previous = signal.getitimer(signal.ITIMER_REAL)[0]
-    with sessions.time_limit(5.0):
-        assert 4.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5.0
-    after = signal.getitimer(signal.ITIMER_REAL)[0]
-    assert (after == 0.0) == (previous == 0.0) and after <= previous
-
-
 def test_what_the_time_does_not_hold_is_skipped_and_says_so(session: MakeSession) -> None:
     run = session(smoke=False, budget=10.0)
     run.run(suite_of(cell("long", row, seconds=60.0)))

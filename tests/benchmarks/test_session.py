@@ -323,7 +323,7 @@ print("loaded", sorted(set(absent) & {name.partition(".")[0] for name in sys.mod
 def test_the_order_of_a_gpu_measures_nothing_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the suites, those of a few seconds: every suite has a smoke run of its own."""
+    """Of the suites, those of a few seconds: every suite has its own smoke run."""
     monkeypatch.setattr(device, "SUITES", (*decode.SUITES, device.SUITES[-1]))
     monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
     path = tmp_path / "run.json"

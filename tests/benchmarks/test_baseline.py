@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks import baseline, guard, harness
-from benchmarks.baseline import FLOOR, Comparison, compare, compare_run, from_pytest_benchmark, ratios
+from benchmarks.baseline import FLOOR, Comparison, compare, compare_run, ratios
 from benchmarks.suites import cpu
 from tests.benchmarks.made_up import gpu_result, quantiles, timed
 
@@ -230,17 +230,6 @@ def test_the_command_compares_a_given_run(
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
     assert guard.main(["--only", "kernels", "--result", str(empty)]) == 1
-
-
-def test_the_kernels_of_pytest_benchmark_are_read(tmp_path: Path) -> None:
-    def entry(who: str, median: float) -> dict[str, Any]:
-        stats = {"median": median, "q1": median * 0.99, "q3": median * 1.01, "rounds": 20}
-        return {"name": f"test_speed[adaln-B-forward-{who}]", "stats": stats}
-
-    file = tmp_path / "kernels.json"
-    file.write_text(json.dumps({"benchmarks": [entry("ours", 6e-5), entry("eager", 4e-4)]}))
-    (name,) = ratios(from_pytest_benchmark(file))
-    assert name == "kernels adaln forward B / eager"
 
 
 def test_a_pass_that_is_added_on_a_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

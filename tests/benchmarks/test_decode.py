@@ -7,7 +7,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
 from benchmarks import results
-from benchmarks import session as sessions
 from benchmarks.session import Session
 from benchmarks.suites import decode
 from benchmarks.suites.decode import Contest
@@ -58,9 +57,3 @@ def test_random_pixels_cover_their_range(decoder: VAEDecoder) -> None:
     """A decoder of constant grey would agree with anything."""
     videos = decoder.decode(torch.randn(1, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0)))
     assert videos.float().std() > 10
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
-    assert sessions.main("decode", ["--smoke"]) == 0
-    assert "decode tiny stock" in capsys.readouterr().out

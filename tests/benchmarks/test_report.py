@@ -44,18 +44,6 @@ def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
     assert "* NVIDIA H100 80GB HBM3: forward B vs P1: 2.00x; forward B vs P2: 1.33x;" in report.headline_block(found)
 
 
-def test_a_red_or_missing_parity_check_leaves_no_figure(tmp_path: Path) -> None:
-    result = gpu_result()
-    result["cells"]["transformer parity ours"]["passed"] = False
-    del result["cells"]["decode parity B"]
-    found = results_of(written(tmp_path, result))
-    assert "wrong" not in report.suite_block(found, suites=("attention",))
-    block = report.suite_block(found, suites=("transformer",))
-    assert "| ours |" not in block and "| P2 |" in block
-    assert report.suite_block(found, suites=("decode",)) == "Not measured yet.\n"
-    assert "| forward B vs P2 | 1.30x | 1.20x | not measured |" in report.gpu_block(found)
-
-
 def test_nothing_is_made_up_where_there_is_no_gpu(tmp_path: Path) -> None:
     cpu = gpu_result() | {"environment": environment(gpu=None)}
     found = results_of(written(tmp_path, cpu, device="cpu-a-cpu"))

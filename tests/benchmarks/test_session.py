@@ -41,6 +41,7 @@ def broken(*arguments: object, **options: object) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_fault_ends_a_run(tmp_path: Path) -> None:
     """Killed in its second cell and started again: what was done is kept, and every fault is one cell's."""
     path = tmp_path / "run.json"
@@ -337,6 +338,7 @@ def test_the_order_of_a_gpu_measures_nothing_twice(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks(session: MakeSession) -> None:
     """Two gloo processes give the figures that the guard wants of a machine with two GPUs."""
     run = session()

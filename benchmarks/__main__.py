@@ -8,9 +8,8 @@ SUITES = {
     "kernels": "every op of sage_kernels: GB/s, share of the copy bandwidth, ratio to eager and torch.compile",
     "transformer": "the full size, fused, against diffusers: forward, training step, rollout step; attention backends",
     "iteration": "one whole GRPO iteration of the true model",
-    "block": "one transformer block, fused, against diffusers as shipped, packed and compiled",
     "decode": "decoding a video, against diffusers",
-    "sharded": "a train step under FSDP2 on one rank, against the same unwrapped; full fine-tuning with CPU offload",
+    "sharded": "a train step under FSDP2 on one rank, against the same unwrapped",
     "two_ranks": "two GPUs: all-to-all, gathers beside computation, the slower rank",
     "cpu": "the fused forward and diffusers' in turns on a CPU, which the guard holds on every change",
 }

@@ -42,7 +42,7 @@ MEMORY_BAND = 0.02
 """Relative band of a peak of memory, which the allocator repeats nearly to the byte."""
 CEILINGS = {"bytes": "copy", "flop": "matmul"}
 """Work of a row -> the ceiling it stands under."""
-COMPARED = ("kernels", "transformer", "block", "decode", "sharded", "two_ranks", "cpu")
+COMPARED = ("kernels", "transformer", "decode", "sharded", "two_ranks", "cpu")
 """Suites in which ours stands beside peers."""
 
 
@@ -147,8 +147,7 @@ def ratios(result: Result) -> dict[str, Ratio]:
         if suite == "iteration":
             seconds = ours["seconds"]["median"] / ours.get("videos", 1)
             found[f"{name} seconds per video"] = Ratio(seconds, error_of(ours["seconds"]), floor)
-        # How many layers of an offloaded run fit into CPU memory differs between machines.
-        if suite not in COMPARED or "offloaded" in step:
+        if suite not in COMPARED:
             continue
         # The split gradient and the single pass stand beside the peers' training step.
         beside = rows.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
@@ -211,13 +210,6 @@ def compare(now: Result, before: Sequence[Result], required: Collection[str] = (
         status = "REGRESSED" if change > band else "faster" if change < -band else "ok"
         rows.append(Row(name, center, new.value, band, status))
     return rows
-
-
-def newest_result(folder: Path = harness.RESULTS) -> Path | None:
-    """The newest result of this machine's GPU; None where there is none."""
-    own = harness.result_file(harness.environment(), folder).parent
-    # Names begin with the date; the time of writing decides within one.
-    return max(own.glob("*.json"), key=lambda path: (path.name[:10], path.stat().st_mtime), default=None)
 
 
 def compare_run(now: Result, folder: Path = harness.RESULTS, file: Path = FILE) -> Comparison:

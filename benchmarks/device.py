@@ -1,8 +1,7 @@
 """Everything that needs a GPU in one run of under 9 minutes, most valuable first, into one JSON file.
 
-    python -m benchmarks device               on a GPU; a table last
-    python -m benchmarks device --smoke       the same code anywhere, on tiny shapes
-    python -m benchmarks device --rehearse    the true order on a CPU with faults, and what file and table say of them
+    python -m benchmarks device            on a GPU; a table last
+    python -m benchmarks device --smoke    the same code anywhere, on tiny shapes
 
 The file is written before and after every cell. Where a cell takes its process with it (a sticky CUDA error, a crash,
 a hang inside CUDA), another process goes on with the next one; where the whole run is cut short, the same command goes
@@ -15,7 +14,6 @@ without this package, diffusers and git. NVML (nvidia-ml-py) adds clocks, power 
 
 import itertools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,17 +25,19 @@ import torch
 
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, execute, parser_of, supervise
-from benchmarks.suites import attention, block, decode, iteration, kernels, sharded, transformer, two_ranks
+from benchmarks.suites import attention, decode, iteration, kernels, sharded, transformer, two_ranks
 from sage_kernels import parity
 from sage_kernels.registry import specs
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = ("memcheck", "racecheck")
+FINISHED = "of every op ran"
+"""The end of what `every_kernel` prints last."""
 SMOKE_SECONDS = 300.0
 """For the program of the sanitizer without it."""
 
 
-def every_kernel(smoke: bool = False) -> int:
+def every_kernel(smoke: bool) -> None:
     """Run every kernel once per test shape and type, forward and, where it has one, backward: the sanitizer's program.
 
     A smoke run takes one shape of each.
@@ -56,53 +56,41 @@ def every_kernel(smoke: bool = False) -> int:
             count += 1
     if device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"{count} forward and backward passes of {len(specs())} ops ran")
-    return 0
+    print(f"{count} forward and backward passes {FINISHED}")
 
 
-def find_sanitizer() -> str | None:
-    """Path of compute-sanitizer, from PATH or the CUDA toolkit."""
-    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{toolkit}/bin")
+def sanitize(tool: Sequence[str], seconds: float) -> Record:
+    """Run `every_kernel` under a tool, or one shape of each kernel without any.
 
-
-def run_sanitizer(prefix: Sequence[str], timeout: float) -> Record:
-    """Run `every_kernel` under a tool."""
-    smoke = not prefix
-    command = [*prefix, sys.executable, "-c", f"from benchmarks.device import every_kernel; every_kernel({smoke})"]
+    It passed if the program came to its end and the tool has reported nothing.
+    """
+    command = [*tool, sys.executable, "-c", f"from benchmarks.device import every_kernel; every_kernel({not tool})"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"status": f"stopped after {timeout:.0f} s"}
-    return read_sanitizer(done.returncode, done.stdout + done.stderr, under_tool=bool(prefix))
-
-
-def read_sanitizer(returncode: int, output: str, *, under_tool: bool) -> Record:
-    """Verdict of a sanitizer's run. It passed if it said so, its program finished, and nothing was reported."""
-    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
-    complaints = int(summary[1]) if summary else None
-    ran = re.search(r"\d+ forward and backward passes of \d+ ops ran", output)
-    passed = returncode == 0 and ran is not None and (complaints == 0 or not under_tool)
-    reason = {} if passed else {"reason": f"{ran[0] if ran else f'exit status {returncode}'}, {complaints} complaints"}
+        return {"status": f"stopped after {seconds:.0f} s"}
+    output = done.stdout + done.stderr
+    passed = done.returncode == 0 and FINISHED in output and (not tool or "SUMMARY: 0 " in output)
     tail = [line for line in output.splitlines() if line.strip()][-5:]
-    return {"passed": passed, "complaints": complaints, "tail": tail} | reason
+    return {"passed": passed, "reason": f"exit status {done.returncode}: {' / '.join(tail)}"}
 
 
 def sanitizer_cells(session: Session) -> Iterator[Cell]:
     """compute-sanitizer over every kernel, one tool after the other, each with an equal share of what is left."""
-    tool = find_sanitizer()
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:{toolkit}/bin")
 
     def work(name: str, remaining: int) -> Record:
         if session.smoke:
-            return run_sanitizer([], SMOKE_SECONDS)
-        if tool is None:
+            return sanitize([], SMOKE_SECONDS)
+        if program is None:
             return {"status": "failed: compute-sanitizer is neither on PATH nor under CUDA_HOME/bin"}
         # A moment is kept to write the result down.
         seconds = max((session.left - 5.0) / remaining, 1.0)
-        return run_sanitizer([tool, "--tool", name, "--error-exitcode", "9"], seconds)
+        return sanitize([program, "--tool", name, "--error-exitcode", "9"], seconds)
 
     for done, name in enumerate(["dry run"] if session.smoke else SANITIZERS):
         yield Cell(suite="sanitizer", name=name, work=partial(work, name, len(SANITIZERS) - done))
@@ -114,12 +102,10 @@ SUITES = (
     transformer.FULL,
     *iteration.SUITES,
     kernels.BANDWIDTH,
-    block.FULL,
     *decode.SUITES,
     kernels.WIDE,
     transformer.COMPILED,
     kernels.COMPILED,
-    block.COMPILED,
     *sharded.SUITES,
     *two_ranks.SUITES,
     Suite(name="sanitizer", cells=sanitizer_cells),
@@ -130,11 +116,7 @@ SUITES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 unless everything was measured and passed."""
     words = list(sys.argv[2:] if argv is None else argv)
-    parser = parser_of("device", __doc__)
-    parser.add_argument("--rehearse", action="store_true", help="a smoke run with faults, and what is said of them")
-    options = parser.parse_args(words)
-    if options.rehearse:
-        return subprocess.call([sys.executable, "-m", "tests.benchmarks.rehearsal"], cwd=ROOT)
-    if options.run_id is None and not options.smoke:
+    options = parser_of("device", __doc__).parse_args(words)
+    if options.started is None and not options.smoke:
         return supervise(("benchmarks", "device"), words)
     return execute(SUITES, options)

@@ -36,12 +36,3 @@ def verdict(errors: Mapping[str, float], bounds: Mapping[str, float] | float) ->
     limits = bounds if isinstance(bounds, Mapping) else dict.fromkeys(errors, bounds)
     passed = all(error <= limits[name] for name, error in errors.items())
     return {"errors": dict(errors), "bounds": dict(limits), "passed": passed}
-
-
-def against_p2(errors: Mapping[str, float], p2: Mapping[str, float] | None) -> dict[str, Any]:
-    """`verdict` of a contender beside diffusers in the same type.
-
-    Args:
-        p2: errors of P2, which has passed; None for P2 itself.
-    """
-    return verdict(errors, SANE if p2 is None else {name: ALLOWED * p2[name] for name in errors})

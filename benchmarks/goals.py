@@ -42,8 +42,9 @@ def total(shape: str, contender: str, *steps: str, times: float = 1.0) -> Value:
     """Median seconds of steps together."""
 
     def value(rows: Rows) -> float | None:
-        parts = [results.median(rows, (SUITE, step, shape), contender) for step in steps]
-        return None if None in parts else times * math.fsum(part for part in parts if part is not None)
+        found = [rows.get((SUITE, step, shape), {}).get(contender) for step in steps]
+        seconds = [row["seconds"]["median"] for row in found if row is not None]
+        return times * math.fsum(seconds) if len(seconds) == len(steps) else None
 
     return value
 

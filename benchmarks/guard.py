@@ -1,12 +1,12 @@
 """The guard of throughput: exact budgets on any machine, and timings against a committed baseline.
 
-    python -m benchmarks guard                      every budget of benchmarks/budgets.yaml, then the baseline
+    python -m benchmarks guard                      every budget of benchmarks/budgets.yaml; on a CPU the baseline
     python -m benchmarks guard --only block         one group of budgets
     python -m benchmarks guard --result RUN.json    this run against the baseline of its device
     python -m benchmarks guard --kernels FILE       with the timings of `pytest --benchmark-json FILE` in it
 
-On a GPU the newest result is compared. On a CPU time is noise but for ratios: ours and diffusers' forward take turns,
-some twenty seconds, and what regresses is measured again before it counts. Everything else there is a count:
+The run of a GPU is given: benchmarks/guard.sbatch makes one. On a CPU time is noise but for ratios: ours and diffusers'
+forward take turns, some twenty seconds. What regresses is measured again before it counts. Everything else is a count:
 operations, bytes, launches, kept tensors, waits, modules (`benchmarks.budgets`). Exit status 1 with a table of what
 regressed, and where something that budgets.yaml requires was not measured.
 """
@@ -75,15 +75,21 @@ def measure(suites: Sequence[str]) -> Result:
 
 
 def compare(given: Path | None, kernels: Path | None) -> Comparison:
-    """A run, or this machine's newest or its own on a CPU, against the baseline; what regressed is measured again."""
-    if given is None and torch.cuda.is_available():
-        given = baseline.newest_result()
+    """A given run, or on a CPU one that is made now, against the baseline; what regressed is measured again.
+
+    Raises:
+        ValueError: no run is given on a GPU, or the one that is cannot be compared.
+    """
     if given is not None:
         now: Result = json.loads(given.read_text("utf-8"))
+    elif torch.cuda.is_available():
+        raise ValueError(
+            "The guard compares a run of this GPU: python -m benchmarks device --output RUN.json, --result."
+        )
     else:
-        now = measure([] if torch.cuda.is_available() else ["cpu"])
+        now = measure(["cpu"])
     if kernels is not None:
-        now["cells"] |= baseline.from_pytest_benchmark(kernels)["cells"]
+        now["cells"] = now.get("cells", {}) | baseline.from_pytest_benchmark(kernels)["cells"]
     found = baseline.compare_run(now)
     own = harness.environment()["gpu"] == now["environment"]["gpu"]
     for _ in range(REPETITIONS):
@@ -97,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks guard", description=(__doc__ or "").split("\n")[0])
     every = list(budgets.MEASUREMENTS)
     parser.add_argument("--only", action="append", choices=every, help="this group; may be repeated")
-    parser.add_argument("--result", type=Path, help="JSON file of a run; default: the newest of this device")
+    parser.add_argument("--result", type=Path, help="JSON file of a run; a CPU makes its own")
     parser.add_argument("--kernels", type=Path, help="JSON file of pytest-benchmark, for the figures of the kernels")
     options = parser.parse_args(argv)
     verdicts = budgets.judge(budgets.read_budgets(), options.only or every)
     try:
         comparison = compare(options.result, options.kernels) if options.result or not options.only else None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     ok = all(verdict.ok for verdict in verdicts) and (comparison is None or comparison.ok)

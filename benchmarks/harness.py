@@ -218,9 +218,8 @@ def gpu_state() -> dict[str, Any] | None:
     """State of the current GPU by NVML; None without one or without NVML.
 
     Example:
-        ``{"driver": "580.1", "sm_mhz": 1980, "sm_mhz_max": 1980, "memory_mhz": 2619, "clock_limits": [],
-        "power_w": 412.0, "energy_j": 81234.5, "temperature_c": 51, "memory_used_gb": 17.2}``; a reading that this GPU
-        does not have (energy on old ones, most of them in a slice of a GPU) is left out.
+        ``{"driver": "580.1", "sm_mhz": 1980, "sm_mhz_max": 1980, "clock_limits": [], "power_w": 412.0,
+        "temperature_c": 51}``; a reading that this GPU does not have (most of them in a slice of a GPU) is left out.
     """
     if not torch.cuda.is_available():
         return None
@@ -242,12 +241,9 @@ def gpu_state() -> dict[str, Any] | None:
         "driver": pynvml.nvmlSystemGetDriverVersion,
         "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "sm_mhz_max": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "memory_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
         "clock_limits": clock_limits,
         "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        "energy_j": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
         "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-        "memory_used_gb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
     }
     state = {}
     for name, read in readings.items():
@@ -258,21 +254,15 @@ def gpu_state() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def telemetry() -> Iterator[dict[str, Any]]:
-    """Yields a record that holds, once the context is left: "seconds", and on a GPU "start" and "end" (`gpu_state`),
-    with "energy_j" and "mean_power_w" in between where the GPU counts energy.
-    """
+    """Yields a record that holds, once the context is left: "seconds", and on a GPU "start" and "end" (`gpu_state`)."""
     record: dict[str, Any] = {}
     start, began = gpu_state(), time.monotonic()
     try:
         yield record
     finally:
         record["seconds"] = time.monotonic() - began
-        end = gpu_state()
-        if start is not None and end is not None:
-            record |= {"start": start, "end": end}
-            if "energy_j" in start and "energy_j" in end:
-                record["energy_j"] = end["energy_j"] - start["energy_j"]
-                record["mean_power_w"] = record["energy_j"] / record["seconds"]
+        if start is not None:
+            record |= {"start": start, "end": gpu_state()}
 
 
 def environment() -> dict[str, Any]:
@@ -280,13 +270,13 @@ def environment() -> dict[str, Any]:
     return describe_environment() | {"load_average": list(os.getloadavg()), "gpu_state": gpu_state()}
 
 
-def result_file(environment: dict[str, Any], folder: Path = RESULTS, *, suffix: str = "") -> Path:
+def result_file(environment: dict[str, Any], *, suffix: str = "") -> Path:
     """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a CPU's folder begins with `cpu-`."""
     name = environment["gpu"]["name"] if environment["gpu"] else f"cpu {environment['cpu']['model']}"
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return folder / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
+    return RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -46,12 +46,6 @@ def rows(result: Result) -> Rows:
     return found
 
 
-def median(timings: Rows, key: tuple[str, str, str], contender: str) -> float | None:
-    """Median seconds of a timing; None where it was not measured."""
-    row = timings.get(key, {}).get(contender)
-    return None if row is None else float(row["seconds"]["median"])
-
-
 def ceiling_row(timings: Rows, name: str) -> Record | None:
     """The fastest way to do what a ceiling is measured by; None where it was not measured."""
     contenders = timings.get(("ceilings", name, ""), {}).values()

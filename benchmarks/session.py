@@ -2,10 +2,9 @@
 
 A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a record:
 
-    status     "done"; "done in part: ...", which is measured again when the run goes on; or why there is nothing:
-               "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...", "absent: ..." (no library), and
-               "running" where the whole run was killed in the middle of it
-    run        which run it is of: in its own run a cell is tried once
+    status     "done", or why there is nothing: "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...",
+               "absent: ..." (no library), and "running" where the whole run was killed in the middle of it
+    run        when its run began, on the machine's clock: in its own run a cell is tried once
     needs      cells of parity checks that must have passed; what stands behind a missing or red one does not count
     errors, bounds, passed   of a parity check
     rows       of a timing: step, shape, contender, seconds (quantiles); where known flop or bytes of a call with
@@ -14,8 +13,8 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
 
 The file is written before and after every cell, and a later run with the same file goes on with what is missing.
 
-A supervised run (`supervise`) measures in its own process. Where that process can measure no more (a sticky CUDA
-error), is ended by a signal, or hangs where Python cannot stop it, another one goes on with the next cell.
+A supervised run (`supervise`) measures in a child process. Where that can measure no more (a sticky CUDA error), is
+ended by a signal, or hangs where Python cannot stop it, another one goes on with the next cell.
 """
 
 import argparse
@@ -28,12 +27,10 @@ import math
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +51,11 @@ RUNNING = "running"
 """Status of a cell from its beginning to its end."""
 GRACE = 10.0
 """Seconds after a cell's time in which Python may stop it; then its process is ended."""
-RED, RESTART, REFUSED, HUNG = 10, 11, 2, 1
-"""Exit statuses of a supervised process: it has come to its end and something is missing; its CUDA context is lost; it
-cannot run at all; `faulthandler` has ended it."""
+RED, REFUSED = 10, 2
+"""Exit statuses of a child process that came to its end: something is missing; it cannot run at all."""
 MOST_RESTARTS = 20
+MOST_SECONDS = 3600.0
+"""Of a cell without a limit, after which its process is ended all the same."""
 SETUP_SECONDS = 60.0
 """That a suite may take between two of its cells before its process is ended."""
 ASSUMED_MFU = 0.35
@@ -69,9 +67,9 @@ class Cell:
     """One measurement or parity check.
 
     work: returns the record without `status`, which it may set itself. needs: parity cells, by full name.
-    seconds: a guess; a cell that does not fit into the time is skipped. limit: seconds after which it is stopped.
+    seconds: a guess; a cell that does not fit into the time is skipped.
 
-    Example: `Cell(suite="block", name="forward B ours", work=..., needs=("block parity ours",))`
+    Example: `Cell(suite="decode", name="B ours", work=..., needs=("decode parity B",))`
     """
 
     suite: str
@@ -79,7 +77,6 @@ class Cell:
     work: Callable[[], Record]
     needs: tuple[str, ...] = ()
     seconds: float = 0.0
-    limit: float = math.inf
 
     @property
     def key(self) -> str:
@@ -105,8 +102,8 @@ class CellTimeout(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `CellTimeout` in this context after `seconds`; outside the main thread there is no limit."""
-    if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
+    """Raise `CellTimeout` in this context after `seconds`."""
+    if math.isinf(seconds):
         yield
         return
 
@@ -114,13 +111,11 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise CellTimeout
 
     handler = signal.signal(signal.SIGALRM, stop)
-    began = time.monotonic()
-    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
     finally:
-        # A timer that was running before (a test's own time limit) goes on.
-        signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 1e-3) if outer else 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
 
 
@@ -128,8 +123,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
-    options: of the command line, for the suites that have some (`op`, `attention`). run_id: see `run` of a
-    record. supervised: whether another process goes on when this one ends.
+    ops: of the kernels, those that are measured; empty for all. attention: backend of the transformer and its peers.
+    started: when the run began, which is also its name in the records. supervised: whether another process goes on
+    when this one ends.
     """
 
     device: torch.device
@@ -137,9 +133,9 @@ class Session:
     budget: float = math.inf
     path: Path | None = None
     result: Result = field(default_factory=lambda: {"cells": {}})
-    options: dict[str, Any] = field(default_factory=dict)
+    ops: Sequence[str] = ()
+    attention: str = "auto"
     started: float = field(default_factory=time.monotonic)
-    run_id: str = field(default_factory=lambda: f"{time.time_ns():x}")
     supervised: bool = False
     _suite_ends: float = math.inf
 
@@ -162,14 +158,11 @@ class Session:
         if self._tried(setup):
             return
         self.cells[setup] = self._begun(suite.name)
+        self._end_process_after(SETUP_SECONDS)
         try:
-            cells = suite.cells(self)
-            while True:
-                with self._last_resort(SETUP_SECONDS):
-                    cell = next(cells, None)
-                if cell is None:
-                    break
+            for cell in suite.cells(self):
                 self.measure(cell)
+                self._end_process_after(SETUP_SECONDS)
             harness.release()
         except Exception as error:  # noqa: BLE001  what a suite does between its cells may fail like a cell
             self.cells[setup] |= {"status": failure(error)}
@@ -178,14 +171,15 @@ class Session:
         self._suite_ends = math.inf
         self.save()
         self._require_device()
+        faulthandler.cancel_dump_traceback_later()
 
     def _begun(self, suite: str) -> Record:
-        return {"suite": suite, "needs": [], "status": RUNNING, "run": self.run_id}
+        return {"suite": suite, "needs": [], "status": RUNNING, "run": self.started}
 
     def _tried(self, key: str) -> bool:
         """True if this run need not try a cell: it is done, its library is absent, or it has failed in this run."""
         record = self.cells.get(key, {})
-        return record.get("status", "").partition(":")[0] in SETTLED or record.get("run") == self.run_id
+        return record.get("status", "").partition(":")[0] in SETTLED or record.get("run") == self.started
 
     def measure(self, cell: Cell) -> None:
         """Measure a cell, unless there is nothing to do about it, and save the result."""
@@ -199,10 +193,10 @@ class Session:
         elif self.left < cell.seconds:
             record = {"status": f"skipped: it takes about {cell.seconds:.0f} s and {self.left:.0f} s are left"}
         else:
-            print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
             self.cells[cell.key] = self._begun(cell.suite)
             self.save()
-            record = self._work(cell.work, min(self.left, cell.limit))
+            print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
+            record = self._work(cell.work, self.left)
         self.cells[cell.key] = self._begun(cell.suite) | {"needs": list(cell.needs)} | record
         self.save()
         if record["status"].startswith("failed"):
@@ -212,45 +206,38 @@ class Session:
         """Let another process go on where every further call of CUDA would fail too.
 
         Raises:
-            SystemExit: with `RESTART`, in a supervised run.
+            SystemExit: in a supervised run.
         """
         try:
             harness.wait(self.device)
         except RuntimeError as error:
             if self.supervised:
-                print(f"CUDA is of no use to this process any more ({failure(error)}); another one goes on", flush=True)
                 # The suite is not at fault.
-                self.close(None)
-                sys.exit(RESTART)
+                self.result["cells"] = {key: r for key, r in self.cells.items() if r["status"] != RUNNING}
+                self.save()
+                sys.exit(f"CUDA is of no use to this process any more: {failure(error)}")
 
-    def close(self, status: str | None) -> None:
-        """Give this status to the cell, or else the suite's setup, that ran when a process ended; None: nothing ran."""
-        running = [key for key, record in self.cells.items() if record.get("status") == RUNNING]
+    def blame(self) -> None:
+        """Give up the cell, or else the suite, in which an earlier process of this run ended."""
+        running = [k for k, r in self.cells.items() if r["status"] == RUNNING and r.get("run") == self.started]
         for key in running:
-            if status is None or (key.endswith(" setup") and len(running) > 1):
+            if key.endswith(" setup") and len(running) > 1:
                 del self.cells[key]
             else:
-                self.cells[key] |= {"status": status}
-        self.save()
+                self.cells[key] |= {"status": "failed: its process ended in it, see the output"}
 
-    @contextlib.contextmanager
-    def _last_resort(self, seconds: float) -> Iterator[None]:
-        """End a supervised process that hangs where Python cannot stop it, as inside CUDA."""
-        if not self.supervised or math.isinf(seconds):
-            yield
-            return
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def _end_process_after(self, seconds: float) -> None:
+        """End a supervised process that then hangs where Python cannot stop it, as inside CUDA."""
+        if self.supervised:
+            faulthandler.dump_traceback_later(min(seconds, MOST_SECONDS) + GRACE, exit=True)
 
     def _work(self, work: Callable[[], Record], seconds: float) -> Record:
         record: Record
         telemetry: Record = {}
         done: Record = {"status": "done"}
+        self._end_process_after(seconds)
         try:
-            with self._last_resort(seconds), harness.telemetry() as telemetry, time_limit(seconds):
+            with harness.telemetry() as telemetry, time_limit(seconds):
                 record = done | work()
                 harness.wait(self.device)
         except CellTimeout:
@@ -285,23 +272,6 @@ class Session:
         """Write the result so far."""
         if self.path is not None:
             harness.write_result(self.path, self.result)
-
-
-def peer_parity(
-    session: Session, suite: str, check: Callable[[str, dict[str, float] | None], Record]
-) -> Iterator[Cell]:
-    """Parity of P2 against float64, and of P1 and ours beside P2, whose errors are their yardstick.
-
-    Where P2 has failed, it has failed alone: the others are then judged by the bound that P2 is judged by.
-
-    Args:
-        check: of a contender, given P2's errors, or None for P2 itself and where it has none.
-    """
-    p2 = f"{suite} parity P2"
-    yield Cell(suite=suite, name="parity P2", work=lambda: check("P2", None))
-    errors = session.cells[p2].get("errors") if results.passed(session.result, p2) else None
-    for contender in ("P1", "ours"):
-        yield Cell(suite=suite, name=f"parity {contender}", work=partial(check, contender, errors))
 
 
 def failure(error: BaseException) -> str:
@@ -364,13 +334,10 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and few rounds; runs without a GPU")
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
     parser.add_argument("--output", type=Path, help="JSON file; default benchmarks/results/<device>/<date>-<commit>...")
-    parser.add_argument("--resume-from", type=Path, help="JSON file of an earlier run, whose cells are not repeated")
-    parser.add_argument("--op", action="append", help="of the kernels, this op only; may be repeated")
+    parser.add_argument("--op", action="append", default=[], help="of the kernels, this op only; may be repeated")
     parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
-    # Passed on by `supervise` to its processes.
-    parser.add_argument("--run-id", help=argparse.SUPPRESS)
-    parser.add_argument("--started", type=float, default=benchmarks.STARTED, help=argparse.SUPPRESS)
-    parser.add_argument("--ended", help=argparse.SUPPRESS)
+    # `supervise` gives its processes the time at which it began.
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -380,28 +347,18 @@ def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
     Returns:
         The exit status of the whole.
     """
-    options = ["--run-id", f"{time.time_ns():x}", "--started", repr(benchmarks.STARTED)]
-    ended: list[str] = []
+    command = [sys.executable, "-m", *program, *argv, "--started", repr(benchmarks.STARTED)]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for _ in range(MOST_RESTARTS):
-        process = subprocess.Popen([sys.executable, "-m", *program, *argv, *options, *ended])
+        process = subprocess.Popen(command)
         try:
             status = process.wait()
         finally:
             process.kill()
         if status in (0, RED, REFUSED):
             return 1 if status == RED else status
-        ended = [] if status == RESTART else ["--ended", how_it_ended(status)]
-        print(*(f"A cell {word}; going on with the next one" for word in ended[1:]), flush=True)
+        print(f"A process ended with status {status} (-N is signal N); another one goes on", flush=True)
     return 1
-
-
-def how_it_ended(status: int) -> str:
-    """Status of a cell whose process ended in it."""
-    if status == HUNG:
-        return "stopped: it hung, and its process was ended"
-    by = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return f"failed: its process ended by {by}"
 
 
 def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False) -> int:
@@ -413,7 +370,7 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
 
     Returns:
         0 if everything was measured and passed, else 1 or, in a supervised process, `RED`; `REFUSED` where it cannot
-        run: no GPU and no --smoke, or a file to go on from is missing or of another environment.
+        run: no GPU and no --smoke, or its file is of another environment.
     """
     try:
         session = _open(options, suffix=suffix, on_cpu=on_cpu)
@@ -435,7 +392,7 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
 
 
 def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
-    """A session of the command line, with the cells that its file or --resume-from has already."""
+    """A session of the command line, with the cells that its file has already."""
     if not (torch.cuda.is_available() or options.smoke or on_cpu):
         raise ValueError("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
     logging.disable(logging.INFO)
@@ -444,12 +401,9 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
     if path is None and not options.smoke:
         path = harness.result_file(environment, suffix=suffix)
     result: Result = {"environment": environment, "smoke": options.smoke, "cells": {}}
-    known = next((file for file in (path, options.resume_from) if file is not None and file.is_file()), None)
-    if known is not None:
-        print(f"going on from {known}")
-        result = _earlier_result(known, result)
-    elif options.resume_from is not None:
-        raise ValueError(f"--resume-from {options.resume_from}: there is no such file.")
+    if path is not None and path.is_file():
+        print(f"going on from {path}")
+        result = _earlier_result(path, result)
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
@@ -457,13 +411,13 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         budget=math.inf if options.smoke else options.budget,
         path=path,
         result=result,
-        options={"op": options.op, "attention": options.attention},
-        started=options.started,
-        supervised=options.run_id is not None,
-        **({} if options.run_id is None else {"run_id": options.run_id}),
+        ops=options.op,
+        attention=options.attention,
+        started=benchmarks.STARTED if options.started is None else options.started,
+        supervised=options.started is not None,
     )
-    if options.ended:
-        session.close(options.ended)
+    if session.supervised:
+        session.blame()
     return session
 
 

@@ -3,7 +3,6 @@
 Letters: N video tokens, L text tokens, D width.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig
-from sage_fast.models.attention.attention import resolve_backend
 from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.planning import work as planning
 from sage_fast.planning.work import Work as Work
@@ -150,28 +148,6 @@ def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
         for name, parameter in trainable_parameters(transformer).items():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def oracle_of(
-    transformer: HunyuanVideo15Transformer3DModel, inputs: Inputs
-) -> tuple[HunyuanVideo15Transformer3DModel, Inputs]:
-    """The same transformer and inputs in float64."""
-
-    def wide(prompt: PromptEmbeds) -> PromptEmbeds:
-        return PromptEmbeds(text=prompt.text.double(), glyph=prompt.glyph.double())
-
-    return copy.deepcopy(transformer).double(), Inputs(
-        latents=inputs.latents.double(),
-        noise=inputs.noise.double(),
-        sigma=inputs.sigma,
-        conditional=wide(inputs.conditional),
-        unconditional=wide(inputs.unconditional),
-    )
-
-
-def attention_backend(name: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> str:
-    """The attention library that the fused forward would choose."""
-    return resolve_backend(name, device=device, dtype=dtype, head_dim=config["attention_head_dim"], deterministic=False)
 
 
 def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:

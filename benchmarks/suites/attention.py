@@ -20,8 +20,8 @@ from benchmarks import results
 from benchmarks.errors import relative_error, verdict
 from benchmarks.results import Record, Result
 from benchmarks.session import Cell, Session, Suite, timing
-from benchmarks.workload import HUNYUAN_VIDEO_15, SHAPES, SMOKE, TINY, Shape, attention_backend
-from sage_fast.models.attention.attention import attention, backend_report
+from benchmarks.workload import HUNYUAN_VIDEO_15, SHAPES, SMOKE, TINY, Shape
+from sage_fast.models.attention.attention import attention, backend_report, resolve_backend
 
 SUITE = "attention"
 ALLOWED = 3.0
@@ -151,9 +151,11 @@ def choose(session: Session, config: Mapping[str, Any]) -> str:
     """Attention of the transformer and its peers: the one that --attention names, else the fastest that passed in this
     run, else what a training run would take.
     """
-    wanted = session.options.get("attention", "auto")
-    found = fastest(session.result) if wanted == "auto" else None
-    return found or attention_backend(wanted, config, session.device, torch.bfloat16)
+    found = fastest(session.result) if session.attention == "auto" else None
+    head_dim, dtype = config["attention_head_dim"], torch.bfloat16
+    return found or resolve_backend(
+        session.attention, device=session.device, dtype=dtype, head_dim=head_dim, deterministic=False
+    )
 
 
 SUITES = (Suite(name=SUITE, cells=cells, limit=45.0),)

@@ -112,10 +112,10 @@ def chosen_ops(session: Session) -> list[OpSpec]:
         ValueError: --op names none.
     """
     every = specs()
-    unknown = set(session.options.get("op") or []) - every.keys()
+    unknown = set(session.ops) - every.keys()
     if unknown:
         raise ValueError(f"--op {', '.join(sorted(unknown))} is no op; there are {', '.join(every)}")
-    return [every[name] for name in session.options.get("op") or every]
+    return [every[name] for name in session.ops or every]
 
 
 def parity_cells(session: Session) -> Iterator[Cell]:

@@ -36,7 +36,7 @@ def timed(
 
 
 def gpu_result() -> dict[str, Any]:
-    """A run on an H100: ceilings, an op, steps of the transformer with three peers, a block, decoding."""
+    """A run on an H100 in which every suite has something, and one attention backend is wrong."""
     cells: dict[str, Any] = {
         "ceilings copy": timed("ceilings", "copy", "", "device", 8e-4, bytes=2**31, rate=2700.0, unit="GB/s"),
         "ceilings matmul": timed(
@@ -64,8 +64,6 @@ def gpu_result() -> dict[str, Any]:
     ):
         add("transformer", step, "B", who, median, who, peak_memory_gb=gb, attention="cudnn", **work)
     cells["transformer train B P2c"] = {"suite": "transformer", "needs": [], "status": "skipped: 180 s"}
-    for who, median in (("ours", 0.016), ("P2", 0.022)):
-        add("block", "forward", "B", who, median, who)
     for who, median in (("ours", 2.0), ("stock", 2.2)):
         add("decode", "", "B", who, median, "B")
     cells["attention parity wrong"] = parity("attention", passed=False)

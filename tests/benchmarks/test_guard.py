@@ -2,8 +2,10 @@
 
 import fnmatch
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from benchmarks import __main__, budgets, guard
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
+from benchmarks.session import parser_of
 from sage_fast.gradient import TwoPhaseGradient
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention
@@ -303,19 +306,10 @@ GOOD = "- {name: kernels.spills, unit: x, guards: g, source: s, limit: 0}\n"
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        (GOOD.replace("unit: x, ", ""), "'kernels.spills' has the fields"),
-        (GOOD.replace("unit", "band: 1, unit"), "it needs"),
-        (GOOD.replace("unit", "rule: below, unit"), "rules are"),
-        (GOOD.replace("0}", "much}"), "must be a number"),
-        (GOOD.replace("0}", "{a: true}}"), "kernels.spills/a is True"),
-        (GOOD.replace("kernels", "colours"), "nothing measures colours.spills"),
-        (GOOD + GOOD, "more than once"),
-    ],
+    ("entries", "words"), [(GOOD.replace("kernels", "colours"), "not of a group"), (GOOD + GOOD, "more than once")]
 )
 def test_a_wrong_entry_is_refused(tmp_path: Path, entries: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=words):
         read_budgets(budget_file(tmp_path, entries))
 
 
@@ -342,6 +336,22 @@ def test_rules(tmp_path: Path, rule: str, allowed: list[int], refused: list[int]
     assert not budget.holds(None)
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(status: int, tmp_path: Path) -> None:
+    """Whatever those of the measurements are, whose files the guard reads."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@"\n[ "$3" = guard ] && exit {status}\nexit 9\n')
+    python.chmod(0o755)
+    job = budgets.BUDGETS.with_name("guard.sbatch")
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "OUTPUT": "out"}
+    done = subprocess.run(["bash", str(job)], env=environment, capture_output=True, text=True, check=False)
+    device, kernels, last = done.stdout.splitlines()
+    assert done.returncode == status and last.startswith("-m benchmarks guard "), done.stderr
+    assert device.endswith("--output out/gpu.json") and kernels.endswith("--benchmark-json out/kernels.json")
+    parser_of("device", "").parse_args(device.split()[3:])
+    assert last.split()[3:] == ["--result", "out/gpu.json", "--kernels", "out/kernels.json"]
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
     assert __main__.main(["guard", "--only", "kernels"]) == 0
     assert "All 11 budgets hold." in capsys.readouterr().out
@@ -349,15 +359,3 @@ def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tm
     assert guard.main(["--only", "kernels"]) == 1
     lines = capsys.readouterr().out.split("REGRESSED\n")[1].splitlines()
     assert [line.split()[0] for line in lines] == ["budget", "kernels.spills", "guards"]
-
-
-def test_records_without_the_architecture_are_refused(monkeypatch: Patch, tmp_path: Path) -> None:
-    (tmp_path / "aot.json").write_text('{"builds": []}')
-    monkeypatch.setattr(budgets, "RECORDS", tmp_path / "aot.json")
-    with pytest.raises(ValueError, match="no build for sm_90"):
-        budgets.measure_kernels()
-
-
-def test_a_program_that_fails_says_why(monkeypatch: Patch) -> None:
-    with pytest.raises(RuntimeError, match="No module named 'sage_fast.colours'"):
-        processes.import_cost("sage_fast.colours")

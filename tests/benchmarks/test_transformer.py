@@ -19,7 +19,6 @@ from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.peers import Velocity
 from benchmarks.session import Session, Suite
 from benchmarks.suites import attention, iteration, transformer
-from benchmarks.suites.transformer import Timed
 from benchmarks.workload import HUNYUAN_VIDEO_15, SMOKE, TINY, adapt, forward_work, random_inputs, random_transformer
 from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
@@ -27,7 +26,6 @@ from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 from sage_kernels.ops import gelu_tanh
-from tests.benchmarks import rehearsal
 from tests.benchmarks.made_up import gpu_result
 
 MakeSession = Callable[..., Session]
@@ -39,24 +37,6 @@ def tiny(dtype: torch.dtype = torch.float64, num_layers: int = 2) -> HunyuanVide
     transformer = random_transformer(TINY | {"num_layers": num_layers}, CPU, dtype)
     adapt(transformer)
     return transformer
-
-
-def test_the_model_is_the_true_one() -> None:
-    with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel(**HUNYUAN_VIDEO_15)
-    assert sum(p.numel() for p in transformer.parameters()) == 8_326_608_160
-    # `to_empty` would leave a buffer without its value.
-    assert not list(transformer.buffers())
-
-
-@pytest.mark.parametrize(
-    ("shape", "linear", "attention_work"),
-    [pytest.param(workload.A, 99.4, 147.6, id="A"), pytest.param(workload.B, 179.5, 482.0, id="B")],
-)
-def test_work_at_full_size(shape: workload.Shape, linear: float, attention_work: float) -> None:
-    work = forward_work(HUNYUAN_VIDEO_15, shape)
-    assert work.linear / 1e12 == pytest.approx(linear, abs=0.05)
-    assert work.attention / 1e12 == pytest.approx(attention_work, abs=0.05)
 
 
 def test_work_is_what_torch_counts() -> None:
@@ -176,21 +156,6 @@ def test_a_forward_that_is_wrong_at_full_depth_only_is_not_timed(
     json.dumps(found.result, allow_nan=False)
 
 
-def test_every_step_is_compared_with_the_peer(session: MakeSession) -> None:
-    found = session()
-    cells = run(found, "forward B ours", "train A ours", "single_pass A ours", "rollout B P2")
-    for name in ("forward B ours", "train A ours", "single_pass A ours"):
-        (row,) = cells[f"transformer {name}"]["rows"]
-        assert 0 < row["difference_from_p2"] < transformer.FULL_DEPTH, name
-    assert cells["transformer rollout B P2"]["status"] == "done" and results.succeeded(found.result)
-
-
-def test_the_order_names_every_cell_once() -> None:
-    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
-    assert len({timed.name for timed in every}) == len(every) == 21
-    assert transformer.ORDER[0] == Timed(step="forward", shape="B", contender="P2")
-
-
 def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
     model = tiny(torch.float32)
     inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
@@ -216,18 +181,13 @@ def test_the_bound_is_what_no_code_can_beat() -> None:
     assert roofline.bound(rows, "train", "B", "flash3") is None
 
 
-def test_goals() -> None:
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.9, "target met"), (0.98, "within floor"), (1.1, "MISSES FLOOR")])
+def test_goals_are_judged(seconds: float, verdict: str) -> None:
     result = gpu_result()
+    result["cells"]["transformer forward B ours"]["rows"][0]["seconds"]["median"] = seconds
     found = {outcome.name: outcome for outcome in goals.outcomes(result)}
-    assert (found["forward B vs P2"].measured, found["forward B vs P2"].verdict) == ("1.33x", "target met")
-    assert found["single pass B vs P2's rollout + train step"].text == "1.90x"
-    assert found["MFU forward B"].text == "64.0 %"
-    assert found["share of its roofline bound, forward B"].measured.endswith(" %")
-    assert found["peak memory B, train"].text == "55.0 GB, target met"
-    assert found["video B: rollout, anchor, train"].text == "172 s, target met"
-    assert found["forward A vs P2"].text == "not measured"
-    result["cells"]["transformer forward B P2"]["rows"][0]["seconds"]["median"] = 1.1
-    assert "1.22x, within floor" in [outcome.text for outcome in goals.outcomes(result)]
+    assert found["forward B vs P2"].verdict == verdict and found["forward A vs P2"].text == "not measured"
+    assert found["video B: rollout, anchor, train"].text == "172 s, target met", "where less is better"
 
 
 def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +210,7 @@ def test_the_fastest_backend_that_passed_is_ours(session: MakeSession) -> None:
     result = gpu_result()
     assert attention.fastest(result) == "cudnn", "a wrong one that is faster does not count"
     assert attention.choose(session(result["cells"]), TINY) == "cudnn"
-    assert attention.choose(session(result["cells"], options={"attention": "sdpa"}), TINY) == "sdpa"
+    assert attention.choose(session(result["cells"], attention="sdpa"), TINY) == "sdpa"
     assert attention.choose(session(), TINY) == "sdpa", "before any was measured: what a run would take"
 
 
@@ -290,8 +250,13 @@ def test_the_ends_of_attention_are_looked_at(fault: str, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_wrong_kernel_costs_its_op(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parity check names it; the forward is right with its plain twin, and the row says so."""
-    monkeypatch.setattr(gelu_tanh, "launch", gelu_tanh.launch)
-    rehearsal.break_kernel()
+    launch = gelu_tanh.launch
+
+    def five_per_cent_off(function: Any, grid: Any, x: Tensor, out: Tensor, *rest: Any, **options: Any) -> None:
+        launch(function, grid, x, out, *rest, **options)
+        out.mul_(1.05)
+
+    monkeypatch.setattr(gelu_tanh, "launch", five_per_cent_off)
     monkeypatch.setattr(peers, "accelerate", partial(accelerate, kernels="triton"))
     cells = run(session({"kernels parity gelu_tanh": {"status": "done", "passed": False}}), "forward B ours")
     (row,) = cells["transformer forward B ours"]["rows"]
@@ -333,6 +298,9 @@ def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "target met" not in printed and "MISSES FLOOR" not in printed
     result = json.loads(file.read_text("utf-8"))
     every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
-    assert {result["cells"][f"transformer {timed.name}"]["status"] for timed in every} == {"done"}
+    cells = [result["cells"][f"transformer {timed.name}"] for timed in every]
+    assert {cell["status"] for cell in cells} == {"done"}
+    # Of a rollout, and a training step of P2, nothing is compared but the peer with itself.
+    assert all(0 <= cell["rows"][0]["difference_from_p2"] < transformer.FULL_DEPTH for cell in cells)
     assert result["environment"]["packages"]["torch"] == torch.__version__
     assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()

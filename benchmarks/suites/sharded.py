@@ -43,8 +43,7 @@ from benchmarks.suites.transformer import FULL_DEPTH
 from benchmarks.workload import Inputs, Shape
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DataConfig, DistributedConfig, LoraConfig, ModelConfig, TrainingConfig
-from sage_fast.distributed.parallelize import Gathering, parallelize, shard_weights
-from sage_fast.distributed.torch_engine import TorchEngine
+from sage_fast.distributed.parallelize import Gathering, TorchEngine, parallelize, shard_weights
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hunyuan15.backbone import choose_forward
 from sage_fast.optim import OptimizerSet

@@ -188,7 +188,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_checkpoint_has_no_name_before_it_is_complete(tmp_path: Path, gate: threading.Event) -> None:
-    """What a run that was killed has left behind makes room."""
+    """Leftovers of a run that was killed make room."""
     (tmp_path / ".update-000009.abandoned.partial/shards").mkdir(parents=True)
     with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as saver:
         saver.save(1, contents())

@@ -80,6 +80,8 @@ class Faulty:
     def _fail(self) -> None:
         if self.fault == "raise":
             raise ValueError("the scoring server is gone")
+        if self.fault == "crash":
+            raise RuntimeError("out of something")
         if self.fault == "sys.exit":
             sys.exit(0)
         os.kill(os.getpid(), signal.SIGINT)

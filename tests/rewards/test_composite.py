@@ -136,7 +136,7 @@ def test_prompts_are_checked_before_anything_is_generated() -> None:
     ("fault", "message"),
     [
         ("sys.exit", r"tried to end the process by sys\.exit\(0\)"),
-        ("raise", "raised ValueError: the scoring server is gone"),
+        ("crash", "raised RuntimeError: out of something"),
     ],
 )
 def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:

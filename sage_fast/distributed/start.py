@@ -65,7 +65,7 @@ def rank_device(name: str) -> "torch.device":
             "driver and a CUDA build of torch are installed on every node."
         )
     count, local = torch.cuda.device_count(), local_rank()
-    if device.index is None:
+    if ":" not in name:
         # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two processes
         # that have the same one.
         bound = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ

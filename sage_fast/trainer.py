@@ -32,9 +32,8 @@ from sage_fast.data import (
     split_evenly,
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
-from sage_fast.distributed.parallelize import check_lockstep, parallelize
+from sage_fast.distributed.parallelize import TorchEngine, check_lockstep, parallelize
 from sage_fast.distributed.start import rank_device
-from sage_fast.distributed.torch_engine import TorchEngine
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
 from sage_fast.forward_process import ForwardProcessGradient, ForwardTerms, forward_metrics, old_decay

@@ -35,8 +35,7 @@ from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites.transformer import FULL_DEPTH
 from benchmarks.workload import Inputs, Shape
 from sage_fast.config.sections import DistributedConfig, LoraConfig, ModelConfig, OptimizerConfig
-from sage_fast.distributed.parallelize import Gathering, shard_weights
-from sage_fast.distributed.torch_engine import TorchEngine
+from sage_fast.distributed.parallelize import Gathering, TorchEngine, shard_weights
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hunyuan15.backbone import choose_forward
 from sage_fast.policy.guidance import VJP, GuidedPolicy

@@ -12,17 +12,16 @@ A checkpoint is written into a hidden folder, synced, and renamed; a folder with
 does not match it, is never resumed from. One that cannot be read is another matter: it may be whole, and stops the run.
 Any number of processes can read it, whatever number has written it, and reading it runs no code.
 
-    folder.py       names, the manifest, the check of every byte, which checkpoints are kept
+    folder.py       names, the manifest, the check of every byte
     writer.py       `CheckpointWriter`: copies the tensors and writes them, if wanted while training goes on
     reader.py       `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
 """
 
-from sage_fast.checkpoint.folder import FORMAT_VERSION, MANIFEST, checkpoint_name, list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint.folder import MANIFEST, checkpoint_name, list_checkpoints, verify_checkpoint
 from sage_fast.checkpoint.reader import Checkpoint, SavedTensors, find_checkpoint, newest_checkpoint, open_checkpoint
 from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 
 __all__ = [
-    "FORMAT_VERSION",
     "MANIFEST",
     "Checkpoint",
     "CheckpointData",

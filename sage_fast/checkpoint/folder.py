@@ -1,21 +1,19 @@
-"""The folder of a checkpoint: its name, its manifest, the check of every byte in it, and how long it is kept."""
+"""The folder of a checkpoint: its name, its manifest, and the check of every byte in it."""
 
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from sage_fast import __version__
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from sage_fast.config.files import sync, write_text
+from sage_fast.config.files import sync
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
@@ -26,7 +24,6 @@ BEST = "best.json"
 FORMAT_VERSION = 2
 
 CHECKPOINT_NAME = re.compile(r"update-(\d{6,})")
-logger = logging.getLogger(__name__)
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors of a file that is not there; any other error leaves open what the file holds."""
@@ -165,11 +162,10 @@ def _read_manifest(folder: Path) -> Files:
     # The checksum first: a flipped bit of the version must not pass for another format. Format 1 had none.
     intact = manifest.get("sha256") == _manifest_digest(manifest)
     if type(version) is int and version != FORMAT_VERSION and (intact or "sha256" not in manifest):
-        writer = f"SAGE-Fast {manifest['sage_fast']}" if manifest.get("sage_fast") else "an earlier version"
         raise CheckpointError(
-            f"{folder} has checkpoint format {version}, which {writer} wrote; version {__version__} reads format "
-            f"{FORMAT_VERSION} alone. Finish that run with the version that started it, or start a new run in another "
-            "output_dir."
+            f"{folder} has checkpoint format {version} of SAGE-Fast {manifest.get('sage_fast')}; version {__version__} "
+            f"reads format {FORMAT_VERSION} alone. Finish that run with the version that started it, or start a new "
+            "run in another output_dir."
         )
     if not intact:
         raise incomplete
@@ -202,63 +198,9 @@ def _examine(folder: Path, name: str, entry: Mapping[str, Any], where: str) -> N
             raise UnreadableCheckpointError.of(path, error) from error
         if not os.path.isdir(folder):  # rank 0 has read its manifest: this machine has not mounted it
             raise UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}") from error
-    except (KeyError, TypeError):  # an entry that was made up
-        pass
     raise DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# ------------------------------------------------------------------------------------------ what is kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """The checkpoint with the highest score so far, as `best.json` beside the checkpoints names it.
-
-    Example: `Best(update=40, score=0.61)`
-    """
-
-    update: int
-    score: float
-
-
-def read_best(root: Path) -> Best | None:
-    """The pinned checkpoint of a run; None without one. A file that is cut or altered is ignored with a warning.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-    """
-    path = root / BEST
-    try:
-        best = Best(**json.loads(path.read_bytes()))
-        if type(best.update) is not int or not isinstance(best.score, int | float):
-            raise ValueError("an update and a score are expected")
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, RecursionError) as error:
-        logger.warning("%s is ignored, because it is damaged (%s); the next best evaluation replaces it.", path, error)
-        return None
-    return best
-
-
-def write_best(root: Path, best: Best) -> None:
-    """Replace the pin. OSError when that fails; the old one is then untouched."""
-    write_text(root / BEST, json.dumps(asdict(best)))
-
-
-def superfluous(folders: Sequence[Path], *, keep_last: int, best: int | None) -> list[Path]:
-    """The checkpoints that a run no longer needs.
-
-    Args:
-        folders: all of them, oldest first.
-        keep_last: how many of the newest are kept.
-        best: update of the one that is pinned.
-    """
-    kept = {update_of(folder) for folder in folders[-keep_last:]}
-    if best is not None:
-        kept.add(best)
-    return [folder for folder in folders if update_of(folder) not in kept]

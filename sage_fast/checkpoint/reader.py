@@ -73,25 +73,22 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint lacks one, has it in another shape, or cannot be read; on all ranks.
         """
-        named = {f"{group}.{name}": t for group, tensors in targets.items() for name, t in tensors.items()}
+        shapes = self.shapes
+        wanted = {(group, name): t for group, tensors in targets.items() for name, t in tensors.items()}
 
         def fill() -> None:
-            self._check(targets)
-            self._shards.read(named)
-
-        agree(self._world, fill)
-
-    def _check(self, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for group, named in targets.items():
-            saved = self.tensors[group].meta if group in self.tensors else {}
-            for name, target in named.items():
-                if name not in saved:
+            for (group, name), target in wanted.items():
+                saved = shapes.get(group, {}).get(name)
+                if saved is None:
                     raise CheckpointError(f"{self.folder} has no tensor {name!r} in its group {group!r}.")
-                if saved[name].shape != target.shape:
+                if saved != target.shape:
                     raise CheckpointError(
-                        f"{self.folder} has {group} {name!r} of shape {tuple(saved[name].shape)}, this run's is "
+                        f"{self.folder} has {group} {name!r} of shape {tuple(saved)}, this run's is "
                         f"{tuple(target.shape)}."
                     )
+            self._shards.read({f"{group}.{name}": target for (group, name), target in wanted.items()})
+
+        agree(self._world, fill)
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -228,7 +225,7 @@ def _read_metadata(path: Path) -> tuple[Metadata, dict[str, dict[str, Tensor]]]:
         raise UnreadableCheckpointError.of(path, error) from error
     except Exception as error:  # a prepared pickle can raise anything
         raise CheckpointError(
-            f"{path} is no description of a checkpoint's tensors: {error}. Nothing in it was run. Use another "
+            f"{path} does not describe a checkpoint's tensors: {error}. Nothing in it was run. Use another "
             "checkpoint, unless a newer version of SAGE-Fast or PyTorch has written this one: then use that version."
         ) from error
 
@@ -241,11 +238,11 @@ def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
         raise ValueError(f"it holds a {type(metadata).__name__}")
     for place in metadata.storage_data.values():
         if not re.fullmatch(r"__\d+_\d+\.distcp", place.relative_path) or place.transform_descriptors:
-            raise ValueError(f"{place.relative_path!r} is no shard")
+            raise ValueError(f"{place.relative_path!r} is not a shard")
     described: dict[str, dict[str, Tensor]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{key!r} is no tensor")
+            raise ValueError(f"{key!r} is not a tensor")
         group, name = key.split(".", 1)
         described.setdefault(group, {})[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
     metadata.storage_meta = StorageMeta()  # folder and run in which it was written
@@ -259,7 +256,5 @@ def _read_state(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UnreadableCheckpointError.of(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}. Use another checkpoint.") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds no JSON object. Use another checkpoint.")
-    return state
+        raise CheckpointError(f"{path} is not valid JSON: {error}. Use another checkpoint.") from error
+    return dict(state)

@@ -7,7 +7,6 @@ other about it goes over a separate process group, because the training's collec
 import contextlib
 import json
 import logging
-import os
 import secrets
 import shutil
 import stat
@@ -32,22 +31,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from sage_fast.checkpoint.folder import (
+    BEST,
     SHARDS,
     STATE,
-    Best,
     Files,
     checkpoint_name,
     describe_files,
     list_checkpoints,
     one_process_is_meant,
-    read_best,
-    superfluous,
     update_of,
-    write_best,
     write_manifest,
 )
-from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
-from sage_fast.config.files import sync
+from sage_fast.config.errors import CheckpointError
+from sage_fast.config.files import sync, write_text
 from sage_fast.distributed.world import OWN_TIMEOUT, SINGLE_PROCESS, World
 
 T = TypeVar("T")
@@ -59,8 +55,9 @@ logger = logging.getLogger(__name__)
 class CheckpointData:
     """Contents of a checkpoint.
 
-    tensors: group -> {name: tensor}; `weights` always, `anchor`, `ema` and `optimizer` when the run has them. A tensor
-    is the same on every rank, a DTensor, or on one rank alone; numbers such as AdamW's step are tensors too.
+    tensors: group, a word without a dot -> {name: tensor}; `weights` always, `anchor`, `ema` and `optimizer` when the
+    run has them. A tensor is the same on every rank, a DTensor, or on one rank alone; numbers such as AdamW's step are
+    tensors too.
     state: JSON-able counters and configuration, the same on every rank.
 
     Example: `CheckpointData(tensors={"weights": {"proj_out.weight": weight}}, state={"update": 40})`
@@ -68,10 +65,6 @@ class CheckpointData:
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if wrong := [group for group in self.tensors if "." in group]:
-            raise ValueError(f"CheckpointData.tensors has the group {wrong[0]!r}; a group's name has no dot.")
 
 
 Extra = Callable[[Path], Callable[[], object] | None]
@@ -107,7 +100,7 @@ class CheckpointWriter:
             else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
         )
         # Ranks of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
-        self._attempt = self._gather(secrets.token_hex(4))[0]
+        self._attempt = world.gather(secrets.token_hex(4))[0]
         # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._has_root = False
@@ -142,7 +135,8 @@ class CheckpointWriter:
         plan = create_default_local_save_plan(tensors, self.world.is_main)
         self._agree(update, lambda: self._make_folder(update))
         more = None if extra is None else self._agree(update, lambda: extra(self._partial(update)))
-        local = self._agree(update, lambda: self._copy({key: _local(tensor) for key, tensor in tensors.items()}))
+        parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
+        local = self._agree(update, lambda: self._copy(parts))
         if self._thread is None:
             self._write(update, state, plan, local, more)
         else:
@@ -159,7 +153,15 @@ class CheckpointWriter:
             CheckpointError: that checkpoint could not be written, or the pin could not; on all ranks.
         """
         self.wait()
-        self._agree(update, lambda: self._pin(Best(update=update, score=score)))
+
+        def pin() -> None:
+            if not self.world.is_main or not self._final(update).is_dir():
+                return
+            best = self._read_best(newest=update)
+            if best is None or best[0] == update or best[1] < score:
+                write_text(self.root / BEST, json.dumps({"update": update, "score": score}))
+
+        self._agree(update, pin)
 
     def wait(self) -> None:
         """Wait until what was saved is on disk. CheckpointError when some rank could not write it, on all ranks."""
@@ -249,26 +251,19 @@ class CheckpointWriter:
         """
 
         def write() -> Files:
-            self._write_shards(update, plan, local)
+            # Not ahead of time from the GPU: everything is in CPU memory, or goes there tensor by tensor.
+            storage = FileSystemWriter(self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0)
+            if self._group is None:
+                one_process_is_meant()
+            planner, alone = _CopiesPlanner(plan), self._group is None
+            save(dict(local), storage_writer=storage, planner=planner, process_group=self._group, no_dist=alone)
             if more is not None:
                 more()
             return self._describe_own(update, state)
 
-        files = {name: entry for part in self._gather(self._agree(update, write)) for name, entry in part.items()}
+        parts = self.world.gather(self._agree(update, write), self._group)
+        files = {name: entry for part in parts for name, entry in part.items()}
         self._agree(update, lambda: self._publish(update, files))
-
-    def _write_shards(self, update: int, plan: SavePlan, local: Mapping[str, Tensor]) -> None:
-        # Not ahead of time from the GPU: everything is in CPU memory, or goes there tensor by tensor.
-        storage = FileSystemWriter(self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0)
-        if self._group is None:
-            one_process_is_meant()
-        save(
-            dict(local),
-            storage_writer=storage,
-            planner=_CopiesPlanner(plan),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
 
     def _describe_own(self, update: int, text: str) -> Files:
         """Describe the files that this rank answers for; rank 0 for all but the shards of others."""
@@ -303,9 +298,9 @@ class CheckpointWriter:
         best = self._read_best(newest=update)
         # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
         folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
-        pinned = None if best is None else best.update
-        for old in superfluous(folders, keep_last=self.keep_last, best=pinned):
-            self._discard(old)
+        for old in folders[: -self.keep_last]:
+            if best is None or update_of(old) != best[0]:
+                self._discard(old)
 
     def _discard(self, folder: Path) -> None:
         """Delete a checkpoint so that nobody meets half of one."""
@@ -313,27 +308,22 @@ class CheckpointWriter:
         folder.replace(doomed)
         shutil.rmtree(doomed)
 
-    def _pin(self, candidate: Best) -> None:
-        if not self.world.is_main or not self._final(candidate.update).is_dir():
-            return
-        best = self._read_best(newest=candidate.update)
-        if best is None or best.update == candidate.update or best.score < candidate.score:
-            write_best(self.root, candidate)
-
-    def _read_best(self, newest: int) -> Best | None:
-        """The pin, unless its checkpoint is gone or is of a part of the run that was gone back behind."""
-        best = read_best(self.root)
-        return best if best is not None and best.update <= newest and self._final(best.update).is_dir() else None
+    def _read_best(self, newest: int) -> tuple[int, float] | None:
+        """The pinned update and its score, unless its checkpoint is gone or is of a part of the run that was gone back
+        behind. A file that is cut or altered is ignored with a warning.
+        """
+        path = self.root / BEST
+        try:
+            found = json.loads(path.read_bytes())
+            update, score = int(found["update"]), float(found["score"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("%s is damaged (%s) and ignored; the next best evaluation replaces it.", path, error)
+            return None
+        return (update, score) if update <= newest and self._final(update).is_dir() else None
 
     # ------------------------------------------------------------------------------------------ ranks
-
-    def _gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
-        if self._group is None:
-            return [value]
-        values: list[T | None] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values  # type: ignore[return-value]  # every rank has filled its own in
 
     def _agree(self, update: int, step: Callable[[], T]) -> T:
         """Return the result of `step` on this rank. CheckpointError on all ranks when it fails on one."""
@@ -346,8 +336,13 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
             # torch.save and safetensors raise their own types for a full disk; all mean the same to the user.
             failure = error
-        reasons = self._gather(None if failure is None else self._reason(failure))
-        failures = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
+        reason = None
+        if failure is not None:
+            reason = f"{type(failure).__name__}: {failure}".removesuffix(".")
+            with contextlib.suppress(OSError):  # torch says of a full disk that a position was unexpected
+                reason += f" ({shutil.disk_usage(self.root).free / 1e9:.1f} GB free)"
+        reasons = self.world.gather(reason, self._group)
+        failures = [(rank, found) for rank, found in enumerate(reasons) if found is not None]
         if not failures:
             return outcome  # type: ignore[return-value]
         if self.world.is_main:
@@ -357,27 +352,9 @@ class CheckpointWriter:
         rank, reason = failures[0]
         where = f" on rank {rank}" if self.world.size > 1 else ""
         raise CheckpointError(
-            f"Could not write checkpoint {self._final(update)}{where}: {reason}, then resume with --resume auto from "
-            f"{self._newest_name()}."
+            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free space, raise the quota or fix "
+            "permissions, then resume with --resume auto: earlier checkpoints are intact."
         ) from failure
-
-    def _reason(self, failure: BaseException) -> str:
-        """Describe a failure and its remedy, with the space that is left: torch says of a full disk that a position was
-        unexpected.
-        """
-        if self._has_root and not os.path.isdir(self.root):
-            return f"{self.root} has been deleted or moved since it was last written to. Put it back"
-        text = f"{type(failure).__name__}: {failure}".removesuffix(".")
-        with contextlib.suppress(OSError):
-            text += f" ({shutil.disk_usage(self.root).free / 1e9:.1f} GB free)"
-        return f"{text}. Free space, raise the quota or fix permissions"
-
-    def _newest_name(self) -> str:
-        try:
-            folders = list_checkpoints(self.root)
-        except UnreadableCheckpointError:
-            return "the newest checkpoint"
-        return folders[-1].name if folders else "the beginning (no earlier checkpoint)"
 
 
 class _CopiesPlanner(DefaultSavePlanner):
@@ -393,8 +370,3 @@ class _CopiesPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

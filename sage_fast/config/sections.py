@@ -493,8 +493,8 @@ class DistributedConfig(Section, key="distributed"):
     `DistributedConfig(dp_replicate=4, dp_shard=8, sp=2)`.
     """
 
-    zero_stage: Literal[2, 3] | None = None
-    """null: torch's FSDP2. 2 or 3: DeepSpeed ZeRO, which shards gradients and optimizer state over all ranks, with 3
+    zero_stage: Literal[2] | None = None
+    """null: torch's FSDP2. 2: DeepSpeed ZeRO-2, which shards gradients and optimizer state over all ranks. FSDP2 shards
     the weights too."""
     dp_replicate: Ranks | None = None
     """Data-parallel replicas of the weights. null: with training.mode lora what the other degrees leave, else 1."""

@@ -1,6 +1,6 @@
 """The trainer's view of how gradients are summed, weights sharded and the optimizer stepped.
 
-`TorchEngine` (`torch_engine.py`) is torch's own, on one process or over FSDP2; `DeepSpeedEngine` (`zero.py`) is ZeRO.
+`TorchEngine` (`parallelize.py`) is torch's own, on one process or over FSDP2; `DeepSpeedEngine` (`zero.py`) is ZeRO-2.
 All ranks call the collective methods in the same order; on one process these communicate with nobody.
 """
 
@@ -143,7 +143,7 @@ class WeightSnapshot:
         changed: called when the weights have taken other values.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], changed: Callable[[], None] = lambda: None) -> None:
         self._parameters = parameters
         self._changed = changed
         self.values: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}

@@ -137,7 +137,8 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
     if shared:
         raise ConfigError(
             f"{'; '.join(in_words(ranks) for ranks in shared[:MOST_SHOWN])} share one GPU. Start as many processes per "
-            "node as it has GPUs, and see that CUDA_VISIBLE_DEVICES shows every process all of them or one each."
+            "node as it has GPUs, with model.device auto, and see that CUDA_VISIBLE_DEVICES shows every process all of "
+            "them or one each."
         )
 
 
@@ -149,14 +150,8 @@ def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Example: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    """Example: [0, 1, 5] -> "ranks 0, 1, 5"; of more than four the first ones."""
+    words = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 

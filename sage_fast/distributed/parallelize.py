@@ -1,4 +1,4 @@
-"""The transformer over the processes of a run, and how long its weights stay gathered.
+"""The transformer over the processes of a run, and the engine that trains it there by torch itself.
 
 The order of the steps in `parallelize` matters: what replaces a forward comes before what wraps the module's call.
 
@@ -13,23 +13,33 @@ Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.sections import DistributedConfig, EvaluationConfig, ModelConfig, RolloutConfig, TrainingConfig
-from sage_fast.distributed.engine import Phase
+from sage_fast.config.sections import (
+    DistributedConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
+from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
 from sage_fast.models.stored import StoredWeights, allocate
 from sage_fast.models.transformer import backbone, transformer_blocks
+from sage_fast.optim import OptimizerSet, norm_is_finite
+from sage_fast.policy.guidance import vjp_into_grad
 from sage_fast.policy.lora import always_read_glyphs
 
 logger = logging.getLogger(__name__)
@@ -218,6 +228,105 @@ class Gathering:
 def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
     """The FSDP2 units of a transformer, itself first; none if it is not sharded."""
     return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+
+
+class TorchEngine:
+    """`Engine` (engine.py) with torch's optimizers.
+
+    Adapters are whole on every rank, so their gradient is summed here, once per update. FSDP2 sums the gradient of
+    sharded weights in the backward pass.
+
+    Args:
+        parameters: qualified name -> trained weight, a DTensor where it is sharded.
+        config: the run's optimizer section.
+        world: the ranks.
+        gathering: from `parallelize`.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World, gathering: Gathering
+    ) -> None:
+        self.parameters = parameters
+        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
+        self.world = world
+        self.gathering = gathering
+        self.optimizer = OptimizerSet(parameters, config)
+        self.sharded = self.lockstep = bool(gathering.modules)
+        self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
+
+    vjp = staticmethod(vjp_into_grad)
+
+    def last_vjp(self, last: bool) -> None:
+        """As in `Engine`: sums over replicas of the weights wait for the last backward."""
+        if self.shards_trained and self.world.dp_replicate > 1:
+            self.gathering.sum_over_replicas(last)
+
+    def clip_gradients(self) -> float:
+        """As in `Engine`."""
+        if not self.shards_trained:
+            for parameter in self.parameters.values():
+                if parameter.grad is None:  # no video of this rank has one; decay and moments act all the same
+                    parameter.grad = torch.zeros_like(parameter)
+            self.world.sum_([p.grad for p in self.parameters.values() if p.grad is not None])
+        return self.optimizer.clip_gradients()
+
+    def step(self) -> None:
+        """As in `Engine`."""
+        self.optimizer.step()
+        self._weights_changed()
+
+    def zero_grad(self) -> None:
+        """As in `Engine`."""
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def weights_finite(self) -> bool:
+        """As in `Engine`: one fused norm."""
+        return norm_is_finite(self.parameters.values())
+
+    @property
+    def learning_rate(self) -> float:
+        """As in `Engine`."""
+        return self.optimizer.learning_rate
+
+    def snapshot(self) -> WeightSnapshot:
+        """As in `Engine`."""
+        return WeightSnapshot(self.parameters, self._weights_changed)
+
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """As in `Engine`."""
+        return self.gathering.phase(name)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """As in `Engine`; adapters are."""
+        return nullcontext()
+
+    def _weights_changed(self) -> None:
+        """Gathered copies of trained weights are stale."""
+        if self.shards_trained:
+            self.gathering.free()
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """As in `Engine`."""
+        return {
+            "weights": {name: p.detach() for name, p in self.parameters.items()},
+            "optimizer": self.optimizer.tensors(),
+        }
+
+    def load_tensors(self, source: TensorSource) -> None:
+        """As in `Engine`."""
+        source.load_into(self.tensors())
+        self._weights_changed()
+
+    def state(self) -> dict[str, Any]:
+        """As in `Engine`."""
+        return self.optimizer.schedule()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As in `Engine`."""
+        self.optimizer.load_schedule(state)
 
 
 def _resolve_keep_gathered(

@@ -44,7 +44,7 @@ def rank_device(name: str) -> "torch.device":
     where there is no GPU. On a CPU nothing is changed, threads included.
 
     Raises:
-        ConfigError: more processes than GPUs, one GPU named for several processes, or a device torch cannot use.
+        ConfigError: more processes than GPUs, or a device torch cannot use.
     """
     import torch
 
@@ -65,15 +65,9 @@ def rank_device(name: str) -> "torch.device":
             "driver and a CUDA build of torch are installed on every node."
         )
     count, local = torch.cuda.device_count(), local_rank()
-    names_one = ":" in name
-    if names_one and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"model.device is {name!r}, but every process needs a GPU of its own. Use auto or cuda; "
-            "CUDA_VISIBLE_DEVICES limits which GPUs are taken."
-        )
-    if not names_one:
-        # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two tasks that
-        # were bound to the same one.
+    if ":" not in name:
+        # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two processes
+        # that have the same one.
         bound = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
         device = torch.device("cuda", 0 if bound else local)
     if device.index >= count:

@@ -67,12 +67,15 @@ class World:
         """The ranks that share a video's tokens; None without a process group."""
         return None if self.mesh is None else self.mesh.get_group("sp")
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things."""
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things.
+
+        group: another process group of all ranks, for a thread.
+        """
         if self.mesh is None:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
         return values  # type: ignore[return-value]  # every rank has filled in its own
 
     def gather_to_main(self, value: T) -> list[T]:

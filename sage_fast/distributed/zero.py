@@ -1,16 +1,15 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3 behind the trainer's `Engine`.
+"""DeepSpeed ZeRO-2 behind the trainer's `Engine`.
 
-DeepSpeed shards gradients, float32 masters and optimizer state (stage 2) and the weights (stage 3) over all ranks, sums
-gradients while the backward pass runs, and steps torch's AdamW on flat partitions. Three things differ:
+DeepSpeed shards gradients, float32 masters and optimizer state over all ranks, sums gradients while the backward pass
+runs, and steps torch's AdamW on flat partitions. The weights stay whole; FSDP2 shards them too. Two things differ:
 
-* **Gathering weights (stage 3)**: `zero_gathering.py` says how, and why not as DeepSpeed does.
 * **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by that
   number: exact for a power of two, one rounding otherwise. Ranks that share a video contribute parts of the sum like
   all others.
 * **The trainer decides when an update's gradient is complete**, by calling `clip_gradients`. DeepSpeed's counting of
   micro-batches is off (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in these two files.
+Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in this file.
 """
 
 import importlib
@@ -30,9 +29,8 @@ from torch.optim import AdamW
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
-from sage_fast.distributed.engine import Phase, TensorSource
+from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
-from sage_fast.distributed.zero_gathering import BlockGathering
 from sage_fast.models.transformer import FusedForward
 from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
@@ -43,12 +41,8 @@ STATES = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, apart from the number of steps."""
 CHUNK = 2**26
 """Elements that are exchanged at a time: 256 MiB."""
-
-
 REDUCE_BUCKET, GATHER_BUCKET = 50_000_000, 200_000_000
 """Elements that are summed, or gathered after a step, at a time."""
-KEPT_WHOLE = 100_000
-"""Elements up to which ZeRO-3 leaves a weight whole on every rank."""
 
 
 class DeepSpeedEngine:
@@ -56,7 +50,7 @@ class DeepSpeedEngine:
 
     Args:
         transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
-            callable as it is; with bf16 its weights become bfloat16, in stage 3 they are sharded.
+            callable as it is; with bf16 its weights become bfloat16.
         optimizer_config: the run's optimizer section.
         settings: its distributed section.
         world: the ranks, with a process group.
@@ -85,8 +79,7 @@ class DeepSpeedEngine:
         self.optimizer_config, self.world = optimizer_config, world
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
-        self.sharded = settings.zero_stage == 3
-        self.lockstep = True
+        self.sharded, self.lockstep = False, True
 
         bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16
         exact: dict[str, Tensor] = {}
@@ -100,9 +93,7 @@ class DeepSpeedEngine:
         self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
             acceleration.forget()
-        self.masters: list[Tensor] = (
-            self._zero.fp32_partitioned_groups_flat if self.sharded else self._zero.single_partition_of_fp32_groups
-        )
+        self.masters: list[Tensor] = self._zero.single_partition_of_fp32_groups
         """This rank's float32 partitions of the trained weights."""
         for master in self.masters:
             # What AdamW creates in its first step; a checkpoint may come before.
@@ -110,8 +101,7 @@ class DeepSpeedEngine:
                 "step": torch.tensor(0.0),
                 **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
             }
-        if not self.sharded:
-            self._zero._lazy_init_hp_params_optimizer_state()
+        self._zero._lazy_init_hp_params_optimizer_state()
         for name, value in exact.items():
             self.set_master(name, value)
         self._updates = 0
@@ -127,16 +117,12 @@ class DeepSpeedEngine:
         )
         document = {
             "zero_optimization": {
-                "stage": 3 if self.sharded else 2,
+                "stage": 2,
                 "overlap_comm": True,
                 "contiguous_gradients": True,
                 "reduce_scatter": True,
                 "reduce_bucket_size": REDUCE_BUCKET,
                 "allgather_bucket_size": GATHER_BUCKET,
-                "stage3_param_persistence_threshold": KEPT_WHOLE,
-                # Else stage 3 replaces torch.nn.functional.linear, for reward models too, by one that rounds the
-                # product before it adds the bias.
-                "memory_efficient_linear": False,
             },
             "bf16": {"enabled": bf16},
             "communication_data_type": "fp32",
@@ -152,14 +138,9 @@ class DeepSpeedEngine:
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=transformer, optimizer=optimizer, config=document, dist_init_required=False
             )
-        # They time DeepSpeed's own loop and, in stage 3, visit all modules in every forward to gather what is gathered
-        # here.
+        # They time DeepSpeed's own loop.
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
-        self._gathering: BlockGathering | None = None
-        if self.sharded:
-            self._zero.parameter_offload.destroy()
-            self._gathering = BlockGathering(transformer)
 
     # ------------------------------------------------------------------------------------------ gradient and step
 
@@ -169,8 +150,6 @@ class DeepSpeedEngine:
         # As DeepSpeed does before a forward: this adds to the gradient so far instead of replacing it.
         self._zero.clear_backward_seen_flag()
         self._engine.backward((output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False)
-        if self._gathering is not None:
-            self._gathering.end_backward()
 
     def last_vjp(self, last: bool) -> None:
         """As in `Engine`; ZeRO sums in every backward."""
@@ -196,10 +175,9 @@ class DeepSpeedEngine:
     def zero_grad(self) -> None:
         """As in `Engine`."""
         self._zero.zero_grad(set_to_none=True)
-        if not self.sharded:
-            self._zero._release_preflattened_grad_buffers()
-            for index in range(len(self.masters)):
-                self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+        self._zero._release_preflattened_grad_buffers()
+        for index in range(len(self.masters)):
+            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
 
     def weights_finite(self) -> bool:
         """As in `Engine`, of the float32 masters."""
@@ -217,7 +195,7 @@ class DeepSpeedEngine:
         return ZeroSnapshot(self)
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """As in `Engine`; weights of blocks are gathered for each call in every phase."""
+        """As in `Engine`; weights are whole in every phase."""
         return nullcontext()
 
     # ------------------------------------------------------------------------------------------------------ state
@@ -257,17 +235,14 @@ class DeepSpeedEngine:
         """Within the context the trained weights are whole and float32 on every rank, as an adapter is saved. The model
         cannot compute then. Collective.
         """
-        sharded = {name: p.data for name, p in self.parameters.items()}
-        whole: dict[str, Tensor] = {}
+        own = {name: p.data for name, p in self.parameters.items()}
         try:
-            for name in self.parameters:
-                whole[name] = self._whole(name)
             for name, parameter in self.parameters.items():
-                parameter.data = whole[name]
+                parameter.data = self._whole(name)
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.data = sharded[name]
+                parameter.data = own[name]
 
     def gather_whole(self, key: str | None = None) -> dict[str, Tensor]:
         """The masters, or a part of AdamW's state, whole and in CPU memory, each on one rank. Collective."""
@@ -280,12 +255,7 @@ class DeepSpeedEngine:
 
     def weights_changed(self) -> None:
         """Give the model the values of the masters. Collective."""
-        if self._gathering is None:
-            self._zero.update_lp_params()
-            return
-        for index in range(len(self.masters)):
-            self._zero._reassign_or_swap_out_partitioned_parameters(index)
-        self._zero.parameter_offload.partition_all_parameters()
+        self._zero.update_lp_params()
 
     def _whole(self, name: str, key: str | None = None) -> Tensor:
         """A master, or a part of its AdamW state, whole on every rank. Collective."""
@@ -299,75 +269,37 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def set_master(self, name: str, whole: Tensor, key: str | None = None) -> None:
         """Fill this rank's part of a master, or of a part of its AdamW state."""
-        if whole.shape != self.shapes[name]:
-            raise ValueError(f"{name} is of shape {tuple(whole.shape)}, this run's is {tuple(self.shapes[name])}.")
-        utils, parameter, value = self._fragments, self.parameters[name], whole.detach()
-        kind = "full"
-        if self.sharded:
-            # DeepSpeed's setter of whole values does not know that the last rank's part is padded.
-            kind, size = "local", utils.safe_get_local_fp32_param(parameter).numel()
-            padded = nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
-            value = padded[size * self.world.rank :][:size]
         if key is None:
-            getattr(utils, f"safe_set_{kind}_fp32_param")(parameter, value)
+            self._fragments.safe_set_full_fp32_param(self.parameters[name], whole.detach())
         else:
-            getattr(utils, f"safe_set_{kind}_optimizer_state")(parameter, value, key)
+            self._fragments.safe_set_full_optimizer_state(self.parameters[name], whole.detach(), key)
 
 
-class ZeroSnapshot:
+class ZeroSnapshot(WeightSnapshot):
     """`Snapshot` (engine.py) in float32, partitioned like the masters."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__({str(i): master for i, master in enumerate(engine.masters)}, engine.weights_changed)
         self._engine = engine
-        self.values = [master.detach().clone() for master in engine.masters]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """As in `Snapshot`."""
-        for value, master in zip(self.values, self._engine.masters, strict=True):
-            value.copy_(master)
-
-    @torch.no_grad()
-    def average(self, decay: float) -> None:
-        """As in `Snapshot`."""
-        for value, master in zip(self.values, self._engine.masters, strict=True):
-            value.lerp_(master, 1.0 - decay)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """As in `Snapshot`. Partitions are exchanged with the masters, so that both come back bit for bit."""
-        try:
-            with self._as_masters():
-                self._engine.weights_changed()
-                yield
-        finally:
-            self._engine.weights_changed()
-
-    @contextmanager
-    def _as_masters(self) -> Iterator[None]:
-        """Within the context the masters have these values; the model keeps its own."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for values, masters in zip(self.values, self._engine.masters, strict=True):
-            for value, master in zip(values.split(CHUNK), masters.split(CHUNK), strict=True):
+        # In place, since DeepSpeed's fragments are views of the masters; both come back bit for bit.
+        for name, masters in self._parameters.items():
+            for value, master in zip(self.values[name].split(CHUNK), masters.split(CHUNK), strict=True):
                 old = master.clone()
                 master.copy_(value)
                 value.copy_(old)
+        self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As in `Snapshot`: copies in CPU memory, every tensor on one rank, in turn."""
-        with self._as_masters():
+        """As in `Snapshot`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
+        with self.applied():
             return self._engine.gather_whole()
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
         """As in `Snapshot`."""
-        with self._as_masters():
+        with self.applied():
             for name in self._engine.parameters:
                 self._engine.set_master(name, source.read(group, name))
 

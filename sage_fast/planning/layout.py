@@ -133,8 +133,8 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
     section, rollout = config.distributed, config.rollout
     if section.zero_stage is not None:
         raise ConfigError(
-            f"distributed.zero_stage is {section.zero_stage}, and the plan knows how FSDP2 shards. ZeRO-3 needs about "
-            "what FSDP2 needs: --distributed.zero_stage=null."
+            f"distributed.zero_stage is {section.zero_stage}, and the plan knows how FSDP2 shards: "
+            "--distributed.zero_stage=null."
         )
     try:
         replicate, shard, sp = section.degrees(gpus, config.training.mode)

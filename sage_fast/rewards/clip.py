@@ -66,8 +66,6 @@ class _ClipSimilarity:
 
         if num_frames is not None and num_frames < 1:
             raise ValueError(f"num_frames is {num_frames}, but it must be at least 1, or null for every frame.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
         self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
@@ -76,8 +74,6 @@ class _ClipSimilarity:
         weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path", *MODEL_FILES)
         if processor != path:  # its weights are not needed
             folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
-        if not (folder / PREPROCESSING).is_file():
-            raise OSError(f"{processor!r} has no {PREPROCESSING}. Copy that file of the checkpoint there too.")
         self.preprocess = CLIPImageProcessor.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         model, loading = CLIPModel.from_pretrained(weights, output_loading_info=True, dtype=self.dtype)
@@ -90,7 +86,17 @@ class _ClipSimilarity:
             )
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
-        self._said_truncated = False
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Warn of prompts of which the end is not read."""
+        longer = [
+            prompt for prompt in prompts if len(self.tokenizer(prompt, verbose=False)["input_ids"]) > self.max_tokens
+        ]
+        if longer:
+            logger.warning(
+                "%s reads the first %d tokens of a prompt, and %d prompts have more, such as %.60r...",
+                *(self.reward, self.max_tokens, len(longer), longer[0]),
+            )
 
     @torch.no_grad()
     def cosines(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -123,14 +129,6 @@ class _ClipSimilarity:
         tokens = self.tokenizer(
             list(texts), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        for row in tokens["attention_mask"].all(1).nonzero().flatten().tolist():
-            length = len(self.tokenizer(texts[row], verbose=False)["input_ids"])
-            if length > self.max_tokens and not self._said_truncated:
-                self._said_truncated = True
-                logger.warning(
-                    "%s reads the first %d tokens of a prompt and this one has %d: %.60r... This is said once.",
-                    *(self.reward, self.max_tokens, length, texts[row]),
-                )
         tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
         return functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
 

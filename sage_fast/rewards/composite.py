@@ -69,15 +69,10 @@ class CompositeReward:
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
-        for name, reward in rewards.items():
+        for reward in rewards.values():
             source = reward.function if isinstance(reward, FunctionReward) else reward
             declared = getattr(source, "LOWER_IS_BETTER", ())
-            if isinstance(declared, str) or not all(isinstance(score, str) for score in declared):
-                raise ConfigError(
-                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, "
-                    'such as ("distance",).'
-                )
-            lower.update(declared)
+            lower.update([declared] if isinstance(declared, str) else declared)
         for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(

@@ -1,7 +1,6 @@
 """Rewards of the toy world: visual quality, motion quality and text alignment, against the known manifold."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.toy.captions import Caption, caption_of, parse_caption
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Manifold, all_scenes, manifold_for
-from sage_fast.rewards.base import RewardCosts
+from sage_fast.rewards.base import RewardCosts, check_videos
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
 # smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.
@@ -38,20 +37,13 @@ BACKGROUND = 0.02
 FRAME_ERROR_LIMIT = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FrameTable:
-    """The K distinct clean frames: `frames` (K, 3*H*W) minus background, `energy` (K,) squared norms."""
-
-    frames: Tensor
-    energy: Tensor
-
-
 @lru_cache(maxsize=4)
-def _frame_table(num_frames: int, height: int, width: int) -> _FrameTable:
+def _frame_table(num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """The K distinct clean frames (K, 3*H*W) minus background, and their energy (K,): squared norms."""
     manifold = manifold_for(num_frames, height, width)
     distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0).view(-1, 3, height, width)
     frames = (distinct.float() / 255 - manifold.background).flatten(1)
-    return _FrameTable(frames=frames, energy=frames.square().sum(1))
+    return frames, frames.square().sum(1)
 
 
 def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
@@ -153,8 +145,7 @@ class ToyReward:
         ValueError when the numbers of videos and prompts differ, or a prompt is not a sentence of the toy
         world.
         """
-        if len(prompts) != videos.shape[0]:
-            raise ValueError(f"Got {videos.shape[0]} videos and {len(prompts)} prompts; give one prompt a video.")
+        check_videos(videos, prompts)
         captions = [parse_caption(prompt) for prompt in prompts]
         num_frames, _, height, width = videos.shape[1:]
         manifold = manifold_for(num_frames, height, width)
@@ -173,16 +164,16 @@ class ToyReward:
 
 
 def _visual_quality(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
-    table = _frame_table(num_frames, height, width)
+    table, energy = _frame_table(num_frames, height, width)
     frames = flat.view(-1, 3 * height * width)
     costs = []
     for part in frames.split(512):
-        squared = part.square().sum(1, keepdim=True) - 2 * part @ table.frames.T + table.energy
-        nearest = (squared / table.energy).argmin(1)
-        clean = table.frames[nearest].view(-1, 3, height * width)
+        squared = part.square().sum(1, keepdim=True) - 2 * part @ table.T + energy
+        nearest = (squared / energy).argmin(1)
+        clean = table[nearest].view(-1, 3, height * width)
         # Taken directly, so that a clean frame has exactly no error.
         squared_error = (part.view_as(clean) - clean).square().sum(1)
-        error = (squared_error.sum(1) / table.energy[nearest]).sqrt()
+        error = (squared_error.sum(1) / energy[nearest]).sqrt()
         background = clean.abs().amax(1) < BACKGROUND
         dirt = (squared_error.sqrt() * background).sum(1) / background.sum(1)
         costs.append(VQ_SLOPE * error + DIRT_SLOPE * dirt)

@@ -130,8 +130,7 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
         worst, at = 0.0, ""
         for row in stored[name]:
             video, fps = read_video_and_rate(row["video"])
-            # A video that comes from an mp4 is not compressed again.
-            changes = {key: value for key, value in (("fps", fps), ("mp4", False)) if key in takes}
+            changes = {"fps": fps} if "fps" in takes else {}
             options = {name: config.reward.options.get(name, {}) | changes}
             section = replace(config.reward, rewards=[name], options=options, url=None, python=None)
             reward = CompositeReward.from_config(section, device=str(rank_device(config.model.device))).rewards[name]

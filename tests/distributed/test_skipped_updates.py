@@ -19,7 +19,6 @@ LAYOUTS = {
     "replicated": ["--training.mode=lora"],
     "fsdp": ["--training.mode=full", "--model.adaln=weights"],
     "zero-2": ["--training.mode=lora", "--distributed.zero_stage=2"],
-    "zero-3": ["--training.mode=full", "--model.adaln=weights", "--distributed.zero_stage=3"],
 }
 
 

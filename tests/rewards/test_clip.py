@@ -56,7 +56,7 @@ def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> fl
         return float((output.logits_per_image / model.logit_scale.exp()).mean())
 
 
-@pytest.mark.parametrize("size", [(40, 56), (56, 40), (24, 24), (17, 30)], ids=["wide", "tall", "exact", "small"])
+@pytest.mark.parametrize("size", [(40, 56), (17, 14)], ids=["wide", "small and tall"])
 def test_against_pil_and_clip(checkpoint: Path, size: tuple[int, int]) -> None:
     videos = soft_videos(3, 5, *size)
     prompts = ["a red cat", "dog", "a red cat"]
@@ -67,15 +67,9 @@ def test_against_pil_and_clip(checkpoint: Path, size: tuple[int, int]) -> None:
     assert scores["CLIPScore"].tolist() == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("total", "wanted", "rows"),
-    [(81, 4, [10, 30, 50, 70]), (5, 1, [2]), (5, 5, [0, 1, 2, 3, 4]), (3, 8, [0, 1, 2]), (3, None, [0, 1, 2])],
-)
-def test_frames_are_spread_over_the_video(total: int, wanted: int | None, rows: list[int]) -> None:
-    assert middle_frames(total, wanted) == rows
-
-
 def test_only_the_chosen_frames_count(checkpoint: Path) -> None:
+    assert middle_frames(81, 4) == [10, 30, 50, 70]
+    assert middle_frames(3, 8) == middle_frames(3, None) == [0, 1, 2]
     videos = soft_videos(1, 9, 24, 24)
     reward = CLIPScore(str(checkpoint), num_frames=3, device="cpu")
     before = reward.score(videos, ["dog"])["CLIPScore"]
@@ -96,26 +90,19 @@ def test_a_prompt_is_scored_alike_alone_and_in_company(checkpoint: Path) -> None
     ].tolist() == pytest.approx(reward.score(videos, ["dog"] * 3)["CLIPScore"].tolist(), abs=1e-4)
 
 
-def test_a_long_prompt_is_truncated_and_that_is_said_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_prompt_is_truncated_and_that_is_said_at_the_start(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     videos = soft_videos(1, 2, 24, 24)
     reward = CLIPScore(str(checkpoint), device="cpu")
     exact = "x " * 75  # with start and end, 77 tokens
-    with caplog.at_level(logging.WARNING, logger="sage_fast"):
-        short = reward.score(videos, [exact])["CLIPScore"]
-        assert not caplog.records
-        long = reward.score(videos, [exact + "y y"])["CLIPScore"]
-        reward.score(videos, [exact + "z"])
+    short, long = (reward.score(videos, [text])["CLIPScore"] for text in (exact, exact + "y y"))
     assert torch.equal(short, long)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1 and "77" in messages[0] and "79" in messages[0]
-
-
-def test_lower_precision_is_close(checkpoint: Path) -> None:
-    videos = soft_videos(2, 2, 24, 24)
-    full = CLIPScore(str(checkpoint), device="cpu").score(videos, ["dog", "a red cat"])["CLIPScore"]
-    half = CLIPScore(str(checkpoint), device="cpu", dtype="bfloat16").score(videos, ["dog", "a red cat"])["CLIPScore"]
-    assert half.dtype == torch.float32
-    assert not torch.equal(half, full) and torch.allclose(half, full, atol=3)
+    with caplog.at_level(logging.WARNING, logger="sage_fast"):
+        reward.check_prompts([exact, "dog"])
+        assert not caplog.records
+        reward.check_prompts([exact, exact + "y y", exact + "z"])
+    assert "reads the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
 
 
 def test_a_missing_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,8 +113,6 @@ def test_a_missing_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     fetch = "`hf download openai/clip-vit-large-patch14 --include"
     for words in (fetch, "reward.options.clip_score.path", "'clip_score'"):
         assert words in str(error.value)
-    with pytest.raises(OSError, match="'/no/such/folder' does not exist"):
-        CLIPScore("/no/such/folder")
 
 
 def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:
@@ -139,13 +124,10 @@ def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Pa
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights are missing.*visual_projection"):
         CLIPScore(str(folder), device="cpu")
-    (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(OSError, match="has no preprocessor_config.json"):
-        CLIPScore(str(folder), device="cpu")
 
 
 def test_refusals(checkpoint: Path) -> None:
-    for option, value in (("num_frames", 0), ("batch_size", 0), ("dtype", "int8")):
+    for option, value in (("num_frames", 0), ("dtype", "int8")):
         with pytest.raises(ValueError, match=f"{option} is {value!r}"):
             CLIPScore(str(checkpoint), **{option: value})
     with pytest.raises(ValueError, match=r"device is 'nowhere', which torch cannot use here"):

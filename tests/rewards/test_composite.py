@@ -1,6 +1,5 @@
 """Everything that may be named as a reward, and what is said when it is none."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from tests.rewards import support
 
@@ -31,11 +29,6 @@ def composite(name: str, weights: dict[str, float], **options: Any) -> Composite
     )
 
 
-def test_a_function_is_a_reward_and_a_tensor_has_its_name() -> None:
-    scores = composite("brightness", {"brightness": 2.0}).score(VIDEOS, SAMPLES)
-    assert list(scores) == ["brightness"] and torch.equal(scores["brightness"], EXPECTED)
-
-
 def test_a_function_may_name_its_scores_and_take_options() -> None:
     reward = composite("both", {"first": 1.0, "length": 10.0}, scale=3.0)
     scores = reward.score(VIDEOS, SAMPLES)
@@ -53,7 +46,7 @@ def test_an_option_that_is_missing_is_named_by_its_key() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "scale"),
-    [("Bright", {"scale": 2.0}, 2.0), ("make", {"scale": 2.0}, 2.0), ("make", {}, 1.0), ("OBJECT", {}, 3.0)],
+    [("Bright", {"scale": 2.0}, 2.0), ("make", {}, 1.0), ("OBJECT", {}, 3.0)],
 )
 def test_classes_functions_that_return_a_reward_and_objects(name: str, options: dict[str, float], scale: float) -> None:
     scores = composite(name, {"bright": 1.0}, **options).score(VIDEOS, SAMPLES)
@@ -64,9 +57,7 @@ def test_classes_functions_that_return_a_reward_and_objects(name: str, options: 
     ("name", "options", "message"),
     [
         ("NEITHER", {}, r"'tests.rewards.support:NEITHER' is of type int. Name a class with score\(videos"),
-        ("time", {}, "is of type module"),
         ("_threads", {}, "gives a float, which has no method score"),
-        ("both", {"size": 3}, r"reward.options.tests.rewards.support:both = \{'size': 3\} does not fit"),
         ("Bright", {"size": 3}, r"= \{'size': 3\} does not fit"),
         ("OBJECT", {"scale": 3}, "is an object and takes no options"),
     ],
@@ -91,7 +82,6 @@ class Returns:
     [
         (torch.ones(3), r"Reward 'r' returned a Tensor, but it must be {name: scores} with 3 numbers a name"),
         ({"s": torch.ones(2)}, r"returned s of shape \(2,\) for 3 videos"),
-        ({"s": torch.ones(3, 1)}, r"returned s of shape \(3, 1\)"),
         ({"s": ["a", "b", "c"]}, "returned s, which is not a tensor of numbers"),
         ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
     ],
@@ -117,19 +107,8 @@ def test_a_reward_declares_of_which_scores_less_is_better() -> None:
     with pytest.raises(ConfigError, match=r"reward\.weights\.distance is 0\.5, .* such as -0\.5"):
         CompositeReward(rewards, {"distance": 0.5})
     falling.LOWER_IS_BETTER = "distance"
-    with pytest.raises(ConfigError, match=r"LOWER_IS_BETTER of reward 'a' is 'distance', .* a tuple of names"):
-        CompositeReward(rewards, {"s": 1.0})
+    assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == {"distance"}
     assert composite("falling", {"falling": -1.0}).lower_is_better == {"falling"}, "a function's attribute"
-
-
-def test_a_failure_stops_or_marks() -> None:
-    samples = [*SAMPLES[:1], Sample(prompt=Prompt(text="bad", index=8), embeds=EMBEDS, member=1), *SAMPLES[2:]]
-    reward = composite("Faulty", {"score": 1.0})
-    with pytest.raises(RewardError, match=r"raised ValueError: the scoring server is gone on prompt 7 .* 2 videos"):
-        reward.score(VIDEOS, samples)
-    scores, failed = reward.score_or_mark(VIDEOS, samples)
-    assert failed.tolist() == [False, True, False]
-    torch.testing.assert_close(scores["score"][[0, 2]], EXPECTED[[0, 2]])
 
 
 def test_the_device_goes_to_rewards_that_take_one() -> None:
@@ -146,12 +125,6 @@ def test_the_device_goes_to_rewards_that_take_one() -> None:
             CompositeReward.from_config(config)
 
 
-def test_a_batch_is_described_by_its_first_prompt() -> None:
-    assert describe_batch(SAMPLES[:1]) == "prompt 7 ('a'), sample 0"
-    assert describe_batch(SAMPLES[:2]) == "prompt 7 ('a'), sample 0 or the video scored with it"
-    assert re.search("one of the 2 videos scored with it$", describe_batch(SAMPLES))
-
-
 def test_prompts_are_checked_before_anything_is_generated() -> None:
     config = RewardConfig(rewards=[here("Choosy")], weights={"cats": 1.0})
     CompositeReward.from_config(config, ["a cat"])
@@ -161,7 +134,10 @@ def test_prompts_are_checked_before_anything_is_generated() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("sys.exit", r"tried to end the process by sys\.exit\(0\)"), ("crash", "raised RuntimeError: out of something")],
+    [
+        ("sys.exit", r"tried to end the process by sys\.exit\(0\)"),
+        ("crash", "raised RuntimeError: out of something"),
+    ],
 )
 def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
     name = "Reward 'tests.rewards.support:Faulty'"
@@ -170,7 +146,9 @@ def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
     reward = composite("Faulty", {"score": 1.0}, fault=fault, word="bb")
     with pytest.raises(RewardError, match=rf"^{name} {message} on prompt 7 \('a'\), sample 0 "):
         reward.score(VIDEOS, SAMPLES)
-    assert reward.score_or_mark(VIDEOS, SAMPLES)[1].tolist() == [False, True, False]
+    scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
+    assert failed.tolist() == [False, True, False]
+    torch.testing.assert_close(scores["score"][[0, 2]], EXPECTED[[0, 2]])
 
 
 def test_an_interrupt_in_a_reward_stays_one() -> None:

@@ -13,10 +13,8 @@ import yaml
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import RewardConfig
 from sage_fast.objective import weighted_advantages
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.videoalign.vision import frame_indices
 from sage_fast.run.run import build_trainer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -78,13 +76,6 @@ def test_the_tutorial_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pyt
     assert trainer.reward.weights["brightness"] == 20
 
 
-def test_the_opening_configuration_is_one() -> None:
-    lines = TEXT[TEXT.index("    reward:\n") :].split("\n\n")[0]
-    config = RewardConfig(**yaml.safe_load(lines)["reward"])
-    for name, options in config.options.items():
-        inspect.signature(resolve(name, REWARDS, "")).bind(**options)
-
-
 @pytest.mark.parametrize("name", ["videoalign", "clip_score", "pick_score"])
 def test_every_option_is_documented(name: str) -> None:
     documented = {row[0].strip("`"): row[1].strip("`") for row in table_below(f"### {name}\n")}
@@ -114,8 +105,3 @@ def test_the_worked_example_of_advantages() -> None:
     torch.testing.assert_close(torch.as_tensor(reward), rows[:, 3])
     advantages = weighted_advantages(components, weights, normalization="sum").advantages[0]
     torch.testing.assert_close(advantages, rows[:, 4].float(), atol=5e-4, rtol=0)
-
-
-def test_the_frames_that_videoalign_sees() -> None:
-    assert "sees 6 (0, 16, 32, 48, 64, 80)" in TEXT and frame_indices(81, 24, 2) == [0, 16, 32, 48, 64, 80]
-    assert "16 fps it sees 10." in TEXT and len(frame_indices(81, 16, 2)) == 10

@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ SCORES = ("VQ", "MQ", "TA")
 SPECIAL_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 """Tokens added to Qwen2-VL's vocabulary, in this order. The model's answer stands at their positions."""
 
-_FETCH_BASE_MODEL = f"Fetch it with `{fetch_command(DEFAULT_BASE_MODEL, folder='FOLDER')}`"
-
 # Settings that this reward assumes; a checkpoint with others was trained differently.
 _REQUIRED: tuple[tuple[str, str, object], ...] = (
     ("data_config", "prompt_template_type", "detailed_special"),
@@ -44,17 +42,16 @@ _REQUIRED: tuple[tuple[str, str, object], ...] = (
 class VideoAlignSettings:
     """The part of model_config.json that inference needs.
 
-    sample_fps: frames the model sees per second. max_frame_pixels: upper limit of a frame's area. lora_rank: rank of
-    the LoRA matrices, 0 without LoRA. lora_scale: factor of their product. statistics: score -> (mean, std) of the
-    training set, empty when the file has none.
+    sample_fps: frames the model sees per second. max_frame_pixels: upper limit of a frame's area. lora_scale:
+    factor of the product of LoRA matrices, 0 without LoRA. statistics: score -> (mean, std) of the
+    training set.
 
-    Example: `VideoAlignSettings(sample_fps=2.0, max_frame_pixels=200704, lora_rank=64, lora_scale=2.0,
+    Example: `VideoAlignSettings(sample_fps=2.0, max_frame_pixels=200704, lora_scale=2.0,
     statistics={"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)})`
     """
 
     sample_fps: float
     max_frame_pixels: int
-    lora_rank: int
     lora_scale: float
     statistics: Mapping[str, tuple[float, float]]
 
@@ -81,17 +78,12 @@ class VideoAlignSettings:
                     )
             lora = tree["peft_lora_config"]
             rank = lora["lora_r"] if lora["lora_enable"] else 0
-            given = tree.get("inference_config")
-            statistics = {n: (float(given[f"{n}_mean"]), float(given[f"{n}_std"])) for n in SCORES} if given else {}
-            for name, (_, std) in statistics.items():
-                if not std > 0:
-                    raise ValueError(f"inference_config.{name}_std is {std}, and a std must be positive")
+            given = tree["inference_config"]
             return cls(
                 sample_fps=float(tree["data_config"]["fps"]),
                 max_frame_pixels=int(tree["data_config"]["max_frame_pixels"]),
-                lora_rank=rank,
                 lora_scale=lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank) if rank else 0.0,
-                statistics=statistics,
+                statistics={name: (float(given[f"{name}_mean"]), float(given[f"{name}_std"])) for name in SCORES},
             )
         except KeyError as error:
             raise ValueError(f"{path} has no {error}; it is not VideoAlign's model_config.json.") from error
@@ -117,17 +109,21 @@ def load_videoalign(
 
     Raises:
         FileNotFoundError: a file is missing; the message holds the command that fetches it.
-        OSError: the base model cannot be loaded.
+        OSError: the base model is missing or cannot be loaded.
         ValueError: a file is damaged, or checkpoint and base model do not fit together.
     """
     from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
     steps = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     if not steps:
         raise FileNotFoundError(f"{folder} holds no checkpoint-* folder with weights. {_fetch_checkpoint(folder)}.")
     step = max(steps, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    config, tokenizer = _read_base_model(base_model)
+    base = checkpoint_folder(base_model, "reward.options.videoalign.base_model", "*.json", "*.txt")
+    config: Any = AutoConfig.from_pretrained(base, attn_implementation="sdpa")
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     state = _current_names(_read_weights(step / "model.pth", folder))
     head = state.pop("rm_head.weight", torch.empty(0))
     # No text is generated.
@@ -138,15 +134,14 @@ def load_videoalign(
         raise ValueError(
             f"{step} was trained with {embedding.shape[0]} tokens, and the tokenizer of base_model {base_model!r} "
             f"has {len(tokenizer)} with the reward tokens {', '.join(SPECIAL_TOKENS)}. VideoAlign is built on "
-            f"{DEFAULT_BASE_MODEL}. {_FETCH_BASE_MODEL}."
+            f"{DEFAULT_BASE_MODEL}."
         )
     config.text_config.vocab_size = embedding.shape[0]
     # The parameters have no memory yet; the buffers, which no file holds, have.
     with init_empty_weights(include_buffers=False):
         model: Any = Qwen2VLModel(config)
-    if settings.lora_rank:
-        linears = [name for name, module in model.language_model.named_modules() if isinstance(module, nn.Linear)]
-        _fold_lora(state, [f"language_model.{name}" for name in linears], settings, step)
+    if settings.lora_scale:
+        _fold_lora(state, settings, step)
     hidden = config.text_config.hidden_size
     if head.shape not in ((1, hidden), (len(SCORES), hidden)):
         raise ValueError(
@@ -199,39 +194,12 @@ def _current_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return names
 
 
-def _read_base_model(base_model: str) -> tuple[Any, Any]:
-    """Configuration and tokenizer of the base model, the reward tokens added to the tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        folder = checkpoint_folder(base_model, "reward.options.videoalign.base_model")
-        config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"base_model {base_model!r} cannot be loaded: {str(error).strip().splitlines()[0].rstrip(' .:')}. It is a "
-            f"folder or the hub id of Qwen2-VL-2B-Instruct. {_FETCH_BASE_MODEL} and set base_model to that folder."
-        ) from error
-    if config.model_type != "qwen2_vl":
-        raise ValueError(
-            f"base_model {base_model!r} is a {config.model_type} model, and VideoAlign is built on "
-            f"{DEFAULT_BASE_MODEL}. {_FETCH_BASE_MODEL}."
-        )
-    tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
-    return config, tokenizer
-
-
-def _fold_lora(state: dict[str, Tensor], modules: Sequence[str], settings: VideoAlignSettings, step: Path) -> None:
+def _fold_lora(state: dict[str, Tensor], settings: VideoAlignSettings, step: Path) -> None:
     """Add the product of every pair of LoRA matrices to the weight it adapts."""
+    ending = ".lora_A.weight"
+    modules = [name.removesuffix(ending) for name in state if name.endswith(ending)]
+    if not modules:
+        raise ValueError(f"{step} has no LoRA matrices, though model_config.json says it was tuned with LoRA.")
     for module in modules:
-        try:
-            down, up = (state.pop(f"{module}.lora_{part}.weight").float() for part in "AB")
-            weight = state[f"{module}.weight"].float()
-        except KeyError as error:
-            raise ValueError(f"{step} has no {error}, though model_config.json says it was tuned with LoRA.") from error
-        if down.shape[0] != settings.lora_rank:
-            raise ValueError(
-                f"{step}: {module}.lora_A.weight has rank {down.shape[0]}, and model_config.json says lora_r = "
-                f"{settings.lora_rank}. The two files are not of one checkpoint."
-            )
-        state[f"{module}.weight"] = weight + settings.lora_scale * (up @ down)
+        down, up = (state.pop(f"{module}.lora_{part}.weight").float() for part in "AB")
+        state[f"{module}.weight"] = state[f"{module}.weight"].float() + settings.lora_scale * (up @ down)

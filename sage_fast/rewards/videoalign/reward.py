@@ -68,7 +68,6 @@ class VideoAlignReward:
         device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (bfloat16 on a GPU, float32 elsewhere), `bfloat16` or `float32`.
         batch_size: videos that go through the model at once.
-        mp4: score what a reader of the H.264 file sees, as the public trainers do, instead of the frames themselves.
         normalise: subtract the mean and divide by the std that the checkpoint's inference_config gives.
 
     Raises:
@@ -116,7 +115,6 @@ class VideoAlignReward:
         device: str = "auto",
         dtype: str = "auto",
         batch_size: int = 8,
-        mp4: bool = False,
         normalise: bool = True,
     ) -> None:
         if fps is None or not (math.isfinite(fps) and fps > 0):
@@ -124,9 +122,7 @@ class VideoAlignReward:
                 f"fps is {fps!r}, and it must be a positive number: the frames per second that the videos are meant to "
                 "be played at. VideoAlign sees 2 frames a second, so its scores depend on it; set it to video.fps."
             )
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size!r}, but it must be an integer of at least 1.")
-        self.fps, self.batch_size, self.mp4 = float(fps), batch_size, mp4
+        self.fps, self.batch_size = float(fps), batch_size
         self.device = resolve_device(device)
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, but it must be auto, {' or '.join(DTYPES)}.")
@@ -135,11 +131,6 @@ class VideoAlignReward:
 
         folder = Path(path).expanduser()
         self.settings = VideoAlignSettings.read(folder)
-        if normalise and not self.settings.statistics:
-            raise ValueError(
-                f"{folder}/model_config.json has no inference_config with the means and stds of the scores. "
-                "Set normalise to false for the scores as the model gives them."
-            )
         statistics = [self.settings.statistics[name] if normalise else (0.0, 1.0) for name in SCORES]
         self.mean, self.std = torch.tensor(statistics).T
 
@@ -196,21 +187,13 @@ class VideoAlignReward:
         """
         check_videos(videos, prompts)
         self.check_prompts(prompts)
+        indices = preprocessing.frame_indices(videos.shape[1], self.fps, self.settings.sample_fps)
         parts = [
-            self._logits(self._seen_frames(videos[start : start + self.batch_size]), prompts[start:][: self.batch_size])
+            self._logits(videos[start:][: self.batch_size, indices].to(self.device), prompts[start:][: self.batch_size])
             for start in range(0, len(prompts), self.batch_size)
         ]
         scores = (torch.cat(parts).cpu() - self.mean) / self.std
         return dict(zip(SCORES, scores.unbind(1), strict=True))
-
-    def _seen_frames(self, videos: Tensor) -> Tensor:
-        """The frames that the model looks at, on its device: (B, N, 3, H, W) uint8, N even."""
-        fps = self.fps
-        if self.mp4:
-            decoded = [preprocessing.through_mp4(video, self.fps) for video in videos]
-            videos, fps = torch.stack([video for video, _ in decoded]), decoded[0][1]
-        indices = preprocessing.frame_indices(videos.shape[1], fps, self.settings.sample_fps)
-        return videos[:, indices].to(self.device)
 
     def _logits(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores before normalisation, float32 (B, 3).

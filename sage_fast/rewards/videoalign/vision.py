@@ -5,14 +5,10 @@ qwen-vl-utils) and of Qwen2-VL's image processor in transformers; both were part
 """
 
 import math
-import os
-import tempfile
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from sage_fast.models.video_files import read_video_and_rate, write_video
 
 PATCH_SIZE = 14
 MERGE_SIZE = 2
@@ -22,7 +18,6 @@ SIZE_FACTOR = PATCH_SIZE * MERGE_SIZE
 MIN_FRAMES = 4
 MAX_FRAMES = 768
 MIN_FRAME_PIXELS = 128 * SIZE_FACTOR**2
-MAX_ASPECT_RATIO = 200
 THETA = 10000.0
 
 # OpenAI CLIP's statistics, as in Qwen2-VL's preprocessor_config.json.
@@ -56,12 +51,7 @@ def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
     """Height and width that a frame is resized to: multiples of 28 with about its aspect ratio.
 
     Between 100,352 and `max_pixels` pixels: small frames are enlarged.
-
-    Raises:
-        ValueError: one side is more than 200 times the other.
     """
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise ValueError(f"frames of {width}x{height} pixels cannot be scored: one side is over 200 times the other")
     rows = max(1, round(height / SIZE_FACTOR))
     columns = max(1, round(width / SIZE_FACTOR))
     if rows * columns * SIZE_FACTOR**2 > max_pixels:
@@ -138,26 +128,3 @@ def vision_angles(
     places = places.unflatten(0, (-1, MERGE_SIZE)).unflatten(2, (-1, MERGE_SIZE)).transpose(1, 2).reshape(-1, 2)
     angles = table[places.repeat(pairs, 1).to(device)].flatten(1)
     return torch.cat([angles.cos()] * 2, dim=1), torch.cat([angles.sin()] * 2, dim=1)
-
-
-def through_mp4(video: Tensor, fps: float) -> tuple[Tensor, float]:
-    """The video as a reader of its mp4 file sees it, after H.264 compression.
-
-    Args:
-        video: (F, 3, H, W) uint8 RGB.
-        fps: frames per second of the file.
-
-    Returns:
-        The decoded video, same shape, uint8 on the CPU, and the frame rate that the file declares.
-    """
-    height, width = video.shape[2:]
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "video.mp4")
-        write_video(path, video, fps)
-        frames, declared = read_video_and_rate(path)
-    # The file holds tiny videos enlarged and odd sizes padded by a row or column, for the sake of players.
-    factor = frames.shape[2] // height
-    frames = frames[:, :, : height * factor, : width * factor]
-    if factor > 1:
-        frames = F.avg_pool2d(frames.float(), factor).round().to(torch.uint8)
-    return frames, declared

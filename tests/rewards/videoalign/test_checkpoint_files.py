@@ -60,8 +60,8 @@ def test_a_missing_file_is_named_with_the_command_that_fetches_it(own_paths, fil
         make(own_paths)
 
 
-def test_a_missing_base_model_is_named_with_the_command_that_fetches_it(own_paths, tmp_path):
-    with pytest.raises(OSError, match="base_model .*nowhere.*cannot be loaded.*hf download Qwen/Qwen2-VL-2B-Instruct"):
+def test_a_missing_base_model_is_named(own_paths, tmp_path):
+    with pytest.raises(OSError, match="nowhere' does not exist. Set reward.options.videoalign.base_model"):
         make((own_paths[0], tmp_path / "nowhere"))
 
 
@@ -70,7 +70,7 @@ def test_a_base_model_of_the_hub_comes_from_the_local_cache_alone(own_paths, tmp
     checkpoint, base = own_paths
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(OSError, match="owner/name.*nor in the hub's local cache.*hf download Qwen/Qwen2-VL-2B"):
+    with pytest.raises(OSError, match="owner/name.*nor in the hub's local cache.*hf download owner/name"):
         make((checkpoint, "owner/name"))
     entry = tmp_path / "hub/models--owner--name"
     (entry / "refs").mkdir(parents=True)
@@ -93,20 +93,13 @@ def edit_state(checkpoint: Path, edit):
     torch.save(state, path)
 
 
-LINEAR = "base_model.model.model.layers.1.mlp.up_proj"
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda s: s.pop("base_model.model.model.norm.weight"), 'Missing key.*"language_model.norm.weight"'),
-        (lambda s: s.pop("base_model.model.visual.merger.ln_q.bias"), 'Missing key.*"visual.merger.ln_q.bias"'),
         (lambda s: s.pop("base_model.model.rm_head.weight"), r"rm_head.weight has shape \(0,\)"),
-        (lambda s: s.pop("base_model.model.model.embed_tokens.weight"), "Missing key.*embed_tokens.weight"),
-        (lambda s: s.pop(f"{LINEAR}.base_layer.weight"), "no 'language_model.layers.1.mlp.up_proj.weight'"),
-        (lambda s: s.pop(f"{LINEAR}.lora_B.default.weight"), "no 'language_model.layers.1.mlp.up_proj.lora_B.weight'"),
+        (lambda s: [s.pop(name) for name in list(s) if ".lora_" in name], "has no LoRA matrices, though"),
         (lambda s: s.update({"base_model.model.surprise": torch.ones(1)}), 'Unexpected key.*"surprise"'),
-        (lambda s: s.update({f"{LINEAR}.lora_A.default.weight": torch.ones(3, 64)}), "rank 3.*lora_r = 4"),
         (lambda s: s.update({"base_model.model.model.norm.weight": torch.ones(7)}), "size mismatch for .*norm.weight"),
         (lambda s: s.update({"base_model.model.rm_head.weight": torch.ones(2, 64)}), r"rm_head.*\(2, 64\)"),
         (
@@ -114,7 +107,7 @@ LINEAR = "base_model.model.model.layers.1.mlp.up_proj"
             "628 tokens.*has 610 with the reward tokens",
         ),
     ],
-    ids=["norm", "vision", "head", "embedding", "weight", "lora", "surprise", "rank", "shape", "head-shape", "vocab"],
+    ids=["norm", "head", "lora", "surprise", "shape", "head-shape", "vocab"],
 )
 def test_weights_that_do_not_fit_are_refused(own_paths, edit, message):
     edit_state(own_paths[0], edit)
@@ -122,7 +115,7 @@ def test_weights_that_do_not_fit_are_refused(own_paths, edit, message):
         make(own_paths)
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", b"PK\x03\x04 cut off"])
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"])
 def test_a_damaged_file_is_named(own_paths, content):
     (own_paths[0] / "checkpoint-1200/model.pth").write_bytes(content)
     with pytest.raises(ValueError, match="model.pth.*cannot be read.*Git LFS.*hf download"):
@@ -133,10 +126,7 @@ def test_a_damaged_file_is_named(own_paths, content):
     ("section", "key", "value", "message"),
     [
         ("data_config", "prompt_template_type", "simple", "prompt_template_type is 'simple'.*'detailed_special'"),
-        ("data_config", "sample_type", "multi_pts", "sample_type is 'multi_pts'"),
-        ("data_config", "num_frames", 8, "num_frames is 8"),
         ("model_config", "use_special_tokens", False, "use_special_tokens is False"),
-        ("inference_config", "MQ_std", 0, "MQ_std"),
         ("inference_config", "MQ_std", None, "MQ_std|NoneType"),
         ("data_config", "fps", None, "model_config.json cannot be used"),
     ],
@@ -147,15 +137,8 @@ def test_settings_of_another_model_are_refused(own_paths, section, key, value, m
         make(own_paths)
 
 
-def test_without_statistics_only_the_models_own_scores(own_paths):
-    path = own_paths[0] / "model_config.json"
-    tree = json.loads(path.read_text())
-    del tree["inference_config"]
-    path.write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match="no inference_config.*normalise to false"):
+@pytest.mark.parametrize("text", ["{}", "[1]", "not JSON"])
+def test_other_settings_are_refused(own_paths, text):
+    (own_paths[0] / "model_config.json").write_text(text)
+    with pytest.raises(ValueError, match="model_config.json"):
         make(own_paths)
-    make(own_paths, normalise=False)
-    for text in ("{}", "[1]", "not JSON"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="model_config.json"):
-            make(own_paths)

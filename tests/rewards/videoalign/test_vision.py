@@ -15,10 +15,8 @@ from tests.rewards.videoalign.oracle import blocks, cut_patches, resize
         (81, 24, [0, 16, 32, 48, 64, 80]),
         (121, 24, [0, 13, 27, 40, 53, 67, 80, 93, 107, 120]),
         (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),
-        (4, 24, [0, 1, 2, 3]),
         (5, 1, [0, 1, 3, 4]),
         (3, 24, [0, 2]),
-        (2, 24, [0, 1]),
     ],
 )
 def test_frame_indices(num_frames, fps, expected):
@@ -50,8 +48,6 @@ def test_frame_sizes_are_those_of_transformers():
             expected = smart_resize(height, width, 28, min_pixels=100352, max_pixels=200704)
             assert qwen2_vl_video.frame_size(height, width, 200704) == expected
     assert qwen2_vl_video.frame_size(9, 1600, 200704)[0] % 28 == 0
-    with pytest.raises(ValueError, match="200 times"):
-        qwen2_vl_video.frame_size(4, 1000, 200704)
 
 
 @pytest.mark.parametrize(("height", "width"), [(280, 392), (56, 84), (97, 131)], ids=["up", "down", "same"])

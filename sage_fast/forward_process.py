@@ -29,7 +29,7 @@ from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.data import uniform
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import TwoPhaseGradient, VelocityLoss
-from sage_fast.noise import NoiseKey, forward_noise
+from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.sde import TransitionTable
 
@@ -223,7 +223,7 @@ class ForwardProcessGradient(TwoPhaseGradient):
         """x_t and z (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
         keys, x0 = trajectory.keys, trajectory.final
         sigma = torch.stack([levels(key, trajectory.table, self.shift, self.process)[position] for key in keys]).float()
-        noise = forward_noise(keys, position, tuple(x0.shape[1:]), device=x0.device)
+        noise = gaussian(keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
         share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         return (1 - share) * x0 + share * noise, noise, sigma
 

@@ -19,8 +19,8 @@ Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,8 +135,6 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     kl_weight: lambda w_pos. kl_factor: what the KL to the anchor counts.
     """
 
-    latents: Tensor
-    sigma: Tensor
     target: Tensor
     velocity_old: Tensor | None
     velocity_anchor: Tensor | None
@@ -145,7 +143,6 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     kl_weight: float
     kl_factor: float
     settings: ForwardProcessConfig
-    known_velocity = None
 
     def terms(self, velocity: Tensor) -> ForwardTerms:
         """As in `VelocityLoss`. The KL is times its factor."""
@@ -167,30 +164,19 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
         return ForwardTerms(*[torch.zeros(len(self.sigma), device=self.latents.device)] * len(ForwardTerms._fields))
 
 
+@dataclass(kw_only=True, eq=False)
 class ForwardProcessGradient(TwoPhaseGradient):
     """The gradient of `forward_loss` over K levels of every video.
 
-    Args:
-        arguments: those of `TwoPhaseGradient`.
-        shift: of the sampler's schedule.
-        advantage_bound: A_max.
-        old: the old policy where it is not the current one. The rollout was sampled with it.
+    shift: of the sampler's schedule. advantage_bound: A_max. old: the old policy where it is not the current one; the
+    rollout was sampled with it.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        process: ForwardProcessConfig,
-        shift: float,
-        advantage_bound: float,
-        old: Snapshot | None,
-    ) -> None:
-        super().__init__(*arguments)
-        self.process = process
-        self.shift = shift
-        self.advantage_bound = advantage_bound
-        self.old = old
-        self._old_velocities: dict[tuple[int, int], Tensor] = {}
+    process: ForwardProcessConfig
+    shift: float
+    advantage_bound: float
+    old: Snapshot | None
+    _old_velocities: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
@@ -244,16 +230,17 @@ class ForwardProcessGradient(TwoPhaseGradient):
             settings=self.process,
         )
 
-
-def forward_metrics(terms: ForwardTerms, num_levels: int) -> dict[str, float]:
-    """Statistics of an update, from the terms (N K,) of the trained videos' levels."""
-    pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
-    total = sum(pulls) or 1.0
-    return {
-        "loss": float(terms.loss.mean()),
-        "old/deviation": float(terms.deviation.mean()),
-        "old/proximal_share": pulls[1] / total,
-        "kl/anchor": float(terms.kl_anchor.mean()),
-        "kl/share": pulls[2] / total,
-        "forward/levels": num_levels,
-    }
+    def report(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
+        """As in `PolicyGradient`."""
+        pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
+        total = sum(pulls) or 1.0
+        kl = float(terms.kl_anchor.mean())
+        metrics = {
+            "loss": float(terms.loss.mean()),
+            "old/deviation": float(terms.deviation.mean()),
+            "old/proximal_share": pulls[1] / total,
+            "kl/anchor": kl,
+            "kl/share": pulls[2] / total,
+            "forward/levels": self.process.levels,
+        }
+        return metrics, self.settings.kl_position_weight * kl

@@ -12,7 +12,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.forward_process import ForwardProcessGradient, forward_loss, levels, old_decay
-from sage_fast.noise import NoiseKey, forward_noise
+from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
@@ -260,7 +260,7 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
         for b, key in enumerate(trajectory.keys):
             x0 = trajectory.final[b]
             s = float(levels(key, trajectory.table, trainer.config.rollout.shift, gradient.process)[position])
-            z = forward_noise([key], position, tuple(x0.shape))[0]
+            z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
             torch.testing.assert_close(loss.target[b], z - x0)
             assert float(loss.sigma[b]) == pytest.approx(s)

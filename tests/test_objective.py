@@ -3,14 +3,14 @@
 import json
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from sage_fast import objective
 from sage_fast.objective import (
-    KL_MODES,
+    KLMode,
     KLWeightConfig,
     KLWeightState,
     ObjectiveConfig,
@@ -224,7 +224,7 @@ def test_ratio_is_exactly_one_before_the_policy_moves(dtype: torch.dtype, ratio:
     assert terms.clipped.tolist() == [False] * 3
 
 
-@pytest.mark.parametrize("mode", KL_MODES)
+@pytest.mark.parametrize("mode", get_args(KLMode))
 def test_kl_modes_use_their_terms(mode: Any) -> None:
     position, velocity = kl_uses(mode)
     assert (position, velocity, anchor_kind(mode)) == {

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.transformer import is_dead
-from sage_fast.objective import KL_MODES, group_advantages, kl_uses
+from sage_fast.objective import KLMode, group_advantages, kl_uses
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import RolloutRecord
 from sage_fast.rollout import fixed_starts, rollout_table
@@ -54,7 +54,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     [  # every value meets every value of every other option
         (sde_type, kl_mode, ("true", "false")[(i // 2 + j) % 2], ("lora", "full")[(i + j) % 2])
         for i, sde_type in enumerate(SDE_TYPES[:-1])
-        for j, kl_mode in enumerate(KL_MODES)
+        for j, kl_mode in enumerate(get_args(KLMode))
     ],
 )
 def test_every_algorithm_is_finite_and_deterministic(

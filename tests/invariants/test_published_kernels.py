@@ -121,16 +121,3 @@ def test_the_benchmark_times_what_training_runs(
         assert all(any(variant[argument] for variant in variants) for argument in variants[0]), name
     published = {name for name in vars(torch.ops.sage_kernels) if not name.startswith("_")}
     assert published - {"name"} == {name for name, _ in timed}
-
-
-def test_no_op_has_a_parameter_that_nobody_gives() -> None:
-    for spec in SPECS.values():
-        given = {
-            name
-            for case in spec.bench_cases
-            for name, value in spec.make_inputs(case, spec.bench_dtype, "meta", None).items()
-            if value is not None
-        }
-        # `tail` says where rows lie, not what is computed; only blocks with adapters give it.
-        parameters = set(inspect.signature(spec.op).parameters) - {"eps", "rest", "inputs", "tail"}
-        assert parameters <= given, spec.name

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy import guidance
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
-from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
+from tests.test_single_pass import train
+from tests.tiny.velocity_field import move_weights, relative
 
 MakeRun = Callable[..., RunConfig]
 
@@ -184,31 +185,7 @@ def test_a_conditional_gradient_is_an_option_of_a_run(
     assert ("prompt", True) in calls and ("free", True) not in calls
 
 
-def test_a_conditional_gradient_needs_a_conditional_branch(tiny_run: MakeRun) -> None:
-    with pytest.raises(ConfigError, match="guidance_scale 0"):
-        tiny_run("--training.guidance=conditional", "--rollout.guidance_scale=0")
-
-
 # ------------------------------------------------------------------------------------------ training
-
-
-def train(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The gradient of each update of two iterations, in float64."""
-    trainer = build_trainer(config)
-    found: list[Tensor] = []
-    with monkeypatch.context() as patch:
-        use_smooth_velocity(trainer, patch)
-        move_weights(trainer)
-        step = trainer.engine.step
-
-        def observed() -> None:
-            found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
-            step()
-
-        patch.setattr(trainer.engine, "step", observed)
-        for _ in range(2):
-            trainer.iterate()
-    return found
 
 
 RUNS = {
@@ -221,7 +198,8 @@ RUNS = {
 def test_in_float64_every_gradient_agrees(tiny_run: MakeRun, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*RUNS[name], "--optimizer.eps=1e-3", "--objective.clip_range=0.01"]
     paired, split = (
-        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch) for guidance in ("paired", "split")
+        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch, iterations=2, smooth=True)[1]
+        for guidance in ("paired", "split")
     )
     assert len(paired) == (4 if name == "several-updates" else 2)
     for a, b in zip(paired, split, strict=True):

@@ -82,6 +82,7 @@ def forward_loss(
     def rms(values: Tensor) -> Tensor:
         return mean(values.detach().square()).sqrt()
 
+    # The divisor of the adaptive weighting and the old policy where it is the current one are constants.
     here = velocity.detach()
     old = here if velocity_old is None else velocity_old.to(velocity)
     target, sigma, advantage = (value.to(velocity) for value in (target, sigma, advantage))
@@ -195,9 +196,8 @@ class ForwardProcessGradient(TwoPhaseGradient):
             wanted = self._has_gradient(scored, positions)
             self._old_velocities = self._velocities(self.old, scored, wanted, positions)
 
-    def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
-        pulls = torch.tensor([self.old is not None or self._measures(position) for position in positions])
-        return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
+    def _pulls(self, position: int) -> bool:
+        return self.old is not None or self._measures(position)
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int

@@ -246,6 +246,7 @@ class TwoPhaseGradient(PolicyGradient):
                     continue
                 self.progress("update", done, len(due), describe_batch(trajectory.samples))
                 self.engine.last_vjp(done + 1 == len(due))
+                # Of a micro-batch that runs as a whole, videos that are not trained weigh nothing.
                 row_weights = scored.trained[rows].double() / count
                 collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
         # The optimizer moves the weights after this call.
@@ -254,12 +255,13 @@ class TwoPhaseGradient(PolicyGradient):
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
         """Samples and positions (V, len(positions)) whose terms are not those at the rollout's velocity, bool."""
-        measured = [self._measures(position) for position in positions]
-        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
-        pulls = torch.tensor(
-            [not self._on_policy or kl_pulls(self.settings, anchor_behind=behind) for behind in measured]
-        )
+        pulls = torch.tensor([self._pulls(position) for position in positions])
         return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
+
+    def _pulls(self, position: int) -> bool:
+        """True if a video without advantage needs the model at a position."""
+        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
+        return not self._on_policy or kl_pulls(self.settings, anchor_behind=self._measures(position))
 
     def _measures(self, position: int) -> bool:
         """True if the KL to the anchor counts at a position."""
@@ -292,7 +294,7 @@ class TwoPhaseGradient(PolicyGradient):
             self.accumulate(part, positions, weight)
             norms.append(self.engine.clip_gradients())
             self.engine.zero_grad()
-            self._on_policy = on_policy
+            self._on_policy = on_policy  # no optimizer step followed
         return norms[0] / norms[1] if norms[1] else math.inf
 
     def _differentiate(self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> Terms:
@@ -307,6 +309,7 @@ class TwoPhaseGradient(PolicyGradient):
             )
             with torch.no_grad():
                 return loss.terms(velocity)
+        # The cotangent depends on the velocity, which is at hand only in the middle of the call below.
         found: list[Terms] = []
 
         def cotangents(velocity: Tensor) -> list[Tensor]:

@@ -74,6 +74,7 @@ def initial_latents(
     keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
 ) -> Tensor:
     """Pure noise (B, C, F, H, W) float32 to start from; each `group` consecutive members of a prompt share it."""
+    # The first member's key stands for the group.
     starts = [replace(key, sample_index=key.sample_index // group * group) for key in keys]
     return initial_noise(starts, shape, device=device)
 
@@ -115,6 +116,7 @@ def sample_trajectory(
         if keep_steps:
             latents.append(x)
             velocities.append(v)
+        # Numbers of Python: a step costs no copy to the GPU, and float64 is rounded once, by the kernel.
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(

@@ -155,6 +155,7 @@ class SinglePassGradient(PolicyGradient):
             # Before there is a graph, because the anchor's values take the place of the weights.
             with self._anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
+        # Otherwise c_2 is a multiple of c_1 or zero, and one VJP serves both.
         needs_own_vjp = anchor_velocity is not None and self._kl_weight * self.settings.kl_position_weight > 0
         one = torch.ones(1)
 
@@ -187,6 +188,7 @@ class SinglePassGradient(PolicyGradient):
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
         kl_share = 0.0 if needs_own_vjp else self._estimator_share(video.table, step)
         split = self.training.guidance == "split"
+        # Not into `.grad`: each video's part is weighed by an advantage that is not known yet.
         vjp = partial(self._vjp, video, kl_share)
         velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=split, vjp=vjp)
         with torch.no_grad():

@@ -266,6 +266,7 @@ class Trainer:
         training = self.config.training
         self._seconds = {}
         metrics: dict[str, float] = {}
+        # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"), self.sampled_weights():
             trajectories = self._rollout()
@@ -289,6 +290,7 @@ class Trainer:
         if self.anchor and self.anchor_kind == "moving" and age >= self.config.training.anchor_interval:
             self.anchor.refresh()
             self.anchor_update = self.update
+        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards.
         return None if self.anchor_update == self.update else self.anchor
 
     def _kl_factors(self) -> list[float]:
@@ -327,7 +329,7 @@ class Trainer:
             trajectories.append(trajectory)
             unscored.append((self.own_videos.start + done * rollout.micro_batch_size, trajectory))
             if self.world.sp > 1 and done + 1 < len(batches):
-                continue
+                continue  # the ranks that share a video are still needed for the next batch
             for first, trajectory in unscored:
                 self._scoring.add(trajectory, first=first, turn=first)
             unscored.clear()
@@ -401,6 +403,7 @@ class Trainer:
                     self.update + 1,
                 )
         own = self.gradient.accumulate(scored, positions, weight)
+        # Every rank clips and gathers whatever its own loss is: those that skipped would leave the others waiting.
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):

@@ -111,7 +111,7 @@ def weighted_advantages(
     return GroupAdvantages((advantages / total_weight).clamp(-clip, clip).float(), zero_spread)
 
 
-def kl_uses(mode: KLMode) -> tuple[bool, bool]:
+def kl_uses(mode: str) -> tuple[bool, bool]:
     """(uses the position KL, uses the velocity KL) of a KL mode.
 
     fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), the other two hold both.
@@ -119,7 +119,7 @@ def kl_uses(mode: KLMode) -> tuple[bool, bool]:
     return mode in ("fixed", "fixed_stepwise", "moving", "dual"), mode in ("stepwise", "fixed_stepwise", "dual")
 
 
-def anchor_kind(mode: KLMode) -> Literal["none", "fixed", "moving"]:
+def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
     """Weights the position KL is measured from: the initial ones, ones refreshed every N updates, or none."""
     if mode in ("fixed", "fixed_stepwise"):
         return "fixed"

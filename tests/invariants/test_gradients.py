@@ -139,28 +139,3 @@ def test_loss_and_gradients_equal_explicit_log_probabilities(
     assert relative(ours[1], reference[1]) <= 1e-10
     torch.testing.assert_close(ours[0], GUIDANCE * ours[2], rtol=1e-12, atol=0)
     torch.testing.assert_close(ours[1], (1 - GUIDANCE) * ours[2], rtol=1e-12, atol=0)
-
-
-def test_gradient_at_the_rollout_policy_is_noise_regression() -> None:
-    """At dv = 0 the equalized surrogate pulls with A median(|r|) sign(b) eps / numel at every step alike."""
-    batch = Batch("sage_grpo")
-    velocity = batch.old.clone().requires_grad_()
-    terms = policy_loss(
-        velocity,
-        batch.old,
-        None,
-        batch.noise,
-        gain=batch.gain,
-        std=batch.std,
-        scale=batch.scale,
-        size=batch.size,
-        advantage=batch.advantage,
-        kl_weight=0.0,
-        settings=ObjectiveConfig(kl_mode="none"),
-    )
-    (gradient,) = torch.autograd.grad(terms.loss.sum(), velocity)
-    median = (batch.gain.abs() * batch.scale)[0]
-    numel = velocity[0].numel()
-    torch.testing.assert_close(
-        gradient, batch.rows(batch.advantage) * median * batch.noise / numel, rtol=1e-12, atol=1e-18
-    )

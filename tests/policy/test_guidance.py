@@ -88,26 +88,6 @@ def test_split_and_paired_give_one_velocity_and_one_gradient(trainer: Trainer, s
     assert relative(found[0], gradients(trainer)) < 1e-6
 
 
-def test_several_cotangents_are_pulled_apart(trainer: Trainer) -> None:
-    """One forward, two products: what single-pass training asks for."""
-    arguments = batch(trainer)
-    parameters = list(trainer.parameters.values())
-    trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos() + v.square()])
-    whole = gradients(trainer)
-    for split in (False, True):
-        parts = [torch.zeros_like(whole), torch.zeros_like(whole)]
-
-        def vjp(output: Tensor, cotangents: Any, parts: list[Tensor] = parts) -> None:
-            for part, cotangent in zip(parts, cotangents, strict=True):
-                products = torch.autograd.grad(output, parameters, cotangent, retain_graph=True)
-                part += torch.cat([p.flatten() for p in products])
-
-        trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos(), v.square()], split=split, vjp=vjp)
-        assert all(p.grad is None for p in parameters)
-        assert relative(parts[0] + parts[1], whole) < 3e-6
-        assert min(relative(part, whole) for part in parts) > 1e-3
-
-
 def test_forwards_of_a_gradient(trainer: Trainer, calls: list[tuple[str, bool]]) -> None:
     latents, sigma, prompts = batch(trainer)
     known = [torch.ones_like(latents)]

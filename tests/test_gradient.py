@@ -17,11 +17,14 @@ from sage_fast import single_pass
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import TrainOnConfig
 from sage_fast.data import best_and_worst, kl_factors
-from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms
+from sage_fast.kernels import PolicyTerms
+from sage_fast.objective import ObjectiveConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, update_metrics
+from sage_fast.rollout import at_steps, step_columns
 from sage_fast.run.run import build_trainer
+from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.trainer import Trainer
 from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
@@ -74,6 +77,81 @@ def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+def test_every_sample_has_the_values_and_columns_of_its_own_step() -> None:
+    table = transition_table("flow_grpo", sigma_schedule(4, 3.0), 0.5)
+    settings = ObjectiveConfig(ratio="ratio_norm", equalizer=False)
+    steps, advantage = [2, 0, 1], torch.tensor([1.0, -1.0, 0.5])
+    columns = step_columns(settings, table, steps, advantage)
+    torch.testing.assert_close(columns.gain, table.gain[steps].float())
+    torch.testing.assert_close(columns.std, (table.std[steps].float() / 2).sqrt())
+    torch.testing.assert_close(columns.scale, 1 / (table.sigmas[steps] - table.sigmas[[3, 1, 2]]).float())
+    assert columns.advantage is advantage
+    assert torch.equal(step_columns(ObjectiveConfig(), table, steps, advantage).scale, table.scale[steps].float())
+    values = [torch.tensor([step, step + 10, step + 20]) for step in range(4)]
+    assert at_steps(values, steps).tolist() == [2, 10, 21]
+
+
+def test_ranks_that_share_a_video_count_its_terms_once() -> None:
+    scored = ScoredRollout(
+        trajectories=[SimpleNamespace(samples=range(4))],  # type: ignore[list-item]
+        all_orders=[[0]] * 4,
+        own=slice(0, 4),
+        all_advantages=torch.ones(4),
+        all_trained=torch.tensor([True, False, True, True]),
+    )
+    world = SimpleNamespace(size=2, sp=2, gather=lambda value: [value, value])
+    own = PolicyTerms(*[torch.arange(4.0)] * len(PolicyTerms._fields))
+    terms, fault = gather_terms(scored, own, [0], world)  # type: ignore[arg-type]
+    assert fault is None and terms.loss.tolist() == terms.ratio.tolist() == [0, 2, 3]
+
+
+def test_ranks_that_keep_step_make_as_many_passes() -> None:
+    """Two ranks with two micro-batches of two videos, three positions of which the second and third are asked for."""
+    wanted = torch.zeros(8, 2, dtype=torch.bool)
+    wanted[0, 1] = wanted[1, 1] = True  # rank 0: one pass
+    wanted[4] = wanted[6, 0] = True  # rank 1: three
+    for lockstep, first, second in (
+        (False, [(0, 2)], [(0, 1), (0, 2), (1, 1)]),
+        (True, [(0, 1), (0, 2), (1, 1)], [(0, 1), (0, 2), (1, 1)]),
+    ):
+        gradient = SimpleNamespace(engine=SimpleNamespace(lockstep=lockstep))
+        found = []
+        for rank in range(2):
+            scored = ScoredRollout(
+                trajectories=[None, None],  # type: ignore[list-item]
+                all_orders=[[5, 3, 4]] * 8,
+                own=slice(4 * rank, 4 * rank + 4),
+                all_advantages=torch.ones(8),
+                all_trained=torch.ones(8, dtype=torch.bool),
+            )
+            found.append(TwoPhaseGradient._passes(gradient, scored, wanted, [1, 2]))  # type: ignore[arg-type]
+            nothing = TwoPhaseGradient._passes(gradient, scored, torch.zeros_like(wanted), [1, 2])  # type: ignore[arg-type]
+            assert len(nothing) == (1 if lockstep else 0)
+        assert found == [first, second]
+
+
+def test_every_draw_of_positions_is_as_likely() -> None:
+    seen = Counter(tuple(kl_factors(7, update, 4, 0.5)) for update in range(3000))
+    assert len(seen) == 6 and all(abs(count - 500) < 100 for count in seen.values())
+    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
+    assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
+    assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
+
+
+def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
+    advantages = torch.tensor([[0.5, -1.0, 2.0, -1.0, 0.5], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    for best, worst, expected in (
+        (1, 1, [[2, 3], [0, 4]]),
+        (2, 1, [[0, 2, 3], [0, 1, 4]]),
+        (0, 2, [[1, 3], [3, 4]]),
+        (0, 0, [[0, 1, 2, 3, 4]] * 2),
+    ):
+        chosen = best_and_worst(advantages, TrainOnConfig(best=best, worst=worst))
+        assert [row.nonzero().flatten().tolist() for row in chosen] == expected
+    many = torch.arange(64).remainder(3).float()[None]
+    assert best_and_worst(many, TrainOnConfig(best=3)).nonzero()[:, 1].tolist() == [2, 5, 8]
+
+
 # ------------------------------------------------------------------------------------------ nothing for nothing
 
 SQUARE_AND_CIRCLE, SQUARE_AND_TRIANGLE = ("square", "circle"), ("square", "triangle")
@@ -122,31 +200,6 @@ def test_what_has_no_gradient_takes_no_pass_and_changes_no_bit(
     assert record == everything[0]
 
 
-def test_ranks_that_keep_step_make_as_many_passes() -> None:
-    """Two ranks with two micro-batches of two videos, three positions of which the second and third are asked for."""
-    wanted = torch.zeros(8, 2, dtype=torch.bool)
-    wanted[0, 1] = wanted[1, 1] = True  # rank 0: one pass
-    wanted[4] = wanted[6, 0] = True  # rank 1: three
-    for lockstep, first, second in (
-        (False, [(0, 2)], [(0, 1), (0, 2), (1, 1)]),
-        (True, [(0, 1), (0, 2), (1, 1)], [(0, 1), (0, 2), (1, 1)]),
-    ):
-        gradient = SimpleNamespace(engine=SimpleNamespace(lockstep=lockstep))
-        found = []
-        for rank in range(2):
-            scored = ScoredRollout(
-                trajectories=[None, None],  # type: ignore[list-item]
-                all_orders=[[5, 3, 4]] * 8,
-                own=slice(4 * rank, 4 * rank + 4),
-                all_advantages=torch.ones(8),
-                all_trained=torch.ones(8, dtype=torch.bool),
-            )
-            found.append(TwoPhaseGradient._passes(gradient, scored, wanted, [1, 2]))  # type: ignore[arg-type]
-            nothing = TwoPhaseGradient._passes(gradient, scored, torch.zeros_like(wanted), [1, 2])  # type: ignore[arg-type]
-            assert len(nothing) == (1 if lockstep else 0)
-        assert found == [first, second]
-
-
 # ------------------------------------------------------------------------------------------ estimates of the gradient
 
 STRONG_KL = ["--kl_weight.minimum=0.5", "--kl_weight.maximum=0.5", "--objective.kl_velocity_weight=0.7"]
@@ -156,8 +209,8 @@ EXACT = ["--rollout.micro_batch_size=1", "--rollout.num_generations=4", "--optim
 class Estimates:
     """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64, with the anchor behind."""
 
-    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch, world: World = SINGLE_PROCESS) -> None:
-        self.trainer = build_trainer(config, world)
+    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer = build_trainer(config)
         use_smooth_velocity(self.trainer, monkeypatch)
         move_weights(self.trainer)
         self.num_steps = len(self.trainer._kl_factors())
@@ -232,28 +285,6 @@ def test_a_share_of_every_videos_steps_is_unbiased(
         found.append(half.gradient(half.scored())[0])
     assert relative(torch.stack(found).mean(0), whole) < 1e-10
     assert relative(found[0], whole) > 1e-3
-
-
-def test_every_draw_of_positions_is_as_likely() -> None:
-    seen = Counter(tuple(kl_factors(7, update, 4, 0.5)) for update in range(3000))
-    assert len(seen) == 6 and all(abs(count - 500) < 100 for count in seen.values())
-    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
-    assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
-    assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
-
-
-def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
-    advantages = torch.tensor([[0.5, -1.0, 2.0, -1.0, 0.5], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    for best, worst, expected in (
-        (1, 1, [[2, 3], [0, 4]]),
-        (2, 1, [[0, 2, 3], [0, 1, 4]]),
-        (0, 2, [[1, 3], [3, 4]]),
-        (0, 0, [[0, 1, 2, 3, 4]] * 2),
-    ):
-        chosen = best_and_worst(advantages, TrainOnConfig(best=best, worst=worst))
-        assert [row.nonzero().flatten().tolist() for row in chosen] == expected
-    many = torch.arange(64).remainder(3).float()[None]
-    assert best_and_worst(many, TrainOnConfig(best=3)).nonzero()[:, 1].tolist() == [2, 5, 8]
 
 
 TRAIN_ON = ["--training.train_on={best: 2, worst: 1}", "--rollout.num_generations=4"]

@@ -19,8 +19,8 @@ Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.data import uniform
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import TwoPhaseGradient, VelocityLoss
-from sage_fast.noise import NoiseKey, forward_noise
+from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.sde import TransitionTable
 
@@ -82,6 +82,7 @@ def forward_loss(
     def rms(values: Tensor) -> Tensor:
         return mean(values.detach().square()).sqrt()
 
+    # The divisor of the adaptive weighting and the old policy where it is the current one are constants.
     here = velocity.detach()
     old = here if velocity_old is None else velocity_old.to(velocity)
     target, sigma, advantage = (value.to(velocity) for value in (target, sigma, advantage))
@@ -135,8 +136,6 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     kl_weight: lambda w_pos. kl_factor: what the KL to the anchor counts.
     """
 
-    latents: Tensor
-    sigma: Tensor
     target: Tensor
     velocity_old: Tensor | None
     velocity_anchor: Tensor | None
@@ -145,7 +144,6 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     kl_weight: float
     kl_factor: float
     settings: ForwardProcessConfig
-    known_velocity = None
 
     def terms(self, velocity: Tensor) -> ForwardTerms:
         """As in `VelocityLoss`. The KL is times its factor."""
@@ -167,30 +165,19 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
         return ForwardTerms(*[torch.zeros(len(self.sigma), device=self.latents.device)] * len(ForwardTerms._fields))
 
 
+@dataclass(kw_only=True, eq=False)
 class ForwardProcessGradient(TwoPhaseGradient):
     """The gradient of `forward_loss` over K levels of every video.
 
-    Args:
-        arguments: those of `TwoPhaseGradient`.
-        shift: of the sampler's schedule.
-        advantage_bound: A_max.
-        old: the old policy where it is not the current one. The rollout was sampled with it.
+    shift: of the sampler's schedule. advantage_bound: A_max. old: the old policy where it is not the current one; the
+    rollout was sampled with it.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        process: ForwardProcessConfig,
-        shift: float,
-        advantage_bound: float,
-        old: Snapshot | None,
-    ) -> None:
-        super().__init__(*arguments)
-        self.process = process
-        self.shift = shift
-        self.advantage_bound = advantage_bound
-        self.old = old
-        self._old_velocities: dict[tuple[int, int], Tensor] = {}
+    process: ForwardProcessConfig
+    shift: float
+    advantage_bound: float
+    old: Snapshot | None
+    _old_velocities: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
@@ -209,9 +196,8 @@ class ForwardProcessGradient(TwoPhaseGradient):
             wanted = self._has_gradient(scored, positions)
             self._old_velocities = self._velocities(self.old, scored, wanted, positions)
 
-    def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
-        pulls = torch.tensor([self.old is not None or self._measures(position) for position in positions])
-        return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
+    def _pulls(self, position: int) -> bool:
+        return self.old is not None or self._measures(position)
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -223,7 +209,7 @@ class ForwardProcessGradient(TwoPhaseGradient):
         """x_t and z (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
         keys, x0 = trajectory.keys, trajectory.final
         sigma = torch.stack([levels(key, trajectory.table, self.shift, self.process)[position] for key in keys]).float()
-        noise = forward_noise(keys, position, tuple(x0.shape[1:]), device=x0.device)
+        noise = gaussian(keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
         share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         return (1 - share) * x0 + share * noise, noise, sigma
 
@@ -244,16 +230,17 @@ class ForwardProcessGradient(TwoPhaseGradient):
             settings=self.process,
         )
 
-
-def forward_metrics(terms: ForwardTerms, num_levels: int) -> dict[str, float]:
-    """Statistics of an update, from the terms (N K,) of the trained videos' levels."""
-    pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
-    total = sum(pulls) or 1.0
-    return {
-        "loss": float(terms.loss.mean()),
-        "old/deviation": float(terms.deviation.mean()),
-        "old/proximal_share": pulls[1] / total,
-        "kl/anchor": float(terms.kl_anchor.mean()),
-        "kl/share": pulls[2] / total,
-        "forward/levels": num_levels,
-    }
+    def report(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
+        """As in `PolicyGradient`."""
+        pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
+        total = sum(pulls) or 1.0
+        kl = float(terms.kl_anchor.mean())
+        metrics = {
+            "loss": float(terms.loss.mean()),
+            "old/deviation": float(terms.deviation.mean()),
+            "old/proximal_share": pulls[1] / total,
+            "kl/anchor": kl,
+            "kl/share": pulls[2] / total,
+            "forward/levels": self.process.levels,
+        }
+        return metrics, self.settings.kl_position_weight * kl

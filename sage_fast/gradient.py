@@ -3,7 +3,7 @@
 `training.update` chooses between `TwoPhaseGradient`, which runs the model again after the rollout, and
 `SinglePassGradient` (`single_pass.py`), which takes the gradient during the rollout. Both leave the same sum in `.grad`
 and return the same `PolicyTerms`. `ForwardProcessGradient` (`forward_process.py`) takes another objective's at noised
-videos. All that the trainer knows of them is `PolicyGradient`.
+videos. All that the trainer knows of them is their base, `PolicyGradient`.
 
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
@@ -11,8 +11,8 @@ Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveConfig, kl_pulls, loss_settings
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout, Trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample, ScoredRollout, Trajectory, update_metrics, weighted_kl
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rollout import Progress, StepVelocity, TrajectoryStep, gather_latents, gather_step, policy_velocity
+from sage_fast.rollout import Progress, StepVelocity, at_steps, policy_velocity, step_columns, step_sigma
 from sage_fast.sde import TransitionTable
 
 Terms = TypeVar("Terms", bound=tuple[Tensor, ...])
@@ -40,8 +40,19 @@ def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfi
     return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
 
 
-class PolicyGradient(Protocol):
-    """A way to compute the gradient of a rollout's objective."""
+@dataclass(kw_only=True, eq=False)
+class PolicyGradient:
+    """A way to compute the gradient of a rollout's objective.
+
+    settings, training: their sections.
+    """
+
+    policy: GuidedPolicy
+    kernels: Kernels
+    settings: ObjectiveConfig
+    training: TrainingConfig
+    _anchor: Snapshot | None = field(default=None, init=False)
+    _kl_factors: Sequence[float] = field(default=(), init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """A rollout starts.
@@ -52,21 +63,21 @@ class PolicyGradient(Protocol):
                 is the policy that makes the rollout.
             kl_factors: K numbers, what the position KL counts at each position of a sample's order.
         """
-        ...
+        self._anchor, self._kl_factors = anchor, kl_factors
 
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
         """Lists of K: the trained steps of each sample in the order of its visits, or the numbers of its levels."""
-        ...
+        return [trained_steps(key, table, self.training) for key in keys]
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """Velocities of a micro-batch, for the sampler."""
-        ...
+        return policy_velocity(self.policy, samples)
 
     def measure_anchor(self, scored: ScoredRollout) -> None:
         """Prepare what `accumulate` needs of the anchor."""
-        ...
+        raise NotImplementedError
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> tuple[Tensor, ...]:
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> Any:
         """Add to `.grad` the gradient of the mean loss over the steps at `positions` of every trained sample's order.
 
         The loss is a sum over samples and steps divided by their global count, so it depends on neither the
@@ -76,9 +87,14 @@ class PolicyGradient(Protocol):
             Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples. Where the
             model need not run, they are the terms at the rollout's velocity.
         """
-        ...
+        raise NotImplementedError
+
+    def report(self, terms: Any) -> tuple[dict[str, float], float]:
+        """Metrics of an update, and the KL that the controller of its weight watches, from the terms (N K,)."""
+        return update_metrics(terms), weighted_kl(terms, self.settings)
 
 
+@dataclass(frozen=True, kw_only=True)
 class VelocityLoss(Generic[Terms]):
     """Loss of a micro-batch at one state of every sample, as a function of the guided velocity there.
 
@@ -88,7 +104,7 @@ class VelocityLoss(Generic[Terms]):
 
     latents: Tensor
     sigma: Tensor
-    known_velocity: Tensor | None
+    known_velocity: Tensor | None = None
 
     def terms(self, velocity: Tensor) -> Terms:
         """The loss and its parts at a velocity (B, C, F, H, W); each (B,)."""
@@ -109,95 +125,61 @@ class VelocityLoss(Generic[Terms]):
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss(VelocityLoss[PolicyTerms]):
-    """Loss of one step of every sample of a micro-batch, as a function of the guided velocity.
+    """Loss of one step of every sample of a micro-batch; the steps may differ from sample to sample.
 
-    step: the step as the rollout took it. keys: B noise keys. velocity_anchor: like the velocity; None if the anchor is
-    the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
+    keys, steps: B of each; they stand for the noise that the rollout drew. velocity_anchor: like the velocity; None if
+    the anchor is the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
 
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
     """
 
     kernels: Kernels
     settings: ObjectiveConfig
-    step: TrajectoryStep
+    table: TransitionTable
     keys: Sequence[NoiseKey]
+    steps: Sequence[int]
+    known_velocity: Tensor
     velocity_anchor: Tensor | None
     advantage: Tensor
     kl_weight: float
-    position_factor: float = 1.0
-
-    @property
-    def latents(self) -> Tensor:  # type: ignore[override]
-        return self.step.latents
-
-    @property
-    def sigma(self) -> Tensor:  # type: ignore[override]
-        return self.step.sigma
-
-    @property
-    def known_velocity(self) -> Tensor:  # type: ignore[override]
-        return self.step.velocity
+    position_factor: float
 
     def unmoved(self) -> PolicyTerms:
         """As in `VelocityLoss`: those at the rollout's velocity."""
-        return self.terms(self.step.velocity)
+        return self.terms(self.known_velocity)
 
     def terms(self, velocity: Tensor) -> PolicyTerms:
         """As in `VelocityLoss`. The position KL is times its factor."""
-        step = self.step
+        advantage = self.advantage.to(velocity.device, non_blocking=True)
         terms = self.kernels.policy_loss(
             velocity,
-            step.velocity,
-            step.velocity if self.velocity_anchor is None else self.velocity_anchor,
-            noise_ids(self.keys, step.steps, velocity.device),
-            step.columns(self.advantage.to(velocity.device, non_blocking=True), self.settings),
+            self.known_velocity,
+            self.known_velocity if self.velocity_anchor is None else self.velocity_anchor,
+            noise_ids(self.keys, self.steps, velocity.device),
+            step_columns(self.settings, self.table, self.steps, advantage),
             loss_settings(self.settings, self.kl_weight, self.position_factor),
         )
         return terms._replace(kl_position=terms.kl_position * self.position_factor)
 
 
-class TwoPhaseGradient:
+@dataclass(kw_only=True, eq=False)
+class TwoPhaseGradient(PolicyGradient):
     """First the rollout, then the model again at every trained step, this time with a graph.
 
-    Args:
-        engine: sums the gradient.
-        training: its section; the steps that are trained.
-        split: differentiate the guidance branches one after the other.
+    engine: sums the gradient.
     """
 
-    def __init__(
-        self,
-        policy: GuidedPolicy,
-        engine: Engine,
-        kernels: Kernels,
-        settings: ObjectiveConfig,
-        training: TrainingConfig,
-        progress: Progress,
-    ) -> None:
-        self.policy = policy
-        self.engine = engine
-        self.kernels = kernels
-        self.settings = settings
-        self.training = training
-        self.progress = progress
-        self._anchor: Snapshot | None = None
-        self._anchor_velocities: dict[tuple[int, int], Tensor] = {}
-        """By micro-batch and position."""
-        self._kl_factors: Sequence[float] = ()
-        self._on_policy = True
+    engine: Engine
+    progress: Progress
+    _anchor_velocities: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
+    """By micro-batch and position."""
+    _on_policy: bool = field(default=True, init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
-        self._anchor, self._anchor_velocities, self._kl_factors = anchor, {}, kl_factors
+        super().begin(kl_weight, anchor, kl_factors)
+        self._anchor_velocities = {}
         self._on_policy = True
-
-    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
-        """As in `PolicyGradient`: steps of the sampler."""
-        return [trained_steps(key, table, self.training) for key in keys]
-
-    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`: the policy's own."""
-        return policy_velocity(self.policy, samples)
 
     def measure_anchor(self, scored: ScoredRollout) -> None:
         """Velocities (B, C, F, H, W) of the anchor weights at the steps of every micro-batch that the KL counts."""
@@ -226,17 +208,23 @@ class TwoPhaseGradient:
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
     ) -> tuple[Tensor, Tensor]:
         """State (B, C, F, H, W) and noise level (B,) of a micro-batch at a position."""
-        return gather_latents(trajectory, [order[position] for order in scored.orders[rows]])
+        steps = [order[position] for order in scored.orders[rows]]
+        return at_steps(trajectory.latents, steps), step_sigma(trajectory.table, steps)
 
     def _loss(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, number: int, position: int, kl_weight: float
     ) -> VelocityLoss[Any]:
         """Loss of micro-batch `number` at a position."""
+        steps = [order[position] for order in scored.orders[rows]]
         return StepLoss(
             kernels=self.kernels,
             settings=self.settings,
-            step=gather_step(trajectory, [order[position] for order in scored.orders[rows]]),
+            table=trajectory.table,
             keys=trajectory.keys,
+            steps=steps,
+            latents=at_steps(trajectory.latents, steps),
+            sigma=step_sigma(trajectory.table, steps),
+            known_velocity=at_steps(trajectory.velocities, steps),
             velocity_anchor=self._anchor_velocities.get((number, position)),
             advantage=scored.advantages[rows],
             kl_weight=kl_weight,
@@ -258,6 +246,7 @@ class TwoPhaseGradient:
                     continue
                 self.progress("update", done, len(due), describe_batch(trajectory.samples))
                 self.engine.last_vjp(done + 1 == len(due))
+                # Of a micro-batch that runs as a whole, videos that are not trained weigh nothing.
                 row_weights = scored.trained[rows].double() / count
                 collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
         # The optimizer moves the weights after this call.
@@ -266,12 +255,13 @@ class TwoPhaseGradient:
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
         """Samples and positions (V, len(positions)) whose terms are not those at the rollout's velocity, bool."""
-        measured = [self._measures(position) for position in positions]
-        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
-        pulls = torch.tensor(
-            [not self._on_policy or kl_pulls(self.settings, anchor_behind=behind) for behind in measured]
-        )
+        pulls = torch.tensor([self._pulls(position) for position in positions])
         return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | pulls)
+
+    def _pulls(self, position: int) -> bool:
+        """True if a video without advantage needs the model at a position."""
+        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
+        return not self._on_policy or kl_pulls(self.settings, anchor_behind=self._measures(position))
 
     def _measures(self, position: int) -> bool:
         """True if the KL to the anchor counts at a position."""
@@ -304,7 +294,7 @@ class TwoPhaseGradient:
             self.accumulate(part, positions, weight)
             norms.append(self.engine.clip_gradients())
             self.engine.zero_grad()
-            self._on_policy = on_policy
+            self._on_policy = on_policy  # no optimizer step followed
         return norms[0] / norms[1] if norms[1] else math.inf
 
     def _differentiate(self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> Terms:
@@ -319,6 +309,7 @@ class TwoPhaseGradient:
             )
             with torch.no_grad():
                 return loss.terms(velocity)
+        # The cotangent depends on the velocity, which is at hand only in the middle of the call below.
         found: list[Terms] = []
 
         def cotangents(velocity: Tensor) -> list[Tensor]:

@@ -86,32 +86,21 @@ def noise_ids(keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.devi
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def _draw(
-    keys: Sequence[NoiseKey],
-    steps: Sequence[int],
-    shape: tuple[int, ...],
-    stream: int,
-    device: torch.device | str,
-) -> Tensor:
-    if any(size < 0 for size in shape):
-        raise ValueError(f"shape is {shape}; it is the shape of one sample, without negative sizes")
-    numbers = philox_normal(noise_ids(keys, steps, device), math.prod(shape), stream=stream)
-    return numbers.view(len(keys), *shape)
-
-
 def gaussian(
     keys: Sequence[NoiseKey],
     step: int | Sequence[int],
     shape: tuple[int, ...],
     *,
+    stream: int = STREAM_STEP,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Standard normal noise of a sampler's step.
+    """Standard normal noise.
 
     Args:
         keys: one key per row.
-        step: index of the step, or one index per row.
+        step: index of the sampler's step or of the forward process's level, or one index per row.
         shape: shape of one sample, without the batch.
+        stream: what the noise is for; streams have no number in common.
         device: where the numbers are computed.
 
     Returns:
@@ -120,26 +109,13 @@ def gaussian(
     Raises:
         ValueError: for no keys, a wrong number of steps, or a step or a shape out of range.
     """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape is {shape}; it is the shape of one sample, without negative sizes")
     steps = [step] * len(keys) if isinstance(step, int) else list(step)
-    return _draw(keys, steps, tuple(shape), STREAM_STEP, device)
+    numbers = philox_normal(noise_ids(keys, steps, device), math.prod(shape), stream=stream)
+    return numbers.view(len(keys), *shape)
 
 
 def initial_noise(keys: Sequence[NoiseKey], shape: tuple[int, ...], *, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal noise that a rollout starts from: as `gaussian`, from a stream that no step uses.
-
-    Args:
-        keys: one key per row.
-        shape: shape of one sample, without the batch.
-        device: where the numbers are computed.
-
-    Returns:
-        float32 (B, *shape).
-    """
-    return _draw(keys, [0] * len(keys), tuple(shape), STREAM_INITIAL, device)
-
-
-def forward_noise(
-    keys: Sequence[NoiseKey], level: int, shape: tuple[int, ...], *, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Standard normal noise of the forward process at level number `level`: as `gaussian`, from another stream."""
-    return _draw(keys, [level] * len(keys), tuple(shape), STREAM_FORWARD, device)
+    """Standard normal noise (B, *shape) that a rollout starts from: as `gaussian`, from a stream that no step uses."""
+    return gaussian(keys, 0, shape, stream=STREAM_INITIAL, device=device)

@@ -14,10 +14,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.fields import Section, require
+from sage_fast.config.sections import Inside, Natural, NotNegative, Positive, Share
 from sage_fast.kernels import LossSettings, PolicyTerms, StepColumns, policy_loss_of_noise
 
-RATIOS = ("gaussian", "ratio_norm", "bias_corrected")
-KL_MODES = ("none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual")
+KLMode = Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"]
 
 # Spread below this share of the group's largest reward is the rounding of float32 rewards, not a preference.
 ZERO_SPREAD_RELATIVE = 8 * torch.finfo(torch.float32).eps
@@ -35,17 +37,6 @@ class GroupAdvantages(NamedTuple):
     """(P, G) float32, clipped."""
     zero_spread: Tensor
     """(P,) bool, groups whose rewards do not differ; their advantages are exactly 0."""
-
-
-def _check_rewards(name: str, rewards: Tensor) -> None:
-    if rewards.ndim != 2 or rewards.shape[0] < 1 or rewards.shape[1] < 2:
-        raise ValueError(
-            f"{name} have shape {tuple(rewards.shape)}; expected (prompts, samples) with at least 2 samples, "
-            "because an advantage compares the samples of one prompt"
-        )
-    bad = (~torch.isfinite(rewards)).nonzero().tolist()
-    if bad:
-        raise ValueError(f"{name} are not finite at (prompt, sample) {bad[:8]}; drop those groups or fail the run")
 
 
 def group_advantages(
@@ -68,15 +59,16 @@ def group_advantages(
         eps: added to the standard deviation, not negative.
 
     Raises:
-        ValueError: for rewards that are not (P, G >= 2) and finite, or a setting out of range.
+        ValueError: for rewards that are not (P, G >= 2) and finite.
     """
-    _check_rewards("rewards", rewards)
-    if std not in ("group", "global"):
-        raise ValueError(f"std is {std!r}; allowed are 'group' and 'global'")
-    if math.isnan(clip) or clip <= 0:
-        raise ValueError(f"clip is {clip}; it must be positive (5.0 is usual)")
-    if not math.isfinite(eps) or eps < 0:
-        raise ValueError(f"eps is {eps}; it must be finite and not negative")
+    if rewards.ndim != 2 or rewards.shape[0] < 1 or rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards have shape {tuple(rewards.shape)}; expected (prompts, samples) with at least 2 samples, "
+            "because an advantage compares the samples of one prompt"
+        )
+    bad = (~torch.isfinite(rewards)).nonzero().tolist()
+    if bad:
+        raise ValueError(f"rewards are not finite at (prompt, sample) {bad[:8]}; drop those groups or fail the run")
     rewards = rewards.detach().double()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     group_std = centred.square().mean(dim=1, keepdim=True).sqrt()
@@ -104,29 +96,11 @@ def weighted_advantages(
 
     Args:
         components: reward name -> (P, G). A reward without a weight takes no part.
-        weights: reward name -> weight, every name one of `components`.
+        weights: reward name -> weight, every name one of `components`, and not all of them 0.
         normalization: "sum" or "per_reward".
-        std, clip, eps: as in `group_advantages`.
-
-    Raises:
-        ValueError: for a weight without a reward, no non-zero weight, or what `group_advantages` refuses.
+        std, clip, eps: as in `group_advantages`, and so are the errors.
     """
-    if normalization not in ("sum", "per_reward"):
-        raise ValueError(f"normalization is {normalization!r}; allowed are 'sum' and 'per_reward'")
-    unknown = sorted(set(weights) - set(components))
-    if unknown:
-        raise ValueError(f"weights name {unknown}, which no reward returned; rewards are {sorted(components)}")
-    if not all(math.isfinite(weight) for weight in weights.values()):
-        raise ValueError(f"weights are {dict(weights)}; they must be finite")
     active = {name: float(weight) for name, weight in weights.items() if weight != 0}
-    if not active:
-        raise ValueError(f"no reward has a non-zero weight; weight at least one of {sorted(components)}")
-    shapes = {tuple(components[name].shape) for name in active}
-    if len(shapes) > 1:
-        raise ValueError(f"rewards have different shapes {sorted(shapes)}; each must be (prompts, samples)")
-    for name in active:
-        _check_rewards(f"rewards {name!r}", components[name])
-
     if normalization == "sum":
         total = sum((weight * components[name].double() for name, weight in active.items()), torch.zeros(()).double())
         return group_advantages(total, std=std, clip=clip, eps=eps)
@@ -134,14 +108,7 @@ def weighted_advantages(
     total_weight = sum(abs(weight) for weight in active.values())
     advantages = torch.stack([active[name] * part.advantages.double() for name, part in parts.items()]).sum(0)
     zero_spread = torch.stack([part.zero_spread for part in parts.values()]).all(0)
-    if math.isnan(clip) or clip <= 0:
-        raise ValueError(f"clip is {clip}; it must be positive (5.0 is usual)")
     return GroupAdvantages((advantages / total_weight).clamp(-clip, clip).float(), zero_spread)
-
-
-def _check_kl_mode(mode: str) -> None:
-    if mode not in KL_MODES:
-        raise ValueError(f"kl_mode is {mode!r}; allowed are {', '.join(KL_MODES)}")
 
 
 def kl_uses(mode: str) -> tuple[bool, bool]:
@@ -149,23 +116,21 @@ def kl_uses(mode: str) -> tuple[bool, bool]:
 
     fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), the other two hold both.
     """
-    _check_kl_mode(mode)
     return mode in ("fixed", "fixed_stepwise", "moving", "dual"), mode in ("stepwise", "fixed_stepwise", "dual")
 
 
 def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
     """Weights the position KL is measured from: the initial ones, ones refreshed every N updates, or none."""
-    _check_kl_mode(mode)
     if mode in ("fixed", "fixed_stepwise"):
         return "fixed"
     return "moving" if mode in ("moving", "dual") else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Section, key="objective"):
     """Terms of the loss of a trained step. The defaults are those of the SAGE-GRPO reference."""
 
-    clip_range: float = 1e-4
+    clip_range: Inside = 1e-4
     """PPO clip range c of the ratio. The log-ratio is a mean over elements, hence the small number."""
     ratio: Literal["gaussian", "ratio_norm", "bias_corrected"] = "gaussian"
     """"gaussian" is the true ratio. "bias_corrected" is exp(mean(r eps dv)): the log-ratio less its mean under the
@@ -176,48 +141,32 @@ class ObjectiveConfig:
     the log-ratio is multiplied by 2 std^2. The KL terms stay those of the Gaussian."""
     equalizer: bool = True
     """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
-    kl_mode: Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"] = "dual"
-    """One of KL_MODES."""
-    kl_position_weight: float = 1.0
+    kl_mode: KLMode = "dual"
+    """KL terms and anchor, see `kl_uses` and `anchor_kind`."""
+    kl_position_weight: NotNegative = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
-    kl_position_fraction: float = 1.0
+    kl_position_fraction: Share = 1.0
     """Share q of a video's trained steps, redrawn in every rollout, at which the KL to the anchor is measured; it
     counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
     single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
-    kl_velocity_weight: float = 0.1
+    kl_velocity_weight: NotNegative = 0.1
     """Weight of the KL to the rollout policy, inside the KL weight lambda."""
     kl_velocity: Literal["estimator", "exact"] = "estimator"
     """"estimator" is mean(log pi_old - log pi_new) at the drawn noise (Eq. 15), "exact" is `gaussian_kl`."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range is {self.clip_range}; it must be between 0 and 1 (1e-4 is usual)")
-        if self.ratio not in RATIOS:
-            raise ValueError(f"ratio is {self.ratio!r}; allowed are {', '.join(RATIOS)}")
-        if self.logprob not in ("gaussian", "unnormalized"):
-            raise ValueError(f"logprob is {self.logprob!r}; allowed are 'gaussian' and 'unnormalized'")
+        super().__post_init__()
         if self.ratio == "ratio_norm" and (self.equalizer or self.logprob != "gaussian"):
-            raise ValueError(
-                f"ratio is 'ratio_norm' with equalizer {self.equalizer} and logprob {self.logprob!r}; RatioNorm scales "
-                "the Gaussian log-ratio and the loss of every step itself: set equalizer to false and logprob to "
-                "gaussian, or ratio to bias_corrected"
-            )
-        _check_kl_mode(self.kl_mode)
-        if not 0 < self.kl_position_fraction <= 1:
-            raise ValueError(
-                f"kl_position_fraction is {self.kl_position_fraction}; it must be in (0, 1] (1: all steps)"
+            raise ConfigError(
+                f"objective.ratio is 'ratio_norm' with equalizer {self.equalizer} and logprob {self.logprob!r}; "
+                "RatioNorm scales the Gaussian log-ratio and the loss of every step itself: set equalizer to false "
+                "and logprob to gaussian, or ratio to bias_corrected"
             )
         if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
-            raise ValueError(
-                f"kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no KL to an "
-                "anchor; set it to 1, or kl_mode to fixed, fixed_stepwise, moving or dual"
+            raise ConfigError(
+                f"objective.kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no "
+                "KL to an anchor; set it to 1, or kl_mode to fixed, fixed_stepwise, moving or dual"
             )
-        for name in ("kl_position_weight", "kl_velocity_weight"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} is {value}; it must be finite and not negative (0 switches the term off)")
-        if self.kl_velocity not in ("estimator", "exact"):
-            raise ValueError(f"kl_velocity is {self.kl_velocity!r}; allowed are 'estimator' and 'exact'")
 
 
 def kl_pulls(settings: ObjectiveConfig, *, anchor_behind: bool) -> bool:
@@ -329,30 +278,25 @@ KL_WINDOW = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLWeightConfig:
+class KLWeightConfig(Section, key="kl_weight"):
     """How the KL weight lambda moves: a linear warm-up, then a controller that keeps the KL near a target."""
 
-    minimum: float = 1e-7
+    minimum: NotNegative = 1e-7
     """lambda of the first update and lower bound."""
-    maximum: float = 1e-5
+    maximum: NotNegative = 1e-5
     """lambda after the warm-up and upper bound."""
-    warmup_updates: int = 100
+    warmup_updates: Natural = 100
     """Updates K from minimum to maximum; 0 starts at the maximum."""
-    target: float = 1e-4
+    target: Positive = 1e-4
     """KL value that the controller aims for."""
     advance: Literal["update", "step"] = "update"
     """How often the controller moves: once per update, as in the paper's text, or as in the reference's code once per
     video of a rank and trained step. There that is 40 times per update, and warmup_updates 100 are 2.5 updates."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.maximum) and 0 <= self.minimum <= self.maximum):
-            raise ValueError(f"minimum is {self.minimum} and maximum {self.maximum}; expected 0 <= minimum <= maximum")
-        if self.warmup_updates < 0:
-            raise ValueError(f"warmup_updates is {self.warmup_updates}; it must not be negative (0 is no warm-up)")
-        if not math.isfinite(self.target) or self.target <= 0:
-            raise ValueError(f"target is {self.target}; it must be a positive KL value (see kl_* in metrics.jsonl)")
-        if self.advance not in ("update", "step"):
-            raise ValueError(f"advance is {self.advance!r}; allowed are 'update' and 'step'")
+        super().__post_init__()
+        allowed = f"at most kl_weight.maximum = {self.maximum}"
+        require(self.minimum <= self.maximum, "kl_weight.minimum", self.minimum, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

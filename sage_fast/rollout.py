@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
-from sage_fast.config.sections import RolloutConfig, SDEWindowConfig, TrainingConfig
+from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
@@ -39,25 +39,19 @@ Progress = Callable[[str, int, int, str], None]
 """Called as progress(phase, done, total, subject) during an iteration; the subject names the videos being worked on."""
 
 
-def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> list[int] | None:
-    """Steps of rollout number `rollout` (from 0) that draw noise; None means all of them.
+def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
+    """Transition table of rollout number `rollout` (from 0): the configured sampler, restricted to its SDE window.
 
     A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6.
     """
+    table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
+    window = config.sde_window
     if window.steps is not None:
-        return sorted(window.steps)
-    if window.size is None:
-        return None
-    first = rollout * window.stride
-    return sorted((first + i) % num_steps for i in range(window.size))
-
-
-def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
-    """Transition table of one rollout: the configured sampler, restricted to its SDE window."""
-    sigmas = sigma_schedule(config.num_steps, config.shift)
-    table = transition_table(config.sde_type, sigmas, config.eta)
-    steps = stochastic_steps(config.sde_window, config.num_steps, rollout)
-    return table if steps is None else table.restrict(steps)
+        return table.restrict(window.steps)
+    if window.size is not None:
+        first = rollout * window.stride
+        return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
+    return table
 
 
 def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseKey]:
@@ -80,6 +74,7 @@ def initial_latents(
     keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
 ) -> Tensor:
     """Pure noise (B, C, F, H, W) float32 to start from; each `group` consecutive members of a prompt share it."""
+    # The first member's key stands for the group.
     starts = [replace(key, sample_index=key.sample_index // group * group) for key in keys]
     return initial_noise(starts, shape, device=device)
 
@@ -121,6 +116,7 @@ def sample_trajectory(
         if keep_steps:
             latents.append(x)
             velocities.append(v)
+        # Numbers of Python: a step costs no copy to the GPU, and float64 is rounded once, by the kernel.
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(
@@ -200,60 +196,26 @@ def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
     return table.sigmas[list(steps)].float()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrajectoryStep:
-    """One step of every sample of a micro-batch; the steps may differ from sample to sample.
-
-    latents, velocity: (B, C, F, H, W) float32. steps: B indices; with the samples' keys they stand for the noise that
-    the rollout drew. gain, std, scale, size: (B,) float32. sigma: (B,) float32 on the CPU.
-
-    Example: with permuted timesteps, sample 0 may be at step 5 (sigma 0.64) while sample 1 is at step 2 (sigma 0.9).
-    """
-
-    latents: Tensor
-    velocity: Tensor
-    steps: Sequence[int]
-    sigma: Tensor
-    gain: Tensor
-    std: Tensor
-    scale: Tensor
-    size: Tensor
-
-    def columns(self, advantage: Tensor, settings: ObjectiveConfig) -> StepColumns:
-        """Columns of the step for the loss; advantage (B,)."""
-        return loss_columns(
-            settings, gain=self.gain, std=self.std, scale=self.scale, size=self.size, advantage=advantage
-        )
+def at_steps(values: Sequence[Tensor], steps: Sequence[int]) -> Tensor:
+    """Row b of the value of step `steps[b]`, (B, ...): with permuted timesteps every sample is at another step."""
+    return torch.stack([values[i][b] for b, i in enumerate(steps)])
 
 
-def gather_latents(trajectory: Trajectory, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """State (B, C, F, H, W) and noise level (B,) of step `steps[b]` of sample b."""
-    latents = torch.stack([trajectory.latents[i][b] for b, i in enumerate(steps)])
-    return latents, step_sigma(trajectory.table, steps)
-
-
-def gather_step(trajectory: Trajectory, steps: Sequence[int]) -> TrajectoryStep:
-    """Collect step `steps[b]` of sample b."""
-    latents, _ = gather_latents(trajectory, steps)
-    velocity = torch.stack([trajectory.velocities[i][b] for b, i in enumerate(steps)])
-    return trajectory_step(trajectory.table, steps, latents, velocity)
-
-
-def trajectory_step(table: TransitionTable, steps: Sequence[int], latents: Tensor, velocity: Tensor) -> TrajectoryStep:
-    """The record of step `steps[b]` of sample b, whose state and velocity (B, C, F, H, W) are given."""
+def step_columns(
+    settings: ObjectiveConfig, table: TransitionTable, steps: Sequence[int], advantage: Tensor
+) -> StepColumns:
+    """Columns of step `steps[b]` of sample b for the loss, (B,) float32 on the device of `advantage` (B,)."""
 
     def column(values: Tensor) -> Tensor:
-        return values[list(steps)].float().to(latents.device, non_blocking=True)
+        return values[list(steps)].float().to(advantage.device, non_blocking=True)
 
-    return TrajectoryStep(
-        latents=latents,
-        velocity=velocity,
-        steps=list(steps),
-        sigma=step_sigma(table, steps),
+    return loss_columns(
+        settings,
         gain=column(table.gain),
         std=column(table.std),
         scale=column(table.scale),
         size=column(-table.sigmas.diff()),
+        advantage=advantage,
     )
 
 

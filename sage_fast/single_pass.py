@@ -20,7 +20,6 @@ This is the two-phase gradient, not an estimate of it. Both cotangents are deriv
   second VJP through the same graph, at the steps where this KL counts (`objective.kl_position_fraction`).
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,19 +27,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config.sections import TrainingConfig
 from sage_fast.data import GroupOrder
 from sage_fast.distributed.engine import Snapshot
-from sage_fast.gradient import StepLoss, concatenate_terms, trained_steps
-from sage_fast.kernels import Kernels, PolicyTerms, StepColumns
+from sage_fast.gradient import PolicyGradient, StepLoss, concatenate_terms, trained_steps
+from sage_fast.kernels import PolicyTerms, StepColumns
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import ObjectiveConfig, anchor_kind, kl_uses, loss_settings, surrogate_factor
-from sage_fast.policy.guidance import Cotangents, GuidedPolicy
+from sage_fast.objective import kl_uses, loss_settings, surrogate_factor
+from sage_fast.policy.guidance import Cotangents
 from sage_fast.records import Sample, ScoredRollout
-from sage_fast.rollout import StepVelocity, policy_velocity, trajectory_step
+from sage_fast.rollout import StepVelocity, step_columns
 from sage_fast.sde import TransitionTable
-
-logger = logging.getLogger(__name__)
 
 
 class GradientSum:
@@ -82,55 +78,26 @@ class VideoGradient:
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
 
 
-class SinglePassGradient:
+@dataclass(kw_only=True, eq=False)
+class SinglePassGradient(PolicyGradient):
     """See the head of this file; `PolicyGradient` in `gradient.py` has the contract.
 
     Memory: on the device, in the parameters' dtype, one copy of the trained weights per video of the rollout and, where
     c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5.
 
-    Args:
-        parameters: the trained ones.
-        groups: of this rank's videos.
+    parameters: the trained ones. groups: of this rank's videos.
     """
 
-    def __init__(
-        self,
-        policy: GuidedPolicy,
-        parameters: Sequence[nn.Parameter],
-        kernels: Kernels,
-        settings: ObjectiveConfig,
-        training: TrainingConfig,
-        groups: GroupOrder,
-    ) -> None:
-        self.policy = policy
-        self.parameters = parameters
-        self.kernels = kernels
-        self.settings = settings
-        self.training = training
-        self.groups = groups
-        self._anchor: Snapshot | None = None
-        self._kl_weight = 0.0
-        self._kl_factors: Sequence[float] = ()
-        self._videos: list[VideoGradient] = []
-        # A backward pass costs some three forwards.
-        slower = settings.kl_position_fraction > 1 / 3
-        if slower and anchor_kind(settings.kl_mode) != "none" and settings.kl_position_weight:
-            logger.info(
-                "training.update single_pass with objective.kl_mode %s: the KL to the anchor takes a second backward "
-                "pass in every rollout that does not follow a refresh, which costs more than the forward that is "
-                "saved. two_phase is faster here; single_pass pays off with kl_mode none and stepwise, or with "
-                "objective.kl_position_fraction 0.25.",
-                settings.kl_mode,
-            )
+    parameters: Sequence[nn.Parameter]
+    groups: GroupOrder
+    _kl_weight: float = field(default=0.0, init=False)
+    _videos: list[VideoGradient] = field(default_factory=list, init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
-        self._kl_weight, self._anchor, self._kl_factors = kl_weight, anchor, kl_factors
+        super().begin(kl_weight, anchor, kl_factors)
+        self._kl_weight = kl_weight
         self._videos = []
-
-    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
-        """As in `PolicyGradient`: steps of the sampler."""
-        return [trained_steps(key, table, self.training) for key in keys]
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
@@ -145,7 +112,7 @@ class SinglePassGradient:
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
         self._videos.append(video)
-        without_gradient = policy_velocity(self.policy, samples)
+        without_gradient = super().velocity(samples, keys, table)
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
             if step in video.kl_factors:
@@ -173,13 +140,12 @@ class SinglePassGradient:
         for parameter, gradient in zip(self.parameters, total.values, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return concatenate_terms(
-            [
-                _at_advantage(unit, kl, float(advantage))
-                for video, advantage in zip(videos, scored.advantages, strict=True)
-                for unit, kl in video.terms
-            ]
-        )
+        terms = []
+        for video, a in zip(videos, scored.advantages.tolist(), strict=True):
+            for unit, kl in video.terms:
+                # Of all terms only these two depend on the advantage.
+                terms.append(kl._replace(loss=a * unit.loss + kl.loss, surrogate=a * unit.surrogate))
+        return concatenate_terms(terms)
 
     def _differentiate(self, video: VideoGradient, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
         """The velocity of a trained step; its gradient goes to the accumulators of the video."""
@@ -189,13 +155,31 @@ class SinglePassGradient:
             # Before there is a graph, because the anchor's values take the place of the weights.
             with self._anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
-        losses = partial(self._losses, video, step, latents, anchor_velocity)
+        # Otherwise c_2 is a multiple of c_1 or zero, and one VJP serves both.
+        needs_own_vjp = anchor_velocity is not None and self._kl_weight * self.settings.kl_position_weight > 0
         one = torch.ones(1)
+
+        def losses(velocity: Tensor) -> tuple[StepLoss, StepLoss]:
+            """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
+            unit = StepLoss(
+                kernels=self.kernels,
+                settings=self.settings,
+                table=video.table,
+                keys=[video.key],
+                steps=[step],
+                latents=latents,
+                sigma=sigma,
+                known_velocity=velocity,
+                velocity_anchor=anchor_velocity,
+                advantage=one,
+                kl_weight=0.0,
+                position_factor=video.kl_factors[step],
+            )
+            return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self._kl_weight)
 
         def both_cotangents(velocity: Tensor) -> list[Tensor]:
             return [loss.cotangent(velocity, one)[0] for loss in losses(velocity)]
 
-        needs_own_vjp = anchor_velocity is not None and self._kl_weight * self.settings.kl_position_weight > 0
         if needs_own_vjp:
             cotangents: Cotangents = both_cotangents
         else:
@@ -204,28 +188,13 @@ class SinglePassGradient:
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
         kl_share = 0.0 if needs_own_vjp else self._estimator_share(video.table, step)
         split = self.training.guidance == "split"
+        # Not into `.grad`: each video's part is weighed by an advantage that is not known yet.
         vjp = partial(self._vjp, video, kl_share)
         velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=split, vjp=vjp)
         with torch.no_grad():
             unit, kl = losses(velocity)
             video.terms.append((unit.terms(velocity), kl.terms(velocity)))
         return velocity
-
-    def _losses(
-        self, video: VideoGradient, step: int, latents: Tensor, anchor_velocity: Tensor | None, velocity: Tensor
-    ) -> tuple[StepLoss, StepLoss]:
-        """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
-        unit = StepLoss(
-            kernels=self.kernels,
-            settings=self.settings,
-            step=trajectory_step(video.table, [step], latents, velocity),
-            keys=[video.key],
-            velocity_anchor=anchor_velocity,
-            advantage=torch.ones(1),
-            kl_weight=0.0,
-            position_factor=video.kl_factors[step],
-        )
-        return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self._kl_weight)
 
     def _vjp(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """Add the VJP of c_1, and of c_2 if it is given, to the video's sums.
@@ -247,16 +216,7 @@ class SinglePassGradient:
         settings = self.settings
         if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
             return 0.0
-        numbers = torch.zeros(1)
-        columns = trajectory_step(table, [step], numbers, numbers).columns(numbers, settings)
+        columns = step_columns(settings, table, [step], torch.zeros(1))
         columns = StepColumns(*(column.double() for column in columns))
         surrogate = float(surrogate_factor(columns, loss_settings(settings, self._kl_weight)))
         return self._kl_weight * settings.kl_velocity_weight / surrogate
-
-
-def _at_advantage(unit: PolicyTerms, kl: PolicyTerms, advantage: float) -> PolicyTerms:
-    """The terms at an advantage, from those at A = 1 without KL and at A = 0 with it; the others do not depend on A."""
-    return kl._replace(
-        loss=advantage * unit.loss + kl.loss,
-        surrogate=advantage * unit.surrogate,
-    )

@@ -36,32 +36,16 @@ from sage_fast.distributed.parallelize import TorchEngine, check_lockstep, paral
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
-from sage_fast.forward_process import ForwardProcessGradient, ForwardTerms, forward_metrics, old_decay
+from sage_fast.forward_process import ForwardProcessGradient, old_decay
 from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts
 from sage_fast.kernels import PolicyTerms, select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
-from sage_fast.objective import (
-    KLWeightState,
-    anchor_kind,
-    initial_kl_weight,
-    next_kl_weight,
-    weighted_advantages,
-)
+from sage_fast.objective import KLWeightState, anchor_kind, initial_kl_weight, next_kl_weight, weighted_advantages
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.policy.trained import load_adapter
-from sage_fast.records import (
-    Prompt,
-    PromptEmbeds,
-    RolloutRecord,
-    Sample,
-    ScoredRollout,
-    Trajectory,
-    reward_metrics,
-    update_metrics,
-    weighted_kl,
-)
+from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
 from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
@@ -216,12 +200,6 @@ class Trainer:
                 "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
                 *(self.prompts_per_rollout, FEW_PROMPTS),
             )
-        if config.training.train_on.count and size % config.rollout.num_generations:
-            logger.info(
-                "training.train_on: with rollout.batch_size %d a group of %d lies on several ranks, which wait for the "
-                "one with most of the trained videos. With a multiple of %d all ranks have as many.",
-                *(size, config.rollout.num_generations, config.rollout.num_generations),
-            )
         if self.engine.sharded:
             train, scored = ({lengths[p.text] for p in group} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
@@ -253,31 +231,25 @@ class Trainer:
                 "training.guidance %s does nothing: with rollout.guidance_scale 1 there is only one branch.",
                 training.guidance,
             )
-        if training.update != "single_pass":
-            parts = (
-                self.policy,
-                self.engine,
-                self.kernels,
-                config.objective,
-                training,
-                lambda *arguments: self.progress(*arguments),
-            )
-            if self.forward_process is None:
-                return TwoPhaseGradient(*parts)
-            return ForwardProcessGradient(
-                *parts,
-                process=self.forward_process,
-                shift=config.rollout.shift,
-                advantage_bound=config.advantage.clip,
-                old=self.old,
-            )
-        return SinglePassGradient(
-            self.policy,
-            list(self.parameters.values()),
-            self.kernels,
-            config.objective,
-            training,
-            GroupOrder(config.rollout.num_generations, self.own_videos.start),
+        shared: dict[str, Any] = {
+            "policy": self.policy,
+            "kernels": self.kernels,
+            "settings": config.objective,
+            "training": training,
+        }
+        if training.update == "single_pass":
+            groups = GroupOrder(config.rollout.num_generations, self.own_videos.start)
+            return SinglePassGradient(**shared, parameters=list(self.parameters.values()), groups=groups)
+        # `progress` may be replaced later.
+        shared |= {"engine": self.engine, "progress": lambda *arguments: self.progress(*arguments)}
+        if self.forward_process is None:
+            return TwoPhaseGradient(**shared)
+        return ForwardProcessGradient(
+            **shared,
+            process=self.forward_process,
+            shift=config.rollout.shift,
+            advantage_bound=config.advantage.clip,
+            old=self.old,
         )
 
     # ------------------------------------------------------------------------------------------ one iteration
@@ -293,6 +265,7 @@ class Trainer:
         training = self.config.training
         self._seconds = {}
         metrics: dict[str, float] = {}
+        # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
         self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
         with self.engine.phase("rollout"), self.sampled_weights():
             trajectories = self._rollout()
@@ -316,6 +289,7 @@ class Trainer:
         if self.anchor and self.anchor_kind == "moving" and age >= self.config.training.anchor_interval:
             self.anchor.refresh()
             self.anchor_update = self.update
+        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards.
         return None if self.anchor_update == self.update else self.anchor
 
     def _kl_factors(self) -> list[float]:
@@ -334,51 +308,45 @@ class Trainer:
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
         ranks at the same time.
         """
-        rollout, seed, update = self.config.rollout, self.config.seed, self.update
-        samples = self._samples()
+        rollout, members = self.config.rollout, self.config.rollout.num_generations
+        samples = make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), members, self.own_videos)
         table = rollout_table(rollout, self.rollouts)
         batches = list(micro_batches(samples, rollout.micro_batch_size))
         trajectories: list[Trajectory] = []
-        group = rollout.num_generations if rollout.shared_initial_noise else 1
-        self._scoring = VideoScoring(
+        unscored: list[tuple[int, Trajectory]] = []
+        self._scoring = self._new_scoring(phase=self._phase)
+        for done, batch in enumerate(batches):
+            self.progress("rollout", done, len(batches), describe_batch(batch))
+            with self._phase("rollout"):
+                keys = noise_keys(batch, self.config.seed, self.update)
+                starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
+                group = members if rollout.shared_initial_noise else 1
+                initial = initial_latents(starts, self.latent_shape, self.device, group=group)
+                velocity = self.gradient.velocity(batch, keys, table)
+                keep = self.forward_process is None
+                trajectory = sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
+            trajectories.append(trajectory)
+            unscored.append((self.own_videos.start + done * rollout.micro_batch_size, trajectory))
+            if self.world.sp > 1 and done + 1 < len(batches):
+                continue  # the ranks that share a video are still needed for the next batch
+            for first, trajectory in unscored:
+                self._scoring.add(trajectory, first=first, turn=first)
+            unscored.clear()
+        return trajectories
+
+    def _new_scoring(self, **options: Any) -> VideoScoring:
+        return VideoScoring(
             decoder=self.decoder,
             reward=self.reward,
             on_failure=self.config.reward.on_failure,
             world=self.world,
-            phase=self._phase,
             progress=self.progress,
+            **options,
         )
-
-        def score(number: int) -> None:
-            first = self.own_videos.start + number * rollout.micro_batch_size
-            self._scoring.add(trajectories[number], first=first, turn=first)
-
-        for done, batch in enumerate(batches):
-            self.progress("rollout", done, len(batches), describe_batch(batch))
-            with self._phase("rollout"):
-                keys = noise_keys(batch, seed, update)
-                starts = fixed_starts(keys, rollout.num_generations) if rollout.fixed_initial_noise else keys
-                initial = initial_latents(starts, self.latent_shape, self.device, group=group)
-                velocity = self.gradient.velocity(batch, keys, table)
-                keep = self.forward_process is None
-                trajectories.append(
-                    sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
-                )
-            if self.world.sp == 1:
-                score(done)
-        if self.world.sp > 1:
-            for done in range(len(batches)):
-                score(done)
-        return trajectories
 
     def _prompts(self) -> list[Prompt]:
         """The prompts of the next rollout on all ranks."""
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
-
-    def _samples(self) -> list[Sample]:
-        """This rank's samples of the next rollout, group after group."""
-        generations = self.config.rollout.num_generations
-        return make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), generations, self.own_videos)
 
     def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
         """Gather the scores of the last rollout from all ranks, and turn them into advantages."""
@@ -434,6 +402,7 @@ class Trainer:
                     self.update + 1,
                 )
         own = self.gradient.accumulate(scored, positions, weight)
+        # Every rank clips and gathers whatever its own loss is: those that skipped would leave the others waiting.
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
@@ -447,17 +416,12 @@ class Trainer:
                 self.ema.average(min(self.config.training.ema_decay, (1 + self.update) / (10 + self.update)))
             if self.old is not None and self.forward_process is not None:
                 self.old.average(old_decay(self.forward_process, self.update + 1))
-            # With several updates per rollout the last one's values stand for the iteration.
-            if isinstance(terms, PolicyTerms):
-                kl = weighted_kl(terms, self.config.objective)
-                metrics |= update_metrics(terms)
-            elif isinstance(terms, ForwardTerms):
-                kl = self.config.objective.kl_position_weight * float(terms.kl_anchor.mean())
-                metrics |= forward_metrics(terms, len(positions))
+            found, kl = self.gradient.report(terms)
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
             for _ in range(moves):
                 self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
-            metrics |= {"kl/weight": weight, "grad_norm": grad_norm}
+            # With several updates per rollout the last one's values stand for the iteration.
+            metrics |= found | {"kl/weight": weight, "grad_norm": grad_norm}
         else:
             self._skip_update(fault)
             metrics["kl/weight"] = weight
@@ -523,15 +487,8 @@ class Trainer:
             noises=evaluation.noises,
             device=self.device,
         )
-        scoring = VideoScoring(
-            decoder=self.decoder,
-            reward=self.reward,
-            on_failure=self.config.reward.on_failure,
-            world=self.world,
-            progress=self.progress,
-        )
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            return evaluate(sampling, scoring, self.eval_prompts, return_videos=return_videos)
+            return evaluate(sampling, self._new_scoring(), self.eval_prompts, return_videos=return_videos)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""

@@ -1,16 +1,14 @@
 """Advantages, log-ratio, KL, surrogate, KL weight; tests/parity compares gradients with log-densities."""
 
-import json
 import math
-from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from sage_fast import objective
 from sage_fast.objective import (
-    KL_MODES,
+    KLMode,
     KLWeightConfig,
     KLWeightState,
     ObjectiveConfig,
@@ -23,7 +21,7 @@ from sage_fast.objective import (
     weighted_advantages,
 )
 from sage_fast.sde import sigma_schedule, transition_table
-from sage_kernels.reference.policy_loss import clipped_surrogate, gaussian_kl, log_ratio, ratio_norm_log_ratio
+from sage_kernels.reference.policy_loss import clipped_surrogate
 
 # Advantages
 
@@ -47,8 +45,7 @@ def test_global_std_keeps_the_group_mean() -> None:
     assert advantages.flatten().tolist() == pytest.approx([-1 / unit, 1 / unit, -4 / unit, 4 / unit])
 
 
-@pytest.mark.parametrize("std", ["group", "global"])
-@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize(("std", "eps"), [("group", 0.0), ("group", 1e-6), ("global", 0.0)])
 def test_groups_without_spread_are_counted_not_amplified(std: Any, eps: float) -> None:
     rewards = torch.tensor([[0.7, 0.7, 0.7], [0.0, 0.0, 0.0], [1.0, 2.0, 3.0]])
     advantages, zero_spread = group_advantages(rewards, std=std, eps=eps)
@@ -125,68 +122,20 @@ def test_per_reward_clips_the_sum_only() -> None:
     assert float(result.advantages[0, 0]) == 5
 
 
-PAIR = torch.tensor([[0.0, 1.0]])
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("rewards", "message"),
     [
-        (lambda: group_advantages(torch.zeros(4)), r"shape \(4,\)"),
-        (lambda: group_advantages(torch.zeros(4, 1)), "at least 2 samples"),
-        (
-            lambda: group_advantages(torch.tensor([[0.0, math.nan]])),
-            r"not finite at \(prompt, sample\) \[\[0, 1\]\]",
-        ),
-        (lambda: group_advantages(PAIR, std="batch"), "allowed are 'group' and 'global'"),  # type: ignore[arg-type]
-        (lambda: group_advantages(PAIR, clip=0.0), r"clip is 0\.0"),
-        (lambda: group_advantages(PAIR, eps=-1.0), r"eps is -1\.0"),
-        (lambda: weighted_advantages({"a": PAIR}, {"b": 1.0}, normalization="sum"), r"weights name \['b'\]"),
-        (lambda: weighted_advantages({"a": PAIR}, {"a": 0.0}, normalization="sum"), "non-zero weight"),
-        (lambda: weighted_advantages({"a": PAIR}, {"a": math.inf}, normalization="sum"), "must be finite"),
-        (lambda: weighted_advantages({"a": PAIR}, {"a": 1.0}, normalization="max"), "'sum' and 'per_reward'"),  # type: ignore[arg-type]
-        (
-            lambda: weighted_advantages({"a": PAIR}, {"a": 1.0}, normalization="per_reward", clip=-1.0),
-            r"clip is -1\.0",
-        ),
-        (
-            lambda: weighted_advantages(
-                {"a": PAIR, "b": torch.zeros(2, 2)}, {"a": 1.0, "b": 1.0}, normalization="per_reward"
-            ),
-            "different shapes",
-        ),
-        (
-            lambda: weighted_advantages({"MQ": PAIR * math.inf}, {"MQ": 1.0}, normalization="sum"),
-            "rewards 'MQ' are not finite",
-        ),
+        (torch.zeros(4), r"shape \(4,\)"),
+        (torch.zeros(4, 1), "at least 2 samples"),
+        (torch.tensor([[0.0, math.nan]]), r"not finite at \(prompt, sample\) \[\[0, 1\]\]"),
     ],
 )
-def test_advantage_errors(call: Any, message: str) -> None:
+def test_rewards_that_have_no_advantage(rewards: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        group_advantages(rewards)
 
 
 # Log-ratio, KL, surrogate
-
-
-def test_log_ratio_by_hand() -> None:
-    gain, noise, delta = torch.tensor([-2.0]), torch.tensor([[1.0, -3.0]]), torch.tensor([[0.5, 1.0]])
-    # r dv = -1, -2; r eps dv = -1, 6; (r dv)^2 / 2 = 0.5, 2.
-    assert log_ratio(gain, noise, delta).tolist() == [(-1.5 + 4) / 2]
-    assert ratio_norm_log_ratio(gain, noise, delta).tolist() == [2.5]
-    assert gaussian_kl(gain, delta).tolist() == [1.25]
-
-
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-@pytest.mark.parametrize("ratio", [0.8, 0.95, 1.0, 1.05, 1.2])
-def test_surrogate_is_the_pessimistic_branch_and_stops_the_gradient(ratio: float, advantage: float) -> None:
-    value = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    loss = clipped_surrogate(value, torch.tensor([advantage], dtype=torch.float64), 0.1)
-    held_back = (advantage > 0 and ratio > 1.1) or (advantage < 0 and ratio < 0.9)
-    bound = 1.1 if advantage > 0 else 0.9
-    assert float(loss.detach()) == pytest.approx(-advantage * (bound if held_back else ratio))
-    loss.sum().backward()
-    assert value.grad is not None
-    assert float(value.grad) == pytest.approx(0 if held_back else -advantage * ratio)
 
 
 def terms_for(settings: ObjectiveConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -209,22 +158,7 @@ def terms_for(settings: ObjectiveConfig, dtype: torch.dtype = torch.float32, **c
     return policy_loss(*tensors, **inputs, settings=settings)
 
 
-@pytest.mark.parametrize("logprob", ["gaussian", "unnormalized"])
-@pytest.mark.parametrize("ratio", ["gaussian", "bias_corrected"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_ratio_is_exactly_one_before_the_policy_moves(dtype: torch.dtype, ratio: Any, logprob: Any) -> None:
-    terms = terms_for(ObjectiveConfig(ratio=ratio, logprob=logprob), dtype)
-    expected = torch.float64 if dtype == torch.float64 else torch.float32
-    for column in terms[:-1]:
-        assert column.dtype == expected and column.shape == (3,)
-    assert terms.log_ratio.tolist() == [0.0] * 3
-    assert terms.ratio.tolist() == [1.0] * 3
-    assert terms.surrogate.tolist() == [-1.0, 1.0, -0.5]
-    assert terms.kl_velocity.tolist() == [0.0] * 3
-    assert terms.clipped.tolist() == [False] * 3
-
-
-@pytest.mark.parametrize("mode", KL_MODES)
+@pytest.mark.parametrize("mode", get_args(KLMode))
 def test_kl_modes_use_their_terms(mode: Any) -> None:
     position, velocity = kl_uses(mode)
     assert (position, velocity, anchor_kind(mode)) == {
@@ -247,20 +181,6 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
             terms_for(settings, velocity_anchor=None)
     else:
         terms_for(settings, velocity_anchor=None)
-
-
-def test_equalizer_off_leaves_the_surrogate_alone() -> None:
-    terms = terms_for(ObjectiveConfig(equalizer=False, kl_mode="none"), velocity_old=torch.zeros(3, 4, 2, 5))
-    assert torch.equal(terms.loss, terms.surrogate)
-
-
-def test_unnormalized_scales_the_ratio_and_not_the_kl() -> None:
-    moved = torch.zeros(3, 4, 2, 5)
-    plain = terms_for(ObjectiveConfig(), velocity_old=moved)
-    scaled = terms_for(ObjectiveConfig(logprob="unnormalized"), velocity_old=moved)
-    torch.testing.assert_close(scaled.log_ratio, plain.log_ratio * 2 * torch.tensor([0.3, 0.2, 0.1]) ** 2)
-    assert torch.equal(scaled.kl_velocity, plain.kl_velocity)
-    assert torch.equal(scaled.kl_position, plain.kl_position)
 
 
 def test_ratio_norm_is_what_grpo_guard_publishes() -> None:
@@ -322,60 +242,6 @@ def test_clipped_marks_the_samples_without_gradient() -> None:
     assert gradient.flatten(1).any(dim=1).tolist() == [False, False, True]
 
 
-def test_gradients_reach_the_new_velocity_only() -> None:
-    leaves: dict[str, Any] = {
-        name: torch.randn(3, 4, 2, 5, generator=torch.Generator().manual_seed(i)).requires_grad_()
-        for i, name in enumerate(("velocity_new", "velocity_old", "velocity_anchor"))
-    }
-    terms_for(ObjectiveConfig(), **leaves).loss.sum().backward()
-    assert leaves["velocity_new"].grad is not None
-    assert leaves["velocity_old"].grad is None and leaves["velocity_anchor"].grad is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"velocity_old": torch.zeros(1, 4, 2, 5)}, "velocity_old"),
-        ({"noise": torch.zeros(3, 4, 2)}, "one shape"),
-        ({"velocity_anchor": torch.zeros(3, 4, 2, 1)}, "velocity_anchor"),
-        ({"gain": torch.zeros(1)}, r"gain has shape \(1,\); expected \(3,\)"),
-        ({"advantage": torch.zeros(3, 1)}, "advantage has shape"),
-        ({"kl_weight": math.nan}, "kl_weight is nan"),
-        ({"kl_weight": -1e-6}, "kl_weight is"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_policy_loss_refuses_inputs_that_do_not_match(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        terms_for(ObjectiveConfig(), **changes)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("clip_range", 0.0, "between 0 and 1"),
-        ("clip_range", 1.5, "between 0 and 1"),
-        ("ratio", "norm", "gaussian, ratio_norm, bias_corrected"),
-        ("ratio", "ratio_norm", "set equalizer to false"),
-        ("logprob", "mean", "'gaussian' and 'unnormalized'"),
-        ("kl_mode", "both", "none, fixed, stepwise, fixed_stepwise, moving, dual"),
-        ("kl_position_weight", -1.0, "kl_position_weight is"),
-        ("kl_velocity_weight", math.inf, "kl_velocity_weight is"),
-        ("kl_velocity", "k3", "'estimator' and 'exact'"),
-    ],
-)
-def test_objective_settings_are_checked(field: str, value: Any, message: str) -> None:
-    assert field in {item.name for item in fields(ObjectiveConfig)}
-    with pytest.raises(ValueError, match=message):
-        ObjectiveConfig(**{field: value})
-
-
-def test_unknown_kl_modes_are_refused_by_the_helpers() -> None:
-    for helper in (kl_uses, anchor_kind):
-        with pytest.raises(ValueError, match="allowed are none, fixed"):
-            helper("frozen")
-
-
 # KL weight
 
 
@@ -408,39 +274,6 @@ def test_kl_weight_stays_above_its_minimum() -> None:
 def test_kl_weight_moves_outside_half_and_one_and_a_half_of_the_target(kl: float, factor: float) -> None:
     settings = KLWeightConfig(minimum=1.0, maximum=8.0, warmup_updates=0, target=1.0)
     assert next_kl_weight(KLWeightState(weight=4.0, update=9), kl, settings).weight == pytest.approx(4.0 * factor)
-
-
-def test_kl_weight_defaults_warm_up_in_a_hundred_updates() -> None:
-    path = weights(KLWeightConfig(target=1.0), [1.0] * 120)
-    assert path[0] == 1e-7 and path[50] == pytest.approx(5.05e-6) and path[100] == 1e-5
-    assert path[101:] == [1e-5] * 20
-
-
-def test_kl_weight_resumes_from_json() -> None:
-    settings = KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=2, target=1.0)
-    state = initial_kl_weight(settings)
-    for value in KL_VALUES[:5]:
-        state = next_kl_weight(state, value, settings)
-    restored = KLWeightState.from_dict(json.loads(json.dumps(state.to_dict())))
-    assert restored == state and len(restored.history) == 5
-    assert next_kl_weight(restored, 3.0, settings) == next_kl_weight(state, 3.0, settings)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"minimum": 2.0}, "expected 0 <= minimum <= maximum"),
-        ({"minimum": -1.0}, "expected 0 <= minimum <= maximum"),
-        ({"maximum": math.inf}, "expected 0 <= minimum <= maximum"),
-        ({"warmup_updates": -1}, "warmup_updates is -1"),
-        ({"target": 0.0}, "positive KL value"),
-        ({"target": math.nan}, "positive KL value"),
-    ],
-    ids=str,
-)
-def test_kl_weight_settings_are_checked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KLWeightConfig(**{"target": 1.0, **changes})
 
 
 def test_kl_weight_refuses_values_that_are_not_finite() -> None:

@@ -14,8 +14,7 @@ NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
 # Noise levels
 
 
-@pytest.mark.parametrize("shift", [0.2, 1.0, 5.0, 9.0, 17.3])
-@pytest.mark.parametrize("num_steps", [1, 2, 20, 1000])
+@pytest.mark.parametrize(("num_steps", "shift"), [(1, 5.0), (2, 0.2), (20, 17.3), (1000, 1.0)])
 def test_schedule_falls_from_exactly_one_to_exactly_zero(num_steps: int, shift: float) -> None:
     sigmas = sigma_schedule(num_steps=num_steps, shift=shift)
     assert sigmas.dtype == torch.float64 and sigmas.shape == (num_steps + 1,)
@@ -34,7 +33,7 @@ def test_schedule_by_hand() -> None:
 @pytest.mark.parametrize("sde_type", SDE_TYPES)
 def test_no_table_holds_anything_but_finite_numbers(sde_type: str) -> None:
     for shift, num_steps, eta in product(
-        (0.1, 1.0, 3.0, 5.0, 7.0, 17.0, 100.0), (1, 2, 8, 20, 50, 333), (0.0, 1e-12, 0.01, 0.3, 0.5, 1.0)
+        (0.1, 1.0, 5.0, 7.0, 100.0), (1, 2, 20, 50, 333), (0.0, 1e-12, 0.01, 0.5, 1.0)
     ):
         table = transition_table(sde_type, sigma_schedule(num_steps, shift), eta)
         for column in (table.a, table.b, table.std, table.gain, table.scale):
@@ -51,42 +50,6 @@ def test_no_table_holds_anything_but_finite_numbers(sde_type: str) -> None:
         if bool(table.trainable.any()):
             gain, scale = table.gain[table.trainable].abs(), table.scale[table.trainable]
             torch.testing.assert_close(gain * scale, torch.median(gain).expand_as(gain), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("num_steps", [8, 9])
-def test_equalizer_takes_the_lower_of_two_middles(num_steps: int) -> None:
-    table = transition_table("sage_grpo", sigma_schedule(num_steps, 5.0), 0.5)
-    ordered = sorted(table.gain.abs().tolist())
-    middle = ordered[(num_steps - 1) // 2]
-    assert table.scale.tolist() == pytest.approx([middle / abs(gain) for gain in table.gain.tolist()])
-    assert float(table.scale[table.gain.abs() == middle]) == 1
-
-
-def test_equalizer_ignores_steps_without_noise() -> None:
-    table = transition_table("cps", sigma_schedule(6, 3.0), 0.5)
-    assert table.degenerate == (5,)
-    ordered = sorted(table.gain[:5].abs().tolist())
-    assert table.scale[:5].tolist() == pytest.approx([ordered[2] / abs(gain) for gain in table.gain[:5].tolist()])
-
-
-@pytest.mark.parametrize(
-    ("sde_type", "num_steps", "shift", "degenerate"),
-    [
-        ("sage_grpo", 20, 5.0, ()),
-        ("sage_grpo", 50, 7.0, (0,)),
-        ("dance_grpo", 50, 7.0, ()),
-        ("flow_grpo", 50, 7.0, ()),
-        ("sage_exact", 50, 7.0, (49,)),
-        ("cps", 50, 7.0, (49,)),
-        ("ode", 50, 7.0, ()),
-    ],
-)
-def test_degenerate_steps_are_deterministic_and_named(
-    sde_type: str, num_steps: int, shift: float, degenerate: tuple[int, ...]
-) -> None:
-    table = transition_table(sde_type, sigma_schedule(num_steps, shift), 0.5)
-    assert table.degenerate == degenerate
-    assert not any(bool(table.trainable[step]) for step in degenerate)
 
 
 @pytest.mark.parametrize("sde_type", SDE_TYPES)
@@ -141,12 +104,6 @@ def test_sage_exact_forgets_the_noise_at_both_ends() -> None:
     assert [float(table.a[-1]), float(table.b[-1])] == [1, -float(table.sigmas[-2])]
 
 
-@pytest.mark.slow
-def test_sage_exact_has_noise_in_every_step_but_the_last() -> None:
-    for shift, num_steps, eta in product((0.1, 0.5, 1.0, 5.0, 50.0), range(1, 201), (1e-12, 0.5, 2.0)):
-        assert transition_table("sage_exact", sigma_schedule(num_steps, shift), eta).degenerate == (num_steps - 1,)
-
-
 def test_the_margin_of_sage_moves_its_first_step_only() -> None:
     sigmas = sigma_schedule(20, 5.0)
     variances = [transition_table("sage_grpo", sigmas, 0.5, sage_margin=m).std ** 2 for m in (1e-3, 3e-3, 1e-2)]
@@ -154,8 +111,6 @@ def test_the_margin_of_sage_moves_its_first_step_only() -> None:
     assert float(variances[1][0] / variances[1].sum()) == pytest.approx(0.26, abs=0.005)
     assert torch.equal(variances[0][1:], variances[2][1:])
     assert torch.equal(transition_table("sage_grpo", sigmas, 0.5).std ** 2, variances[1])
-    with pytest.raises(ValueError, match="sage_margin is 0"):
-        transition_table("sage_grpo", sigmas, 0.5, sage_margin=0.0)
 
 
 @pytest.mark.parametrize("sde_type", NOISY)
@@ -177,30 +132,17 @@ def test_restrict_keeps_the_window_and_makes_the_rest_ode(sde_type: str) -> None
         full.restrict([0, 12, -1])
 
 
-def test_tables_do_not_alias_the_levels_they_were_given() -> None:
-    sigmas = sigma_schedule(4, 5.0)
-    table = transition_table("ode", sigmas, 0.0)
-    sigmas.zero_()
-    assert float(table.sigmas[0]) == 1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: sigma_schedule(0, 5.0), "num_steps is 0"),
-        (lambda: sigma_schedule(2.5, 5.0), r"num_steps is 2\.5"),  # type: ignore[arg-type]
         (lambda: sigma_schedule(4, 0.0), r"shift is 0\.0"),
-        (lambda: sigma_schedule(4, math.nan), "shift is nan"),
         (lambda: sigma_schedule(1000, 1e17), "closer to 1"),
         (lambda: transition_table("ddim", sigma_schedule(4, 5.0), 0.5), "allowed are sage_grpo, sage_exact"),
         (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), -0.1), r"eta is -0\.1"),
-        (lambda: transition_table("sage_grpo", sigma_schedule(4, 5.0), math.inf), "eta is inf"),
         (lambda: transition_table("cps", sigma_schedule(4, 5.0), 1.2), "between 0 and 1"),
         (lambda: transition_table("ode", torch.tensor([1, 0]), 0.5), "floating-point vector"),
-        (lambda: transition_table("ode", torch.tensor([1.0]), 0.5), "floating-point vector"),
-        (lambda: transition_table("ode", torch.ones(2, 2), 0.5), "floating-point vector"),
         (lambda: transition_table("ode", torch.tensor([1.0, 0.5, 0.5, 0.0]), 0.5), "decrease strictly"),
-        (lambda: transition_table("ode", torch.tensor([1.0, math.nan, 0.0]), 0.5), "decrease strictly"),
         (lambda: transition_table("ode", torch.tensor([1000.0, 500.0, 0.0]), 0.5), "at most 1"),
         (lambda: transition_table("ode", torch.tensor([1.0, 0.5, -0.1]), 0.5), "at least 0"),
     ],
@@ -217,20 +159,6 @@ def test_transition_by_hand() -> None:
     x, v, noise = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]]), torch.tensor([[1.0, -2.0]])
     moved = transition(x, v, noise, a=0.5, b=-2.0, std=0.25)
     assert moved.tolist() == [[0.5 - 1.0 + 0.25, 1.0 + 2.0 - 0.5]]
-
-
-@pytest.mark.parametrize("sde_type", SDE_TYPES)
-def test_a_batch_of_steps_equals_single_steps(sde_type: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, v, noise = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(3))
-    table, steps = transition_table(sde_type, sigma_schedule(8, 3.0), 0.5), [0, 3, 6, 7]
-    batch = transition(x, v, noise, a=table.a[steps], b=table.b[steps], std=table.std[steps])
-    for row, step in enumerate(steps):
-        one = slice(row, row + 1)
-        a, b, std = table.a[step], table.b[step], table.std[step]
-        single = transition(x[one], v[one], noise[one], a=a, b=b, std=std)[0]
-        assert torch.equal(batch[row], single)
-        assert torch.equal(transition(x, v, noise, a=float(a), b=float(b), std=float(std))[row], single)
 
 
 def test_a_deterministic_step_needs_no_noise() -> None:
@@ -337,23 +265,6 @@ def test_cps_tends_to_another_variance(eta: float) -> None:
     distances = [abs(variance_errors("cps", n, 0.5, eta)[-1] - (limit - 1)) for n in (100, 1000, 10000)]
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.005
-
-
-@pytest.mark.parametrize("sde_type", NOISY)
-def test_the_plain_transition_reproduces_the_propagated_moments(sde_type: str) -> None:
-    """Monte Carlo through `transition`; the bounds are five standard errors of a mean and of a variance."""
-    spread, count = 0.5, 100_000
-    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
-    means, variances = propagate(table, spread)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, count, generator=generator, dtype=torch.float64)
-    for step in range(table.num_steps):
-        sigma = float(table.sigmas[step])
-        v = -MU + velocity_slope(sigma, spread) * (x - (1 - sigma) * MU)
-        noise = torch.randn(1, count, generator=generator, dtype=torch.float64)
-        x = transition(x, v, noise, a=table.a[step], b=table.b[step], std=table.std[step])
-        assert float(x.mean()) == pytest.approx(means[step], abs=5 * math.sqrt(variances[step] / count))
-        assert float(x.var()) == pytest.approx(variances[step], rel=5 * math.sqrt(2 / count))
 
 
 def _row(sde_type: str, values: list[str]) -> str:

@@ -6,10 +6,8 @@ loads them. Trained weights are float32 masters, also over a bfloat16 transforme
 
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,12 +151,11 @@ def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dty
     """Cast the weights before training, unless they were loaded in `dtype`; the time input stays float32.
 
     The stock time embedding casts its sinusoids to the timestep's dtype, so a bfloat16 model needs a rounded timestep.
-    A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep. (The class
-    keeps no module in float32, despite the warning of its `to`.)
+    A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
     """
     if transformer.dtype != dtype:
-        with _quiet_casts():
-            transformer.to(dtype)
+        # The method of the class warns about modules that it keeps in float32, of which it has none.
+        nn.Module.to(transformer, dtype)
     if dtype == torch.float32:
         return
     transformer.time_embed.timestep_embedder.register_forward_pre_hook(
@@ -184,15 +181,3 @@ def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Ca
         save_file(copies, folder / ADAPTER_FILE, metadata=metadata)
 
     return write
-
-
-@contextmanager
-def _quiet_casts() -> Iterator[None]:
-    """Silence diffusers' warning about modules that should stay in float32: this class has none."""
-    log = logging.getLogger("diffusers.models.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

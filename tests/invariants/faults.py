@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +99,7 @@ def serve(library: ctypes.CDLL) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["at"] == WARM_UP:  # before the first fork, so that the caches of a run are inherited
-            with _redirected(request["output"]):
+            with Path(request["output"]).open("w", encoding="utf-8") as output, redirect_stdout(output):
                 status = cli.main(request["arguments"])
             print(status, flush=True)
             continue
@@ -130,17 +130,6 @@ def _run_in_child(request: dict[str, Any], library: ctypes.CDLL) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-@contextmanager
-def _redirected(file: str) -> Iterator[None]:
-    """Let what is said go to a file: the standard output is for answers."""
-    with Path(file).open("w", encoding="utf-8") as output:
-        saved, sys.stdout = sys.stdout, output
-        try:
-            yield
-        finally:
-            sys.stdout = saved
 
 
 def _take_shortcuts() -> None:

@@ -32,13 +32,10 @@ class Training:
     weights: dict[str, Tensor]
 
 
-def train(config: RunConfig, kernels: object = None, iterations: int = 3) -> Training:
+def train(config: RunConfig) -> Training:
     trainer = build_trainer(config)
-    if kernels is not None:
-        trainer.kernels = kernels  # type: ignore[assignment]
-        trainer.gradient = trainer._make_gradient()
     start = {name: p.detach().clone() for name, p in trainer.parameters.items()}
-    records = [trainer.iterate() for _ in range(iterations)]
+    records = [trainer.iterate() for _ in range(3)]
     return Training(records, start, {name: p.detach().clone() for name, p in trainer.parameters.items()})
 
 

@@ -85,17 +85,25 @@ class Trial:
         names = sorted(found.keys() | self.wanted.keys())
         return [name for name in names if found.get(name) != self.wanted.get(name)]
 
-    def go_on(self) -> str | None:
-        """Resume a run that ended early. Returns the fault in how it goes on; None without one."""
+    def problem(self, outcome: Outcome, *, resumes: bool = False) -> str:
+        """The fault in how a command ended, or in how its run goes on; empty without one."""
+        if outcome.status == 0:
+            if resumes and "Going on from" not in outcome.output:
+                return "it began again"
+            return ", ".join(self.differences())
+        if "Traceback" in outcome.output or "error: " not in outcome.output or outcome.status < 0:
+            return f"it did not say why it ended with {outcome.status}: {outcome.output[-600:]}"
+        return self.go_on()
+
+    def go_on(self) -> str:
+        """Resume a run that ended early. Returns the fault in how it goes on; empty without one."""
         saved = bool(list_checkpoints(self.folder / "checkpoints"))
         outcome = self.run()
         if outcome.status != 0:
             return f"the resumed run ended with {outcome.status}: {outcome.output[-600:]}"
         if saved and "Going on from" not in outcome.output:
             return "the resumed run began again"
-        if different := self.differences():
-            return f"different from an undisturbed run: {', '.join(different)}"
-        return None
+        return ", ".join(self.differences())
 
 
 def numbers(run: Path) -> dict[str, Any]:
@@ -109,8 +117,7 @@ def numbers(run: Path) -> dict[str, Any]:
     for file in run.glob("checkpoints/update-*/lora/*.safetensors"):  # whose header is in another order every time
         found[str(file.relative_to(run))] = {name: value.tolist() for name, value in load_file(file).items()}
     for file in run.glob("checkpoints/update-*/state.json"):
-        state = json.loads(file.read_bytes())["trainer"]
-        found[str(file.relative_to(run))] = state
+        found[str(file.relative_to(run))] = json.loads(file.read_bytes())["trainer"]
     return found
 
 
@@ -152,15 +159,6 @@ def test_a_kill_at_any_file_system_call_loses_nothing(
     report(f"killed, saving in the {saving}", events, failures)
 
 
-def clear_end(outcome: Outcome) -> str | None:
-    """The fault in how a command stopped; None without one."""
-    if "Traceback" in outcome.output:
-        return f"a traceback: {outcome.output[-600:]}"
-    if outcome.status < 0:
-        return f"it ended by signal {-outcome.status}"
-    return None if "error: " in outcome.output else f"it did not say why it ended: {outcome.output[-600:]}"
-
-
 @pytest.mark.parametrize(
     ("saving", "shift"), [("foreground", 0), ("background", 1), ("foreground", 2), ("background", 3)]
 )
@@ -178,11 +176,7 @@ def test_an_error_of_any_file_system_call_stops_the_run_clearly_or_changes_nothi
         if len(outcome.events) < number:
             break
         events[number] = outcome.events[number - 1]
-        if outcome.status == 0:
-            problem = ", ".join(trial.differences())
-        else:
-            problem = clear_end(outcome) or trial.go_on() or ""
-        if problem:
+        if problem := trial.problem(outcome):
             failures[number] = f"{errno.errorcode[error]}: {problem}"
     assert max(events) > 100
     report(f"errors, saving in the {saving}, shift {shift}", events, failures)
@@ -210,13 +204,7 @@ def test_an_error_while_resuming_never_begins_again(
             break
         events[number] = outcome.events[number - 1]
         verify_checkpoint(trial.folder / "checkpoints" / first.name)
-        if outcome.status != 0:
-            problem = clear_end(outcome) or trial.go_on() or ""
-        elif "Going on from" not in outcome.output:
-            problem = "it began again"
-        else:
-            problem = ", ".join(trial.differences())
-        if problem:
+        if problem := trial.problem(outcome, resumes=True):
             failures[number] = f"{errno.errorcode[error]}: {problem}"
     assert max(events) > 50
     report(f"errors while resuming, shift {shift}", events, failures)

@@ -1,6 +1,6 @@
 """The convergence pair of the policy: whole toy trainings with the fused forward and with diffusers' own.
 
-Bounds and their reason are those of the pair of kernels (`test_kernels.py`).
+Bounds and their reason are those of the pair of kernels (`test_kernels_in_training.py`).
 """
 
 from typing import Any

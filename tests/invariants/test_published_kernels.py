@@ -67,8 +67,7 @@ def switches(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, object], ...
     return tuple(found)
 
 
-@pytest.fixture(scope="module")
-def timed() -> set[Variant]:
+def benchmark_variants() -> set[Variant]:
     """Cases of the benchmark, on the meta device."""
     calls: list[Callable[[], object]] = []
     for spec in SPECS.values():
@@ -83,54 +82,29 @@ def timed() -> set[Variant]:
     return recorder.variants
 
 
-_trained: dict[tuple[str, ...], set[Variant]] = {}
-
-
-def variants_of_training(make: MakeRun, overrides: list[str], patch: pytest.MonkeyPatch) -> set[Variant]:
-    """Variants that one iteration calls, recorded once for all tests."""
-    if tuple(overrides) not in _trained:
-        patch.setattr(common, "runs_triton", lambda tensor: tensor.is_cuda)
-        for name in launchers.__all__:
-            patch.setattr(launchers, name, getattr(torch.ops.sage_kernels, name, getattr(sage_kernels, name, None)))
-        trainer = build_trainer(make("--model.kernels=triton", *overrides))
+def test_training_runs_what_the_benchmark_times_and_nothing_else(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probability alone is there for other trainers."""
+    timed = benchmark_variants()
+    monkeypatch.setattr(common, "runs_triton", lambda tensor: tensor.is_cuda)
+    for name in launchers.__all__:
+        operator = getattr(torch.ops.sage_kernels, name, getattr(sage_kernels, name, None))
+        monkeypatch.setattr(launchers, name, operator)
+    trained: set[Variant] = set()
+    for overrides in (*MODES, *OPTIONS):
+        trainer = build_trainer(tiny_run("--model.kernels=triton", *overrides))
         with Recorder() as recorder:
             trainer.iterate()
-        _trained[tuple(overrides)] = recorder.variants
-    return _trained[tuple(overrides)]
-
-
-@pytest.mark.parametrize("overrides", [*MODES, *OPTIONS], ids=" ".join)
-def test_training_runs_what_the_benchmark_times(
-    overrides: list[str], tiny_run: MakeRun, timed: set[Variant], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = variants_of_training(tiny_run, overrides, monkeypatch)
-    # The forward process has no log-probability.
-    without = {"policy_loss"} if "--training.update=forward_process" in overrides else set()
-    assert {name.removesuffix("_backward") for name, _ in called} == set(SPECS) - without
-    assert called <= timed
-
-
-def test_the_benchmark_times_what_training_runs(
-    tiny_run: MakeRun, timed: set[Variant], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Besides the log-probability, which is there for other trainers."""
-    trained = set().union(*(variants_of_training(tiny_run, o, monkeypatch) for o in (*MODES, *OPTIONS)))
+        # The forward process has no log-probability.
+        without = {"policy_loss"} if "--training.update=forward_process" in overrides else set()
+        called = {name.removesuffix("_backward") for name, _ in recorder.variants}
+        assert called == set(SPECS) - without, overrides
+        trained |= recorder.variants
+    assert trained <= timed
     assert timed - trained == {("sde_step", (("noise_ids", True), ("log_prob", True)))}
     for name in {name for name, _ in timed}:
         variants = [dict(arguments) for other, arguments in timed if other == name]
         assert all(any(variant[argument] for variant in variants) for argument in variants[0]), name
     published = {name for name in vars(torch.ops.sage_kernels) if not name.startswith("_")}
     assert published - {"name"} == {name for name, _ in timed}
-
-
-def test_no_op_has_a_parameter_that_nobody_gives() -> None:
-    for spec in SPECS.values():
-        given = {
-            name
-            for case in spec.bench_cases
-            for name, value in spec.make_inputs(case, spec.bench_dtype, "meta", None).items()
-            if value is not None
-        }
-        # `tail` says where rows lie, not what is computed; only blocks with adapters give it.
-        parameters = set(inspect.signature(spec.op).parameters) - {"eps", "rest", "inputs", "tail"}
-        assert parameters <= given, spec.name

@@ -8,51 +8,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from sage_fast.checkpoint import list_checkpoints, open_checkpoint
+from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.run import Run
-from sage_fast.single_pass import SinglePassGradient
 from tests.run.test_run import ENVIRONMENT, command, count_lines, numbers, start, wait_until, with_output
-from tests.test_single_pass import single_video
 
 ROOT = Path(__file__).resolve().parents[2]
 MakeRun = Callable[..., RunConfig]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("--objective.kl_mode=dual", "--training.anchor_interval=2", "--objective.kl_position_fraction=0.5"),
-        pytest.param(
-            (
-                "--optimizer.name=muon",
-                "--training.mode=full",
-                "--optimizer.learning_rate=1e-3",
-                "--training.ema_decay=0.9",
-            ),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--rollout.sde_window.size=2", "--training.updates_per_rollout=2", "--optimizer.warmup_updates=3"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (
-                "--training.train_on={best: 1, worst: 1}",
-                "--rollout.num_generations=4",
-                "--rollout.shared_initial_noise=true",
-                "--rollout.sde_window.size=2",
-                "--rollout.micro_batch_size=2",
-            ),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["lora-anchor-drawn-kl", "full-muon-ema", "window-two-updates", "best-and-worst-shared-start"],
-)
-def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+RUNS = {
+    "lora-anchor-drawn-kl": "objective.kl_mode=dual training.anchor_interval=2 objective.kl_position_fraction=0.5",
+    "single-pass": "training.update=single_pass rollout.micro_batch_size=1 training.anchor_interval=2 "
+    "training.ema_decay=0.9",
+    "forward-process": "training.update=forward_process rollout.sde_type=ode objective.kl_mode=moving",
+    # Of single videos, so that the run that goes on meets the noise levels first in another batch than the whole one.
+    "full-muon-ema": "training.mode=full optimizer.name=muon training.ema_decay=0.9 rollout.micro_batch_size=1",
+    "window-two-updates": "rollout.sde_window.size=2 training.updates_per_rollout=2 optimizer.warmup_updates=3",
+    "best-and-worst-shared-start": "training.train_on.best=1 training.train_on.worst=1 rollout.num_generations=4 "
+    "rollout.shared_initial_noise=true rollout.sde_window.size=2 rollout.micro_batch_size=2",
+}
+SLOW = ("full-muon-ema", "window-two-updates", "best-and-worst-shared-start")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
+def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, name: str) -> None:
+    overrides = [f"--{word}" for word in RUNS[name].split()]
+
     def config(output: str, updates: int, resume: str) -> RunConfig:
         given = (*overrides, f"--training.num_updates={updates}", "--checkpoint.every=2", f"--resume={resume}")
         return with_output(tiny_run(*given), tmp_path / output)
@@ -104,57 +88,3 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
     )
     assert "Skipping a damaged checkpoint" in end.stderr and newest.name in end.stderr
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_resume_is_bit_for_bit_also_where_evaluation_and_rollout_batch_differently(
-    tiny_run: MakeRun, tmp_path: Path
-) -> None:
-    """A resumed run meets the noise levels first in another batch than the whole run did."""
-    options = ["--training.num_updates=3", "--rollout.micro_batch_size=1", "--evaluation.batch_size=4"]
-    Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
-    half = tiny_run(*options)
-    half.training.num_updates = 1
-    Run(with_output(half, tmp_path / "half")).train()
-    Run(with_output(tiny_run(*options), tmp_path / "half", resume="auto")).train()
-    last, other = (numbers(tmp_path / name)[-1] for name in ("whole", "half"))
-    assert {k: v for k, v in last.items() if not k.startswith("eval/")} == {
-        k: v for k, v in other.items() if not k.startswith("eval/")
-    }
-
-
-def test_a_run_killed_between_rollout_and_update_resumes_to_the_bit(
-    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(output: str, *more: str) -> Run:
-        config = single_video(tiny_run, "--objective.kl_mode=dual", "--training.anchor_interval=2")(
-            "single_pass",
-            "--training.num_updates=4",
-            "--training.ema_decay=0.9",
-            "--checkpoint.every=2",
-            "--evaluation.every=0",
-            *more,
-        )
-        config.output_dir = str(tmp_path / output)
-        return Run(config)
-
-    run("whole").train()
-    killed = run("killed")
-    accumulate = SinglePassGradient.accumulate
-
-    def dies(self: SinglePassGradient, *arguments) -> object:
-        if killed.trainer.update == 3:
-            raise KeyboardInterrupt
-        return accumulate(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(SinglePassGradient, "accumulate", dies)
-        killed.train()
-    assert list_checkpoints(tmp_path / "killed/checkpoints")[-1].name == "update-000002"
-    run("killed", "--resume=auto").train()
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
-    whole, resumed = (
-        open_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "killed")
-    )
-    for stem, tensors in whole.tensors.items():
-        assert all(torch.equal(resumed.tensors[stem][name], value) for name, value in tensors.items())

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy import guidance
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
-from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
+from tests.test_single_pass import train
+from tests.tiny.velocity_field import move_weights, relative
 
 MakeRun = Callable[..., RunConfig]
 
@@ -85,26 +86,6 @@ def test_split_and_paired_give_one_velocity_and_one_gradient(trainer: Trainer, s
     assert relative(found[1], found[0]) < 3e-6
     policy.velocity(*arguments).sin().sum().backward()
     assert relative(found[0], gradients(trainer)) < 1e-6
-
-
-def test_several_cotangents_are_pulled_apart(trainer: Trainer) -> None:
-    """One forward, two products: what single-pass training asks for."""
-    arguments = batch(trainer)
-    parameters = list(trainer.parameters.values())
-    trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos() + v.square()])
-    whole = gradients(trainer)
-    for split in (False, True):
-        parts = [torch.zeros_like(whole), torch.zeros_like(whole)]
-
-        def vjp(output: Tensor, cotangents: Any, parts: list[Tensor] = parts) -> None:
-            for part, cotangent in zip(parts, cotangents, strict=True):
-                products = torch.autograd.grad(output, parameters, cotangent, retain_graph=True)
-                part += torch.cat([p.flatten() for p in products])
-
-        trainer.policy.velocity_and_gradient(*arguments, lambda v: [v.cos(), v.square()], split=split, vjp=vjp)
-        assert all(p.grad is None for p in parameters)
-        assert relative(parts[0] + parts[1], whole) < 3e-6
-        assert min(relative(part, whole) for part in parts) > 1e-3
 
 
 def test_forwards_of_a_gradient(trainer: Trainer, calls: list[tuple[str, bool]]) -> None:
@@ -184,31 +165,7 @@ def test_a_conditional_gradient_is_an_option_of_a_run(
     assert ("prompt", True) in calls and ("free", True) not in calls
 
 
-def test_a_conditional_gradient_needs_a_conditional_branch(tiny_run: MakeRun) -> None:
-    with pytest.raises(ConfigError, match="guidance_scale 0"):
-        tiny_run("--training.guidance=conditional", "--rollout.guidance_scale=0")
-
-
 # ------------------------------------------------------------------------------------------ training
-
-
-def train(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The gradient of each update of two iterations, in float64."""
-    trainer = build_trainer(config)
-    found: list[Tensor] = []
-    with monkeypatch.context() as patch:
-        use_smooth_velocity(trainer, patch)
-        move_weights(trainer)
-        step = trainer.engine.step
-
-        def observed() -> None:
-            found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
-            step()
-
-        patch.setattr(trainer.engine, "step", observed)
-        for _ in range(2):
-            trainer.iterate()
-    return found
 
 
 RUNS = {
@@ -221,7 +178,8 @@ RUNS = {
 def test_in_float64_every_gradient_agrees(tiny_run: MakeRun, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*RUNS[name], "--optimizer.eps=1e-3", "--objective.clip_range=0.01"]
     paired, split = (
-        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch) for guidance in ("paired", "split")
+        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch, iterations=2, smooth=True)[1]
+        for guidance in ("paired", "split")
     )
     assert len(paired) == (4 if name == "several-updates" else 2)
     for a, b in zip(paired, split, strict=True):

@@ -24,7 +24,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
-from sage_fast.models.hunyuan15.description import (
+from sage_fast.models.hunyuan15.hunyuan15 import (
     HUNYUAN_VIDEO_15,
     _published_decoder,
     decode_traffic,
@@ -438,7 +438,7 @@ LORA_B = """
 import json, torch
 from sage_fast.config.load import load_config
 from sage_fast import accelerate
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora
 from sage_fast.planning.trace import meta_transformer

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
-from sage_fast.models.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
-from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
+from sage_fast.models.toy.renderer import LATENT_CHANNELS, PatchCodec, tokenize
+from sage_fast.records import PromptEmbeds
 
 ASSETS = Path(__file__).parent / "assets"
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "weights.safetensors"
+
+EMBED_DIM = 24
+GLYPH_DIM = 32
 
 # The class creates these whatever the task. Without glyph and image tokens they never act, and their hidden
 # layer of fixed width 2048 would be two thirds of the file: they are not stored, not trained, and loaded as zeros.
@@ -44,6 +48,35 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
     "task_type": "t2v",
     "use_meanflow": False,
 }
+
+
+class WordEncoder:
+    """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to unit root mean square.
+
+    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). It has no glyph
+    branch.
+    """
+
+    def __init__(self) -> None:
+        self._table = torch.eye(EMBED_DIM) * EMBED_DIM**0.5
+
+    def prepare(
+        self,
+        texts: Sequence[str],
+        world: World = SINGLE_PROCESS,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[tuple[int, int]]:
+        """(L, Lg) of every text. ValueError as `encode`."""
+        return [embeds.lengths for embeds in self.encode(texts)]
+
+    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+        """One record per text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
+
+        ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
+        """
+        return [
+            PromptEmbeds(text=self._table[tokenize(text)].clone(), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts
+        ]
 
 
 def is_unused(name: str) -> bool:

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.description import _published_decoder
+from sage_fast.models.hunyuan15.hunyuan15 import _published_decoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask, decode_bytes
 from sage_fast.planning.trace import Tracer
 from tests.tiny.checkpoints import LATENT_CHANNELS

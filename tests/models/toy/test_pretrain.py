@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.backbone import velocity
-from sage_fast.models.toy.captions import all_captions
 from sage_fast.models.toy.components import (
     ASSETS,
     CONFIG_NAME,
@@ -31,6 +30,7 @@ from sage_fast.models.toy.pretrain import (
     pretrain,
     shown_by_caption,
 )
+from sage_fast.models.toy.renderer import all_captions
 
 WORDS = all_captions()
 TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)), seed=1, batch_size=4)
@@ -97,10 +97,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_learning_rate_warms_up_and_decays():
-    config = PretrainConfig(warmup_steps=10, decay_share=0.5)
-    rates = [config.rate_at(step, 100) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[10:50] == [1.0] * 40
-    assert rates[75] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.02)
+    rates = [PretrainConfig(warmup_steps=10).rate_at(step, 100) for step in (0, 50, 99)]
+    assert rates == pytest.approx([0.1, 0.5, 0.01])
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=range(len(PHASES)))

@@ -562,9 +562,9 @@ def test_the_device_of_a_configuration() -> None:
 
 
 def test_the_rate_of_a_backend_that_was_not_measured_is_that_of_its_kernels_or_of_another() -> None:
-    h100, measured = DEVICES["h100"], replace(DEVICES["a100"], attention={"xformers": (3.0, 2.0)})
+    h100, measured = DEVICES["h100"], replace(DEVICES["a100"], attention={"cudnn": (3.0, 2.0)})
     assert h100.rates("bfloat16", "sdpa") == h100.rates("bfloat16", "flash2")
-    assert [measured.rates("bfloat16", name)[1:3] for name in ("xformers", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
+    assert [measured.rates("bfloat16", name)[1:3] for name in ("cudnn", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
 
 
 def test_the_page_shows_what_the_command_prints() -> None:

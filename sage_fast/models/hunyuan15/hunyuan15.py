@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
+from sage_fast.models.stored import weight_files
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 
@@ -192,11 +194,9 @@ class HunyuanVideo15(ModelFamily):
         missing = list(whole.missing)
         # Shards that an index names and that are not there, as after an interrupted download.
         for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except ValueError:
-                continue  # damaged and not missing: the loader's checks name it
-            missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
+            with suppress(ValueError):  # damaged and not missing: the loader's checks name it
+                shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
+                missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
         licence = "not licensed in the European Union, the United Kingdom and South Korea"
         return [replace(whole, missing=missing, licence=licence)]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
+from sage_fast.models.stored import check_fit
 from sage_fast.models.toy.renderer import LATENT_CHANNELS, PatchCodec, tokenize
 from sage_fast.records import PromptEmbeds
 
@@ -101,6 +102,18 @@ def stored_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
     return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
 
 
+def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
+    """Folder of a toy model, and its configuration. ValueError where a file is missing."""
+    directory = ASSETS if model.path is None else Path(model.path)
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (directory / name).is_file():
+            raise ValueError(
+                f"{directory} has no {name}. Give a folder written by 'python -m sage_fast.models.toy.pretrain "
+                "--output FOLDER', or no path for the model that ships with the project."
+            )
+    return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
+
+
 def load_components(model: ModelConfig) -> Components:
     """Load a toy model from plain files; nothing is downloaded.
 
@@ -117,25 +130,17 @@ def load_components(model: ModelConfig) -> Components:
             f"model.text_encoder_dtype is {model.text_encoder_dtype!r}, but a toy model looks its few words up in a "
             "float32 table. Leave it out."
         )
-    directory = ASSETS if model.path is None else Path(model.path)
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            raise ValueError(
-                f"{directory} has no {name}. Give a folder written by 'python -m sage_fast.models.toy.pretrain "
-                "--output FOLDER', or no path for the model that ships with the project."
-            )
-    transformer = build_transformer(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
+    directory, config = _open(model)
+    transformer = build_transformer(config)
     expected = stored_parameters(transformer)
     with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    misshapen = {name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape}
-    if missing or unexpected or misshapen:
-        raise ValueError(
-            f"{directory / WEIGHTS_NAME} does not fit {CONFIG_NAME}: missing {sorted(missing)[:5]}, "
-            f"unexpected {sorted(unexpected)[:5]}, of another shape {sorted(misshapen)[:5]}. "
-            "Use the two files of one run."
-        )
+    check_fit(
+        directory,
+        missing=expected.keys() - weights.keys(),
+        unexpected=weights.keys() - expected.keys(),
+        mismatched={name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape},
+    )
     transformer.load_state_dict(weights, strict=False)
     return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
 
@@ -152,13 +157,8 @@ class Toy(ModelFamily):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        file = (ASSETS if model.path is None else Path(model.path)) / CONFIG_NAME
-        if not file.is_file():
-            raise ValueError(
-                f"{file.parent} has no {CONFIG_NAME}. Give a folder written by sage_fast.models.toy.pretrain."
-            )
         return ModelDescription(
-            transformer=json.loads(file.read_text(encoding="utf-8")) | {"unread_modules": UNUSED_MODULES},
+            transformer=_open(model)[1] | {"unread_modules": UNUSED_MODULES},
             text_tokens=len(["a", "red", "circle", "moving", "left"]),
             latent_shape=PatchCodec().latent_shape,
             decoding=_decoding,

@@ -244,20 +244,14 @@ class PatchCodec:
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of a video; ValueError unless the sizes are multiples of 2, 4 and 4."""
-        sizes = {
-            "frames": (num_frames, PATCH_FRAMES),
-            "height": (height, PATCH_HEIGHT),
-            "width": (width, PATCH_WIDTH),
-        }
-        for name, (size, patch) in sizes.items():
+        patches = {"frames": PATCH_FRAMES, "height": PATCH_HEIGHT, "width": PATCH_WIDTH}
+        for (name, patch), size in zip(patches.items(), (num_frames, height, width), strict=True):
             if size <= 0 or size % patch:
                 raise ValueError(f"The toy codec needs a {name} that is a positive multiple of {patch}, not {size}.")
         return LATENT_CHANNELS, num_frames // PATCH_FRAMES, height // PATCH_HEIGHT, width // PATCH_WIDTH
 
     def encode(self, videos: Tensor) -> Tensor:
-        """uint8 (B, F, 3, H, W) -> float32 (B, 96, F/2, H/4, W/4). ValueError for another dtype or shape."""
-        if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[2] != 3:
-            raise ValueError(f"Expected uint8 videos (B, F, 3, H, W), got {videos.dtype} {tuple(videos.shape)}.")
+        """uint8 (B, F, 3, H, W) -> float32 (B, 96, F/2, H/4, W/4)."""
         batch, frames, _, height, width = videos.shape
         _, f, h, w = self.latent_shape(frames, height, width)
         pixels = (videos.float() / 255 - self._mean.to(videos.device)) / PIXEL_STD
@@ -266,9 +260,7 @@ class PatchCodec:
         return (blocks @ self._basis.T.to(videos.device)).permute(0, 4, 1, 2, 3).contiguous()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """float (B, 96, F, H, W) -> uint8 (B, 2F, 3, 4H, 4W) on the CPU, clipped. ValueError for another shape."""
-        if latents.ndim != 5 or latents.shape[1] != LATENT_CHANNELS:
-            raise ValueError(f"Expected latents (B, {LATENT_CHANNELS}, F, H, W), got {tuple(latents.shape)}.")
+        """float (B, 96, F, H, W) -> uint8 (B, 2F, 3, 4H, 4W) on the CPU, clipped."""
         batch, _, f, h, w = latents.shape
         blocks = latents.float().permute(0, 2, 3, 4, 1) @ self._basis.to(latents.device)
         blocks = blocks.view(batch, f, h, w, PATCH_FRAMES, 3, PATCH_HEIGHT, PATCH_WIDTH)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
 from sage_fast.models.hunyuan15 import block
-from sage_fast.models.hunyuan15.backbone import dead_modules
+from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import add_lora, cast_weights
 from sage_fast.records import PromptEmbeds
@@ -258,6 +258,19 @@ def test_no_bit_depends_on_what_blocks_keep(dtype: torch.dtype, lora: bool) -> N
     for other, given in others:
         assert torch.equal(output, other) and given.keys() == gradients.keys()
         assert all(torch.equal(given[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_rollout_and_update_compute_the_same_bits(checkpointing: Any) -> None:
+    model = with_lora(tiny_transformer())
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    accelerate(model, checkpointing=checkpointing)
+    update = velocity(model, latents(3), torch.tensor([0.3, 0.7, 0.9]), prompts_of("ragged", torch.float32))
+    with torch.no_grad():
+        rollout = velocity(model, latents(3), torch.tensor([0.3, 0.7, 0.9]), prompts_of("ragged", torch.float32))
+    assert update.requires_grad and update.dtype == torch.float32 and torch.equal(update, rollout)
 
 
 def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:

@@ -96,11 +96,6 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
         assert f"--steps is {steps}: use 3 numbers, such as 8000,5500,4000" in capsys.readouterr().err
 
 
-def test_learning_rate_warms_up_and_decays():
-    rates = [PretrainConfig(warmup_steps=10).rate_at(step, 100) for step in (0, 50, 99)]
-    assert rates == pytest.approx([0.1, 0.5, 0.01])
-
-
 @pytest.mark.parametrize("phase", PHASES, ids=range(len(PHASES)))
 def test_wrong_captions_differ_in_one_attribute(phase):
     shares = shown_by_caption(phase)

@@ -35,6 +35,11 @@ class VAEDecoder:
         memory_gib: what the activations of a decode may take, in GiB. As many samples as fit are decoded at once; a
             sample that does not fit by itself is decoded in diffusers' overlapping tiles of 256 pixels, as the official
             code decodes everything. None decodes each sample whole, one at a time.
+
+    Tiles are 1.65 times the work of the whole at 480x832 (1,341 TFLOP for 81 frames, against 813) and 1.51 times at
+    352x624 (675 against 446): overlaps are decoded twice. The class's parameters cannot make tiles equal. It begins one
+    at every step up to the border, and a step is a tile less its overlap, so the last tile of a row has at most a step
+    left: 4 of 16 latents at 480x832.
     """
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, *, memory_gib: float | None = None) -> None:

@@ -119,7 +119,7 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def all_adaln_layers(transformer: nn.Module) -> list[nn.Module]:
-    """Those of all blocks, in their order."""
+    """AdaLN projections of all blocks, in their order."""
     return [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
 
 

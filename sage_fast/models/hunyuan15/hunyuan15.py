@@ -17,10 +17,9 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 from sage_fast.models.stored import weight_files
-
-DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 
 HUNYUAN_VIDEO_15: dict[str, Any] = {
     "in_channels": 65,

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15.hunyuan15 import DEFAULT_REPOSITORY
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.stored import StoredWeights, check_fit, read_json, weight_files, without_memory

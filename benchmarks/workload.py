@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.planning import work as planning
 from sage_fast.planning.work import Work as Work
 from sage_fast.policy.lora import add_lora, cast_weights, trainable_parameters

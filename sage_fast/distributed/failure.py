@@ -41,7 +41,6 @@ PACKAGES = (
     "av",
     "deepspeed",
     "flash-attn",
-    "xformers",
     "torchvision",
 )
 

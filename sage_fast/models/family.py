@@ -76,8 +76,44 @@ class VideoDecoder(Protocol):
 
 
 @dataclass(kw_only=True)
-class Components:
-    """The three parts of a text-to-video model that a run is made of.
+class WeightFacts:
+    """Facts that weights on this machine state."""
+
+    guidance_distilled: str | None = None
+    """File that says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
+    shift: float | None = None
+    """Timestep shift that the model was published with; None where nothing says."""
+
+    def check_guidance(self, guidance_scale: float) -> None:
+        """ValueError where guidance is distilled into weights that would be guided once more."""
+        if self.guidance_distilled is not None and guidance_scale != 1.0:
+            raise ValueError(
+                f"rollout.guidance_scale is {guidance_scale}, but guidance is distilled into these weights "
+                f"({self.guidance_distilled} says so), and guiding twice distorts the video. Set "
+                "rollout.guidance_scale to 1, or use weights without distillation, such as 480p_t2v."
+            )
+
+    def shift_difference(self, shift: float) -> str | None:
+        """Warning where a run's timestep shift differs from the one that the model was published with; None else.
+
+        A warning and no error: another shift samples other noise levels of the same flow, which may be meant.
+        """
+        if self.shift is None or self.shift == shift:
+            return None
+        return (
+            f"rollout.shift is {shift:g}, but these weights were published with a shift of {self.shift:g}. Set "
+            f"rollout.shift to {self.shift:g}, unless you mean to sample and train at other noise levels."
+        )
+
+    def warn_of_shift(self, shift: float) -> None:
+        """Log `shift_difference` where there is one."""
+        if (text := self.shift_difference(shift)) is not None:
+            logger.warning("%s", text)
+
+
+@dataclass(kw_only=True)
+class Components(WeightFacts):
+    """The three parts of a text-to-video model that a run is made of, and facts about its weights.
 
     The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
     """
@@ -87,19 +123,6 @@ class Components:
     """Where its weights are. It lacks them until `weights.read_into(transformer)`; None: it has them."""
     prompt_encoder: PromptEncoder
     video_decoder: VideoDecoder
-    guidance_distilled: str | None = None
-    """File that says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
-    shift: float | None = None
-    """Timestep shift that the model was published with; None where nothing says."""
-
-    def check_guidance(self, guidance_scale: float) -> None:
-        """ValueError unless a model with distilled guidance is used without further guidance."""
-        check_guidance(self.guidance_distilled, guidance_scale)
-
-    def warn_of_shift(self, shift: float) -> None:
-        """Log a warning where the run's timestep shift is not the model's own."""
-        if (text := shift_difference(self.shift, shift)) is not None:
-            logger.warning("%s", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +172,6 @@ class ModelDescription:
         """Video tokens of latents (C, F, H, W)."""
         size = self.transformer.get("patch_size_t", 1) * self.transformer.get("patch_size", 1) ** 2
         return int(math.prod(latent[1:]) // size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightFacts:
-    """Facts that weights on this machine state.
-
-    guidance_distilled, shift: as in `Components`.
-    """
-
-    guidance_distilled: str | None
-    shift: float | None
 
 
 class ModelFamily(ABC):
@@ -272,26 +284,3 @@ def open_components(model: ModelConfig) -> Components:
             "sage_fast.models.family.Components is expected."
         )
     return components
-
-
-def check_guidance(guidance_distilled: str | None, guidance_scale: float) -> None:
-    """ValueError where guidance is distilled into weights (a file says so) that would be guided once more."""
-    if guidance_distilled is not None and guidance_scale != 1.0:
-        raise ValueError(
-            f"rollout.guidance_scale is {guidance_scale}, but guidance is distilled into these weights "
-            f"({guidance_distilled} says so), and guiding twice distorts the video. Set rollout.guidance_scale to 1, "
-            "or use weights without distillation, such as 480p_t2v."
-        )
-
-
-def shift_difference(published: float | None, shift: float) -> str | None:
-    """Warning where a run's timestep shift differs from the one that a model was published with; None else.
-
-    A warning and no error: another shift samples other noise levels of the same flow, which may be meant.
-    """
-    if published is None or published == shift:
-        return None
-    return (
-        f"rollout.shift is {shift:g}, but these weights were published with a shift of {published:g}. Set "
-        f"rollout.shift to {published:g}, unless you mean to sample and train at other noise levels."
-    )

@@ -7,7 +7,7 @@ cache of files, which gives way to anything that needs the memory.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-STEM = "diffusion_pytorch_model"
-INDEX = f"{STEM}.safetensors.index.json"
-
 _MAPPED_BYTES = 2**25
 """Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
+
+
+def weight_files(folder: Path, stem: str = "diffusion_pytorch_model") -> list[Path]:
+    """Files of the weights in a folder, there or not: those that its index names, or the one without an index.
+
+    ValueError names an index that is damaged.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    if not index.is_file():
+        return [folder / f"{stem}.safetensors"]
+    return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint. ValueError names one that is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
+
+
+def check_fit(folder: Path, **wrong: Collection[Any]) -> None:
+    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
+    for kind, names in wrong.items():
+        if names:
+            raise ValueError(
+                f"The weights in {folder} do not fit its config.json: {len(names)} {kind} keys, among them "
+                f"{min(map(str, names))}. Download the folder again."
+            )
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -31,12 +57,8 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        index = folder / INDEX
-        names = [f"{STEM}.safetensors"]
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         self._opened: dict[Path, Any] = {}
-        self._files = {name: folder / file for file in names for name in self._open(folder / file).keys()}  # noqa: SIM118
+        self._files = {name: file for file in weight_files(folder) for name in self._open(file).keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
         return self._open(self._files[name]).get_tensor(name)

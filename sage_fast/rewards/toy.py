@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
-from sage_fast.models.toy.captions import Caption, caption_of, parse_caption
-from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, Manifold, all_scenes, manifold_for
+from sage_fast.models.toy.renderer import (
+    COLOURS,
+    MOTIONS,
+    SHAPES,
+    Caption,
+    Manifold,
+    all_scenes,
+    caption_of,
+    manifold_for,
+    parse_caption,
+)
 from sage_fast.rewards.base import RewardCosts, check_videos
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,

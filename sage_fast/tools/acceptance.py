@@ -26,7 +26,7 @@ from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig, TrainOnConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.models.family import Components, load_components, shift_difference
+from sage_fast.models.family import Components, load_components
 from sage_fast.models.transformer import backbone
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
@@ -153,7 +153,7 @@ def _schedule(config: RunConfig, components: Components) -> Iterator[Check]:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=components.shift)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
     error = float((scheduler.sigmas.double() - sigma_schedule(steps, shift).double()).abs().max())
-    detail = shift_difference(components.shift, shift) or f"{steps} noise levels, shift {shift:g}: error {error:.0e}"
+    detail = components.shift_difference(shift) or f"{steps} noise levels, shift {shift:g}: error {error:.0e}"
     yield _judged("schedule", error < 1e-5, detail, f"--rollout.shift={components.shift:g}")
 
 

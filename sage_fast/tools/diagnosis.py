@@ -23,7 +23,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.failure import version_of
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
-from sage_fast.models.family import ModelDescription, check_guidance, describe_model, model_family, shift_difference
+from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder
 from sage_fast.planning.devices import gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
@@ -40,7 +40,6 @@ OPTIONAL = {
     "triton": "the kernels of sage_kernels; without it plain PyTorch computes the steps and the loss",
     "accelerate": "faster loading of large models",
     "flash-attn": "attention backends flash2 and flash3",
-    "xformers": "attention backend xformers",
     "deepspeed": "distributed.zero_stage",
     "wandb": "logging.wandb_project",
     "tensorboard": "logging.tensorboard",
@@ -285,7 +284,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         if facts is None:
             return
         fix = "--rollout.guidance_scale=1"
-        check_guidance(facts.guidance_distilled, config.rollout.guidance_scale)
+        facts.check_guidance(config.rollout.guidance_scale)
     except ConfigError as error:
         yield Check(section, "model.family", "missing", str(error), fix=fix)
         return
@@ -293,7 +292,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return
     yield Check(section, "model weights", "ok", "can be trained")
-    if (difference := shift_difference(facts.shift, config.rollout.shift)) is not None:
+    if (difference := facts.shift_difference(config.rollout.shift)) is not None:
         yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
 
 

@@ -13,7 +13,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.objective import KLWeightConfig
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_memory_plan, make_plan

@@ -33,10 +33,7 @@ def test_tails_are_finite_and_keep_their_digits(device: torch.device) -> None:
     assert slope[[1, 4, 7]].tolist() == [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("with_output", [False, True])
-def test_elements_beyond_two_to_the_31(
-    with_output: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_beyond_two_to_the_31(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cuda":
         pytest.skip("runs the one program that begins there, which only the interpreter can")
     from triton.runtime.interpreter import interpreter_builder
@@ -52,19 +49,12 @@ def test_elements_beyond_two_to_the_31(
         "create_get_program_id",
         lambda axis: interpreter_builder.create_add(program(axis), interpreter_builder.get_int32(first // block)),
     )
-    given = (grad, x, dx, out if with_output else None, first + block)
-    gelu_module.gelu_tanh_backward_kernel[(1,)](*given, BLOCK=block)
+    gelu_module.gelu_tanh_backward_kernel[(1,)](grad, x, dx, out, first + block, BLOCK=block)
     gelu_module.gelu_tanh_forward_kernel[(1,)](x, grad, first + block, BLOCK=block)
     monkeypatch.undo()
     gradient, activation = gelu_tanh_backward(cotangent, values, True)
     assert torch.equal(dx[first:], gradient) and torch.equal(grad[first:], activation)
-    assert not with_output or torch.equal(out[first:], activation)
-
-
-def test_empty(device: torch.device) -> None:
-    x = torch.empty(0, 8, device=device).requires_grad_()
-    (gradient,) = torch.autograd.grad(gelu_tanh(x).sum(), x)
-    assert gradient.shape == (0, 8)
+    assert torch.equal(out[first:], activation)
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
@@ -83,7 +73,5 @@ def test_linear_gelu_tanh_refuses_what_does_not_fit() -> None:
     x, weight, bias = torch.randn(3, 8), torch.randn(16, 8), torch.randn(16)
     with pytest.raises(ValueError, match=r"x has shape \(3, 7\); its last dimension must be K = 8"):
         linear_gelu_tanh(x[:, :7], weight, bias)
-    with pytest.raises(ValueError, match=r"bias has shape \(15,\)"):
-        linear_gelu_tanh(x, weight, bias[:15])
     with pytest.raises(ValueError, match="they must be equal"):
         linear_gelu_tanh(x.bfloat16(), weight, bias)

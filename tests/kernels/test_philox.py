@@ -64,8 +64,7 @@ def normal_kernel(p_first, p_second, p_out, BLOCK: tl.constexpr):
     tl.store(p_out + BLOCK + o, b_two)
 
 
-@pytest.mark.parametrize("first", [0, 2**32 - 5, 2**34 + 3], ids=["start", "carry", "far"])
-@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize(("row", "first"), [(0, 0), (1, 2**32 - 5), (2, 2**34 + 3)], ids=["start", "carry", "far"])
 def test_words_are_those_of_the_reference_bit_for_bit(row: int, first: int, device: torch.device) -> None:
     block = torch.arange(first, first + 1001)
     out = torch.zeros(1001, 4, dtype=torch.int64, device=device)
@@ -109,17 +108,11 @@ def test_numbers_are_as_close_to_float64_as_those_of_the_reference(device: torch
     assert 0 < float(ours) < 1.1 * float(theirs) < 3e-7
 
 
-@pytest.mark.parametrize("block", [64, 1024])
-def test_numbers_do_not_depend_on_the_block_size(block: int, device: torch.device) -> None:
-    numel = 3 * block + 1 if block > 64 else 203
-    assert torch.equal(draw(IDS, numel, device, block=block), draw(IDS, numel, device, block=512))
-
-
-def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
-    batch = draw(IDS, 5003, device)
-    for row in range(3):
-        assert torch.equal(draw(IDS[row : row + 1], 5003, device)[0], batch[row])
-    assert torch.equal(draw(IDS.flip(0), 5003, device), batch.flip(0))
+def test_numbers_depend_on_neither_the_block_size_nor_the_batch(device: torch.device) -> None:
+    batch = draw(IDS, 3001, device, block=512)
+    assert torch.equal(draw(IDS, 3001, device, block=1024), batch)
+    assert torch.equal(draw(IDS[1:2], 3001, device)[0], batch[1])
+    assert torch.equal(draw(IDS.flip(0), 3001, device), batch.flip(0))
 
 
 # Every check below returns how many standard errors (or critical values) away from the truth the sample is; above 1 is

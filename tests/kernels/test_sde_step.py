@@ -17,17 +17,12 @@ def latents(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_noise_it_is_eager_pytorch_bit_for_bit(dtype: torch.dtype, device: torch.device) -> None:
+def test_it_is_eager_pytorch_bit_for_bit(device: torch.device) -> None:
     x, v = (t.to(device) for t in latents(2))
-    v = v.to(dtype)
-    given = sde_step(x, v, None, 0.9848, -0.0837, 0.0)
-    assert given.dtype == torch.float32
-    assert torch.equal(given, 0.9848 * x + -0.0837 * v.float())
-
-
-def test_noise_is_added_as_eager_pytorch_adds_it(device: torch.device) -> None:
-    x, v = (t.to(device) for t in latents(2))
+    for velocity in (v, v.bfloat16()):
+        given = sde_step(x, velocity, None, 0.9848, -0.0837, 0.0)
+        assert given.dtype == torch.float32
+        assert torch.equal(given, 0.9848 * x + -0.0837 * velocity.float())
     noise = sde_step(torch.zeros_like(x), v, IDS.to(device), 0.0, 0.0, 1.0)
     given = sde_step(x, v, IDS.to(device), 0.9848, -0.0837, 0.0795)
     assert torch.equal(given, (0.9848 * x + -0.0837 * v) + 0.0795 * noise)
@@ -43,12 +38,9 @@ def test_log_probability_is_that_of_the_drawn_state(device: torch.device) -> Non
     torch.testing.assert_close(given.double(), expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("sum_block", [1, 2, 16])
-def test_log_probability_counts_every_tile(
-    sum_block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probability_counts_every_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 5 * 128 + 3
-    for name, value in (("BLOCK", 128), ("INTERPRETED_BLOCK", 128), ("SUM_BLOCK", sum_block)):
+    for name, value in (("BLOCK", 128), ("INTERPRETED_BLOCK", 128), ("SUM_BLOCK", 2)):
         monkeypatch.setattr(module, name, value)
     x = torch.zeros(3, numel, device=device)
     _, given = sde_step_log_prob(x, x, IDS.to(device), 1.0, 0.0, 1.0)
@@ -74,22 +66,13 @@ def test_a_gradient_is_refused_not_dropped(device: torch.device) -> None:
         x_next.sum().backward()
 
 
-def test_no_samples(device: torch.device) -> None:
-    x, ids = torch.zeros(0, 4, 5, device=device), torch.zeros(0, 3, dtype=torch.int64, device=device)
-    assert sde_step(x, x, ids, 1.0, 0.0, 1.0).shape == (0, 4, 5)
-    assert sde_step_log_prob(x, x, ids, 1.0, 0.0, 1.0)[1].shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         pytest.param({"noise_ids": None}, "noise_ids are None but std is 0.5", id="noise-without-ids"),
         pytest.param({"noise_ids": IDS[:2]}, r"\(2, 3\).*\(3, 3\)", id="too-few-ids"),
         pytest.param({"noise_ids": IDS.float()}, "noise_ids are torch.float32", id="float-ids"),
-        pytest.param({"noise_ids": 7}, "noise_ids are 7", id="no-tensor"),
-        pytest.param({"a": "1"}, "a is '1', a str", id="text-coefficient"),
         pytest.param({"x": torch.zeros(SHAPE).bfloat16()}, "x has dtype torch.bfloat16", id="narrow-state"),
-        pytest.param({"x": torch.zeros(3)}, "one shape", id="no-elements-dimension"),
     ],
 )
 def test_refuses(change: dict[str, object], message: str) -> None:

@@ -109,15 +109,13 @@ FROZEN_SHARDS = ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollou
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (4, ["--training.mode=full", "--distributed.dp_replicate=2", "--distributed.dp_shard=2"]),
         (3, ["--training.mode=full", "--distributed.dp_shard=3", "--rollout.batch_size=2"]),
         (2, ["--training.mode=full", "--distributed.dp_shard=2", "--distributed.cpu_offload=true"]),
-        (2, [*FROZEN_SHARDS, "--model.adaln=table"]),
         (2, [*FROZEN_SHARDS, "--model.adaln=offload"]),
         (2, [*FROZEN_SHARDS, "--model.forward=stock"]),
         (2, ["--distributed.dp_replicate=2", "--model.adaln=offload"]),
     ],
-    ids=["replicas", "uneven", "cpu_offload", "table", "offload", "stock", "whole"],
+    ids=["uneven", "cpu_offload", "offload", "stock", "whole"],
 )
 def test_all_ranks_have_the_weights_of_the_files(
     ranks: int, words: list[str], diffusers_checkpoint: Path, tmp_path: Path
@@ -141,8 +139,13 @@ def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_those_of_from_pretrained(diffusers_checkpoint: Path, dtype: str) -> None:
-    """Under adapters too, which stay as they are; the digest of a model does not depend on whether it was read."""
+def test_weights_are_those_of_from_pretrained(
+    diffusers_checkpoint: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under adapters too, which stay as they are; the digest of a model does not depend on whether it was read. In the
+    data type from the first byte: a float32 copy of 8.3 B parameters would be 33 GB.
+    """
+    monkeypatch.setattr(HunyuanVideo15Transformer3DModel, "to", lambda self, *a, **k: pytest.fail("cast after loading"))
     model = ModelConfig(family="hunyuan15", path=str(diffusers_checkpoint), dtype=dtype)
     components = open_components(model)
     transformer, weights = components.transformer, components.weights
@@ -151,6 +154,7 @@ def test_weights_are_those_of_from_pretrained(diffusers_checkpoint: Path, dtype:
     adapter = {"rank": 2, "alpha": None, "target_modules": ["attn.to_q"], "seed": 3}
     add_lora(transformer, **adapter)
     weights.read_into(transformer)
+    monkeypatch.undo()
     expected = type(transformer).from_pretrained(
         diffusers_checkpoint / "transformer", torch_dtype=getattr(torch, dtype)
     )

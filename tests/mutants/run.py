@@ -73,6 +73,7 @@ def main(words: list[str]) -> int:
     print(f"{len(mutants)} mutants, {len(stale)} do not apply", *stale, sep="\n  ")
     if "--check" in words or not mutants:
         return int(bool(stale) or not mutants)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, which comes after the imports here
     import diffusers  # noqa: F401
     import peft  # noqa: F401
     import pytest  # noqa: F401

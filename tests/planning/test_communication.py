@@ -16,7 +16,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import Decoding
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15, published_model
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning import search
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import DEVICES

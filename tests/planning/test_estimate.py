@@ -24,7 +24,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
-from sage_fast.models.hunyuan15.description import (
+from sage_fast.models.hunyuan15.hunyuan15 import (
     HUNYUAN_VIDEO_15,
     _published_decoder,
     decode_traffic,
@@ -438,7 +438,7 @@ LORA_B = """
 import json, torch
 from sage_fast.config.load import load_config
 from sage_fast import accelerate
-from sage_fast.models.hunyuan15.description import HUNYUAN_VIDEO_15
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora
 from sage_fast.planning.trace import meta_transformer
@@ -562,9 +562,9 @@ def test_the_device_of_a_configuration() -> None:
 
 
 def test_the_rate_of_a_backend_that_was_not_measured_is_that_of_its_kernels_or_of_another() -> None:
-    h100, measured = DEVICES["h100"], replace(DEVICES["a100"], attention={"xformers": (3.0, 2.0)})
+    h100, measured = DEVICES["h100"], replace(DEVICES["a100"], attention={"cudnn": (3.0, 2.0)})
     assert h100.rates("bfloat16", "sdpa") == h100.rates("bfloat16", "flash2")
-    assert [measured.rates("bfloat16", name)[1:3] for name in ("xformers", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
+    assert [measured.rates("bfloat16", name)[1:3] for name in ("cudnn", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
 
 
 def test_the_page_shows_what_the_command_prints() -> None:

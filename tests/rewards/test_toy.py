@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sage_fast.models.toy.captions import caption_of
-from sage_fast.models.toy.renderer import BACKGROUND, COLOURS, MOTIONS, SHAPES, manifold_for, render_batch, to_uint8
+from sage_fast.models.toy.renderer import (
+    BACKGROUND,
+    COLOURS,
+    MOTIONS,
+    SHAPES,
+    caption_of,
+    manifold_for,
+    render_batch,
+    to_uint8,
+)
 from sage_fast.rewards.toy import ToyReward
 
 MANIFOLD = manifold_for(8, 16, 16)

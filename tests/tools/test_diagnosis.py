@@ -51,11 +51,11 @@ def test_a_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     version = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in ("peft", "xformers") else version(name))
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in ("peft", "flash-attn") else version(name))
     found = list(doctor.software())
     checks = by_name(found)
     assert (checks["peft"].status, checks["peft"].fix) == ("missing", "pip install peft")
-    assert checks["xformers"].status == "info" and "attention" in checks["xformers"].detail
+    assert checks["flash-attn"].status == "info" and "attention" in checks["flash-attn"].detail
     assert checks["diffusers"].status == "ok" and not can_run(found)
     text = to_text(found, config_given=False)
     assert "This machine is not ready: see the 1 marked missing." in text and "-> pip install peft" in text

@@ -19,7 +19,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, adaln_layers
+from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, all_adaln_layers
 from sage_fast.models.transformer import Backbone, Layout, transformer_blocks, velocity_dtype
 from sage_fast.records import PromptEmbeds
 
@@ -170,14 +170,12 @@ def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Ten
             # The joined layer's rank is the sum of its parts' ranks: each has its own rows and columns of lora_B.
             rows = up.new_zeros(len(joined), *up.shape)
             rows[joined.index(layer)] = up
-            down = torch.cat([*_of(adapter, f"{name}.lora_A.weight"), down])
-            up = torch.cat([*_of(adapter, f"{name}.lora_B.weight"), rows.flatten(0, 1)], dim=1)
+            up = rows.flatten(0, 1)
+            if f"{name}.lora_A.weight" in adapter:
+                down = torch.cat([adapter[f"{name}.lora_A.weight"], down])
+                up = torch.cat([adapter[f"{name}.lora_B.weight"], up], dim=1)
         adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
     return adapter
-
-
-def _of(adapter: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    return [adapter[name]] if name in adapter else []
 
 
 BACKBONE = Backbone(
@@ -185,7 +183,7 @@ BACKBONE = Backbone(
     blocks="transformer_blocks",
     velocity=velocity,
     dead_modules=dead_modules,
-    adaln_layers=lambda transformer: [layer for b in transformer_blocks(transformer) for layer in adaln_layers(b)],
+    adaln_layers=all_adaln_layers,
     choose_forward=choose_forward,
     named_adapter=named_adapter,
 )

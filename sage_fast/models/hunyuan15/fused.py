@@ -18,6 +18,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -29,8 +30,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.kernels import Choice, Kernels, select_kernels
-from sage_fast.models.attention.attention import resolve_backend
-from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.attention.attention import JointAttention, resolve_backend
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
     LocalAttention,
@@ -72,7 +72,7 @@ class ModulationTable:
 
     def __init__(self, transformer: Any, embed: Callable[[Tensor], Tensor], *, offload: bool) -> None:
         self.embed = embed
-        self.layers: list[Any] = [layer for b in transformer_blocks(transformer) for layer in adaln_layers(b)]
+        self.layers: list[Any] = all_adaln_layers(transformer)
         self.offload = offload
         self._rows: dict[float, Tensor] = {}
         self._version: tuple[Any, ...] | None = None
@@ -118,13 +118,18 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     return modules.norm1.linear, modules.norm1_context.linear
 
 
+def all_adaln_layers(transformer: nn.Module) -> list[nn.Module]:
+    """AdaLN projections of all blocks, in their order."""
+    return [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
+
+
 def can_tabulate(transformer: nn.Module) -> bool:
     """Tell whether the modulation is a function of the timestep that does not change during a run.
 
     True if the time embedding and the AdaLN layers of all blocks are plain, whole on this device, and frozen.
     """
     modules: Any = transformer
-    layers = [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
+    layers = all_adaln_layers(transformer)
     return all(isinstance(layer, nn.Linear) for layer in layers) and all(
         type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
         for module in (modules.time_embed, *layers)
@@ -142,44 +147,40 @@ def _move(layer: nn.Module, device: torch.device) -> None:
         parameter.data = parameter.data.to(device)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Acceleration(FusedForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own.
 
-    Made by `accelerate`.
+    Made by `accelerate`, whose options it has.
     """
 
-    def __init__(
-        self,
-        transformer: HunyuanVideo15Transformer3DModel,
-        *,
-        attention: str,
-        kernels: Choice,
-        checkpointing: Checkpointing,
-        deterministic: bool,
-        adaln: AdaLN,
-    ) -> None:
-        self.transformer = transformer
-        self.blocks = transformer_blocks(transformer)
-        self.attention_choice, self.deterministic = attention, deterministic
-        self.kernels_choice, self.checkpointing = kernels, checkpointing
-        self.adaln = adaln
+    transformer: HunyuanVideo15Transformer3DModel
+    attention: str
+    kernels: Choice
+    checkpointing: Checkpointing
+    deterministic: bool
+    adaln: AdaLN
+
+    rotary: Rotary = field(init=False)
+    """Tables of the forward that runs, for the video tokens that are computed here."""
+    num_video: int = field(default=0, init=False)
+    """Video tokens of the forward that runs, on all ranks that share them."""
+
+    def __post_init__(self) -> None:
+        self.blocks = transformer_blocks(self.transformer)
         self.table: ModulationTable | None = None
-        self.rotary: Rotary
-        """Tables of the forward that runs, for the video tokens that are computed here."""
-        self.num_video = 0
-        """Video tokens of the forward that runs, on all ranks that share them."""
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
-        if adaln in ("table", "offload") and not can_tabulate(transformer):
+        if self.adaln in ("table", "offload") and not can_tabulate(self.transformer):
             raise ValueError(
-                f"adaln is {adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
+                f"adaln is {self.adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
                 "norm1_context.linear) are trained, sharded, or carry an adapter, so their output is no table. Freeze "
                 "them first, or choose auto."
             )
-        if adaln == "offload":
-            self.table = ModulationTable(transformer, self.embed_time, offload=True)
+        if self.adaln == "offload":
+            self.table = ModulationTable(self.transformer, self.embed_time, offload=True)
 
     # ------------------------------------------------------------------------------------------------- switching
 
@@ -242,9 +243,9 @@ class Acceleration(FusedForward):
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
         key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
-            kernels = select_kernels(self.kernels_choice, device, dtype)
+            kernels = select_kernels(self.kernels, device, dtype)
             backend = resolve_backend(
-                self.attention_choice,
+                self.attention,
                 device=device,
                 dtype=dtype,
                 head_dim=self.transformer.config["attention_head_dim"],
@@ -309,7 +310,7 @@ class Acceleration(FusedForward):
         tokens = self.project_out(x, activated)
         if self.sequence is not None:
             tokens = self.sequence.join(tokens, 1, self.num_video)
-        return self.unpatchify(tokens, latents.shape[2:])
+        return tokens.transpose(1, 2).unflatten(2, latents.shape[2:])
 
     def embed_time(self, timestep: Tensor) -> Tensor:
         """silu of the time embedding, (B, D), of timesteps (B,) float32."""
@@ -319,15 +320,9 @@ class Acceleration(FusedForward):
 
     def embed_latents(self, latents: Tensor) -> Tensor:
         """(B, C', F, H, W) to video tokens (B, N, D). Missing condition channels are zero."""
-        embedder: Any = self.transformer.x_embedder
-        proj: nn.Conv3d = embedder.proj
-        channels = latents.shape[1]
-        if proj.kernel_size == (1, 1, 1):
-            return F.linear(latents.flatten(2).transpose(1, 2), proj.weight.flatten(1)[:, :channels], proj.bias)
-        if channels < proj.in_channels:
-            missing = latents.new_zeros(latents.shape[0], proj.in_channels - channels, *latents.shape[2:])
-            latents = torch.cat([latents, missing], dim=1)
-        return embedder(latents)
+        proj: nn.Conv3d = self.transformer.x_embedder.proj
+        weight = proj.weight.flatten(1)[:, : latents.shape[1]]
+        return F.linear(latents.flatten(2).transpose(1, 2), weight, proj.bias)
 
     def embed_text(self, prompts: Sequence[PromptEmbeds], timestep: Tensor, dtype: torch.dtype) -> Tensor:
         """Text tokens (B, L, D): glyph tokens, then the language model's, refined with the timestep."""
@@ -372,20 +367,13 @@ class Acceleration(FusedForward):
             self.table.forget()
 
     def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
-        """Video tokens (B, N, D) to velocities of patches (B, N, C * patch)."""
+        """Video tokens (B, N, D) to velocities (B, N, C)."""
         transformer: Any = self.transformer
         norm = transformer.norm_out
         scale, shift = norm.linear(activated).chunk(2, dim=1)
         kernels: Kernels = self.settings(x.device, x.dtype).kernels
         result: Tensor = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
         return result
-
-    def unpatchify(self, tokens: Tensor, size: Sequence[int]) -> Tensor:
-        """(B, N, C * patch) to (B, C, F, H, W)."""
-        p_t, p = self.transformer.config["patch_size_t"], self.transformer.config["patch_size"]
-        grid = size[0] // p_t, size[1] // p, size[2] // p
-        patches = tokens.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
-        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     # ------------------------------------------------------------------------------ diffusers' padded conventions
 
@@ -461,10 +449,11 @@ def accelerate(
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")
     if config["use_meanflow"]:
         raise ValueError("The model is a MeanFlow variant (use_meanflow), which the fused forward does not compute.")
-    if config["qk_norm"] != "rms_norm":
-        raise ValueError(f"qk_norm is {config['qk_norm']!r}; the fused forward computes 'rms_norm'.")
+    for key, computed in (("qk_norm", "rms_norm"), ("patch_size", 1), ("patch_size_t", 1)):
+        if config[key] != computed:
+            raise ValueError(f"{key} is {config[key]!r}; the fused forward computes {computed!r}.")
     acceleration = Acceleration(
-        transformer,
+        transformer=transformer,
         attention=attention,
         kernels=kernels,
         checkpointing=checkpointing,

@@ -1,21 +1,178 @@
-"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints in diffusers' layout."""
+"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints, and its description for the planner."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.family import Components, ModelDescription, ModelFamily, WeightFacts
+from sage_fast.kernels import bytes_moved
+from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
 from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
+from sage_fast.models.stored import weight_files
+
+HUNYUAN_VIDEO_15: dict[str, Any] = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_theta": 256.0,
+    "rope_axes_dim": (16, 56, 56),
+    "target_size": 640,
+    "task_type": "t2v",
+    "use_meanflow": False,
+}
+"""The published text-to-video transformer, 8,326,608,160 parameters."""
+
+TEXT_TOKENS = 250
+"""Tokens of a prompt of a long sentence or two."""
+
+VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
+"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
+encoder, 0.22 B in float32."""
 
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
 """1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of
 parameters in float32, of the language model in bfloat16."""
 
 
+PRODUCTS = frozenset({"convolution", "bmm"})
+"""Operators of the decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
+
+
+@cache
+def _published_decoder(dtype: str = "float32") -> VAEDecoder:
+    """The published video autoencoder without memory for its weights."""
+    with torch.device("meta"):
+        decoder = VAEDecoder(AutoencoderKLHunyuanVideo15())
+    for parameter in decoder.vae.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    return decoder
+
+
+def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
+    """Cost of decoding a micro-batch as `VAEDecoder` does it: as many videos at once as the budget allows, or tiles."""
+    decoder = _published_decoder(model.decode_dtype(on_gpu))
+    size = latent[1], latent[2], latent[3]
+    whole = float(decode_bytes(decoder.vae, size))
+    together, tile = 1, whole
+    if model.decode_limit_gib is not None:
+        together = min(videos, int(model.decode_limit_gib * 2**30 / whole))
+        rows = min(size[1], decoder.vae.tile_latent_min_height)
+        columns = min(size[2], decoder.vae.tile_latent_min_width)
+        tile = whole * rows * columns / (size[1] * size[2])
+    return Decoding(peak_bytes=together * whole if together else tile, tiled=together == 0)
+
+
+def vae_decode_flops(latent: tuple[int, int, int, int], tiled: bool) -> float:
+    """FLOPs that torch counts in decoding one video, on the meta device: 813e12 for 81 frames of 480x832, whole."""
+    return float(sum(map(_decode_flops, _decoded_parts(latent, tiled))))
+
+
+def vae_decode_traffic(latent: tuple[int, int, int, int], tiled: bool, dtype: str) -> float:
+    """Bytes that decoding one video reads and writes outside its products: 2.5e12 for 81 frames of 480x832 in float16.
+
+    Traced on the meta device; blending the tiles, less than a part in a thousand, is not counted.
+    """
+    return float(sum(_decode_traffic(part, dtype) for part in _decoded_parts(latent, tiled)))
+
+
+def _decoded_parts(latent: tuple[int, int, int, int], tiled: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Shapes that the decoder is called with: the whole latent, or its tiles."""
+    vae = _published_decoder().vae
+    channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
+    if not tiled:
+        yield channels, frames, height, width
+        return
+    rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
+    # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
+    row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
+    for top in range(0, height, row_step):
+        for left in range(0, width, column_step):
+            yield channels, frames, min(rows, height - top), min(columns, width - left)
+
+
+@cache
+def _decode_flops(latent: tuple[int, int, int, int]) -> int:
+    vae = _published_decoder().vae
+    vae.use_tiling = False
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae.decode(torch.empty(1, *latent, device="meta"))
+    return int(counter.get_total_flops())
+
+
+@cache
+def _decode_traffic(latent: tuple[int, int, int, int], dtype: str) -> int:
+    decoder = _published_decoder(dtype)
+    decoder.vae.use_tiling = False
+    return decode_traffic(decoder, torch.empty(1, *latent, device="meta", dtype=getattr(torch, dtype)))
+
+
+@torch.no_grad()
+def decode_traffic(decoder: VAEDecoder, latents: Tensor) -> int:
+    """Bytes that one call of the autoencoder's decoder reads and writes outside its products, its mask included."""
+    decoder.forget_masks()
+    return bytes_moved(lambda: decoder.vae.decode(latents), without=PRODUCTS)
+
+
+def published_model(**changes: Any) -> ModelDescription:
+    """The published HunyuanVideo-1.5, with other values for some fields of the description."""
+    fields: dict[str, Any] = {
+        "transformer": dict(HUNYUAN_VIDEO_15),
+        "text_tokens": TEXT_TOKENS,
+        "latent_shape": _published_decoder().latent_shape,
+        "decoding": vae_decoding,
+        "decode_flops": vae_decode_flops,
+        "decode_traffic": vae_decode_traffic,
+        "decoder_gb": VAE_GB,
+        "encoder_gb": TEXT_ENCODER_GB,
+    }
+    return ModelDescription(**fields | changes)
+
+
+def describe_local(model: ModelConfig) -> ModelDescription:
+    """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
+    folder = local_folder(model.path) if model.path else None
+    if folder is None:
+        return published_model()
+    changes: dict[str, Any] = {}
+    if size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
+        changes["decoder_gb"] = size / 1e9
+    file = folder / "transformer" / "config.json"
+    if file.is_file():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        # Without diffusers' own entries, such as `_class_name`.
+        transformer = HUNYUAN_VIDEO_15 | {key: value for key, value in stored.items() if not key.startswith("_")}
+
+        def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+            _, *sizes = _published_decoder().latent_shape(num_frames, height, width)
+            return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
+
+        changes |= {"transformer": transformer, "latent_shape": latent_shape}
+    return published_model(**changes)
+
+
 class HunyuanVideo15(ModelFamily):
-    """See `ModelFamily`. diffusers takes seconds to import, so the methods import what they need."""
+    """See `ModelFamily`. The pipeline and its encoders take seconds to import, so only what needs them does."""
 
     def load(self, model: ModelConfig) -> Components:
         from sage_fast.models.hunyuan15.loading import load_components
@@ -23,8 +180,6 @@ class HunyuanVideo15(ModelFamily):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        from sage_fast.models.hunyuan15.description import describe_local
-
         return describe_local(model)
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
@@ -38,11 +193,9 @@ class HunyuanVideo15(ModelFamily):
         missing = list(whole.missing)
         # Shards that an index names and that are not there, as after an interrupted download.
         for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except ValueError:
-                continue  # damaged and not missing: the loader's checks name it
-            missing += [f"{index.parent.name}/{name}" for name in sorted(names) if not (index.parent / name).is_file()]
+            with suppress(ValueError):  # damaged and not missing: the loader's checks name it
+                shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
+                missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
         licence = "not licensed in the European Union, the United Kingdom and South Korea"
         return [replace(whole, missing=missing, licence=licence)]
 

@@ -6,13 +6,10 @@
 * the id of such a repository on the Hugging Face hub, downloaded into its cache, or taken from there when offline.
 """
 
-import json
-import logging
 import os
 import re
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
@@ -24,9 +21,7 @@ from sage_fast.models.hub import fetch_command
 from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.stored import StoredWeights, without_memory
-
-logger = logging.getLogger(__name__)
+from sage_fast.models.stored import StoredWeights, check_fit, read_json, weight_files, without_memory
 
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled or 720p_t2v_distilled"
 
@@ -68,7 +63,7 @@ def load_components(model: ModelConfig) -> Components:
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
         video_decoder=VAEDecoder(
-            _load(AutoencoderKLHunyuanVideo15, root / "vae", getattr(torch, model.decode_dtype(on_gpu))),
+            load_vae(root / "vae", getattr(torch, model.decode_dtype(on_gpu))),
             memory_gib=model.decode_limit_gib,
         ),
         guidance_distilled=facts.guidance_distilled,
@@ -85,12 +80,11 @@ def cache_folder(model: ModelConfig) -> Path:
         folder = Path(model.cache_dir).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise ValueError(f"model.cache_dir is {model.cache_dir!r}, which cannot be created: {error}.") from error
-        if not os.access(folder, os.W_OK):
             raise ValueError(
-                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to. Choose another folder."
-            )
+                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to: {error}. Choose another folder."
+            ) from error
         return folder
     root = Path(model.path).expanduser() if model.path is not None else None
     if root is not None and root.is_dir() and os.access(root, os.W_OK):
@@ -144,7 +138,7 @@ def _download(repository: str, download: bool) -> Path:
 
 def _check(root: Path, repository: str | None) -> WeightFacts:
     """Facts of a folder in diffusers' layout. ValueError for missing files, and for a model that cannot be trained."""
-    index = _read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
+    index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind != "HunyuanVideo15Pipeline":
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
@@ -156,7 +150,7 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         if name in _PARTS:
             _require_weights(root / name, _PARTS[name], command)
     config_file = root / "transformer" / "config.json"
-    config = _read_json(config_file)
+    config = read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
         _refuse(config_file, f"describes a {config.get('_class_name')}")
     if config.get("use_meanflow"):
@@ -165,9 +159,9 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
     if not index and config.get("task_type") == "i2v":
         _refuse(config_file, "says task_type i2v: the model animates an image")
     guider = root / "guider" / "guider_config.json"
-    distilled = guider.is_file() and _read_json(guider).get("guidance_scale") == 1.0
+    distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
     scheduler = root / "scheduler" / "scheduler_config.json"
-    shift = _read_json(scheduler).get("shift") if scheduler.is_file() else None
+    shift = read_json(scheduler).get("shift") if scheduler.is_file() else None
     return WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
         shift=None if shift is None else float(shift),
@@ -177,7 +171,7 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
 def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
-    large = config.is_file() and _read_json(config).get("target_size") == 960
+    large = config.is_file() and read_json(config).get("target_size") == 960
     return DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
 
 
@@ -188,14 +182,6 @@ def _refuse(where: Path, why: str) -> None:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint. ValueError names one that is damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
-
-
 def _require(file: Path, command: str) -> None:
     if not file.is_file():
         raise ValueError(f"{file} is missing. Get it with: {command}")
@@ -203,19 +189,14 @@ def _require(file: Path, command: str) -> None:
 
 def _require_weights(folder: Path, stem: str, command: str) -> None:
     """ValueError unless the safetensors of a folder are all there and none was cut off."""
-    index = folder / f"{stem}.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-    else:
-        names = [f"{stem}.safetensors"]
-    for name in names:
-        _require(folder / name, command)
+    for file in weight_files(folder, stem):
+        _require(file, command)
         try:
-            with safe_open(folder / name, framework="pt"):
+            with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
             raise ValueError(
-                f"{folder / name} is damaged or was not downloaded to its end ({error}). Delete it and run: {command}"
+                f"{file} is damaged or was not downloaded to its end ({error}). Delete it and run: {command}"
             ) from error
 
 
@@ -229,31 +210,19 @@ def open_transformer(folder: Path) -> tuple[HunyuanVideo15Transformer3DModel, St
             HunyuanVideo15Transformer3DModel.load_config(folder, local_files_only=True)
         )
     weights, shapes = StoredWeights(folder), {name: p.shape for name, p in transformer.state_dict().items()}
-    _check_fit(
+    check_fit(
         folder,
-        {
-            "missing_keys": shapes.keys() - weights.keys(),
-            "unexpected_keys": weights.keys() - shapes.keys(),
-            "mismatched_keys": {n for n in shapes.keys() & weights.keys() if weights.shape(n) != shapes[n]},
-        },
+        missing=shapes.keys() - weights.keys(),
+        unexpected=weights.keys() - shapes.keys(),
+        mismatched={name for name in shapes.keys() & weights.keys() if weights.shape(name) != shapes[name]},
     )
     return transformer.eval(), weights
 
 
-def _load(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """A diffusers model in evaluation mode. ValueError unless the weights and the configuration fit each other."""
-    model, info = model_class.from_pretrained(
+def load_vae(folder: Path, dtype: torch.dtype) -> AutoencoderKLHunyuanVideo15:
+    """The VAE of a folder in diffusers' layout, in evaluation mode. ValueError as `open_transformer`."""
+    vae, info = AutoencoderKLHunyuanVideo15.from_pretrained(
         folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
     )
-    _check_fit(folder, {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")})
-    return model.eval()
-
-
-def _check_fit(folder: Path, wrong: Mapping[str, Collection[Any]]) -> None:
-    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
-    for kind, names in wrong.items():
-        if names:
-            raise ValueError(
-                f"The weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, among "
-                f"them {sorted(map(str, names))[0]}. Download the folder again."
-            )
+    check_fit(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
+    return vae.eval()

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 CACHE_VERSION = 1
 """Part of every key; raised when the meaning of an entry changes."""
 
-LOG_SECONDS = 60.0
-"""Seconds between two lines of progress where there is no terminal for a bar."""
-
 ROUND_SECONDS = 5.0
 """How long a rank encodes before it tells the others how far it is, so that nobody waits for anybody's whole share."""
 
@@ -57,41 +55,30 @@ _TEMPLATE = {
 """System message, crop and hidden layer of the stock pipeline."""
 
 
+@dataclass(kw_only=True)
 class HunyuanPromptEncoder:
     """Encodes prompts, or finds them in its cache.
-
-    Args:
-        text_encoder: folder of Qwen2.5-VL's text model.
-        tokenizer: folder of its tokenizer.
-        glyph_encoder: folder of ByT5's encoder.
-        glyph_tokenizer: folder of its tokenizer.
-        cache: folder of the encoded prompts; created when missing.
-        dtype: of the language model, such as float16; `auto` is the one that its weights are stored in.
-        device: where the encoders run.
-        batch_size: prompts per forward pass.
 
     The glyph encoder computes in the data type that its weights are stored in.
     """
 
-    def __init__(
-        self,
-        *,
-        text_encoder: Path,
-        tokenizer: Path,
-        glyph_encoder: Path,
-        glyph_tokenizer: Path,
-        cache: Path,
-        dtype: str = "auto",
-        device: torch.device | str = "cpu",
-        batch_size: int = 8,
-    ) -> None:
-        self.text_encoder, self.tokenizer = text_encoder, tokenizer
-        self.glyph_encoder, self.glyph_tokenizer = glyph_encoder, glyph_tokenizer
-        self.cache = cache
-        self.dtype = dtype
-        self.device = device
-        self.batch_size = batch_size
-        self._identity: str | None = None
+    text_encoder: Path
+    """Folder of Qwen2.5-VL's text model."""
+    tokenizer: Path
+    """Folder of its tokenizer."""
+    glyph_encoder: Path
+    """Folder of ByT5's encoder."""
+    glyph_tokenizer: Path
+    """Folder of its tokenizer."""
+    cache: Path
+    """Folder of the encoded prompts; created when missing."""
+    dtype: str = "auto"
+    """Of the language model, such as float16; `auto` is the one that its weights are stored in."""
+    device: torch.device | str = "cpu"
+    """Where the encoders run."""
+    batch_size: int = 8
+    """Prompts per forward pass."""
+    _identity: str | None = field(default=None, init=False)
 
     def prepare(
         self,
@@ -110,8 +97,11 @@ class HunyuanPromptEncoder:
         unique = list(dict.fromkeys(texts))
         ranks = self._ranks_that_share(world, unique)
         place, count = ranks.index(world.rank), len(ranks)
-        if world.is_main:
-            self._warn_of_short_prompts(unique)
+        # A prompt or two may be a trial, or the empty one of guidance.
+        if world.is_main and len(unique) > 2 and (median := statistics.median(map(word_count, unique))) < SHORT_CAPTION:
+            logger.warning(
+                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200.", median
+            )
         share = range(place, len(unique), count)
         lengths: dict[int, tuple[int, int]] = {}
         for number in share:
@@ -134,7 +124,6 @@ class HunyuanPromptEncoder:
     ) -> list[tuple[int, int]]:
         """Encode this rank's share of the `total` texts, and return their lengths. Collective."""
         lengths: list[tuple[int, int]] = []
-        said = time.monotonic()
         with (
             closing(self._encode(own)) as encoded,
             tqdm(total=total, desc="prompts", unit="prompt", disable=None if total and world.is_main else True) as bar,
@@ -142,9 +131,6 @@ class HunyuanPromptEncoder:
             while left := sum(world.gather(len(own) - len(lengths))):
                 progress(total - left, total)
                 bar.update(total - left - bar.n)
-                if world.is_main and bar.disable and time.monotonic() - said > LOG_SECONDS:
-                    said = time.monotonic()
-                    logger.info("Encoded %d of %d prompts.", total - left, total)
                 end = time.monotonic() + ROUND_SECONDS
                 while len(lengths) < len(own) and time.monotonic() < end:
                     lengths += [embeds.lengths for embeds in next(encoded)]
@@ -202,29 +188,14 @@ class HunyuanPromptEncoder:
             del encoder
             self._release()
 
-    @staticmethod
-    def _warn_of_short_prompts(texts: Sequence[str]) -> None:
-        # A prompt or two may be a trial, or the empty one of guidance.
-        if len(texts) > 2 and (median := statistics.median(map(word_count, texts))) < SHORT_CAPTION:
-            logger.warning(
-                "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200.",
-                median,
-            )
-
     # ------------------------------------------------------------------------------------------ cache
 
     def path_of(self, text: str) -> Path:
         """The file of a text's conditioning: a hash of the text, the encoders' files and the template."""
         if self._identity is None:
             folders = (self.text_encoder, self.tokenizer, self.glyph_encoder, self.glyph_tokenizer)
-            files = [
-                [
-                    path
-                    for path in folder.iterdir()
-                    if path.suffix in (".json", ".jinja", ".txt", ".safetensors", ".bin")
-                ]
-                for folder in folders
-            ]
+            kinds = (".json", ".jinja", ".txt", ".safetensors", ".bin")
+            files = [[path for path in folder.iterdir() if path.suffix in kinds] for folder in folders]
             chosen = [] if self.dtype == "auto" else [self.dtype]
             self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files), *chosen])
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
+from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
-from sage_fast.models.toy.captions import EMBED_DIM, GLYPH_DIM, WordEncoder
-from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
+from sage_fast.models.stored import check_fit
+from sage_fast.models.toy.renderer import LATENT_CHANNELS, PatchCodec, tokenize
+from sage_fast.records import PromptEmbeds
 
 ASSETS = Path(__file__).parent / "assets"
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "weights.safetensors"
+
+EMBED_DIM = 24
+GLYPH_DIM = 32
 
 # The class creates these whatever the task. Without glyph and image tokens they never act, and their hidden
 # layer of fixed width 2048 would be two thirds of the file: they are not stored, not trained, and loaded as zeros.
@@ -46,6 +51,35 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
 }
 
 
+class WordEncoder:
+    """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to unit root mean square.
+
+    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). It has no glyph
+    branch.
+    """
+
+    def __init__(self) -> None:
+        self._table = torch.eye(EMBED_DIM) * EMBED_DIM**0.5
+
+    def prepare(
+        self,
+        texts: Sequence[str],
+        world: World = SINGLE_PROCESS,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[tuple[int, int]]:
+        """(L, Lg) of every text. ValueError as `encode`."""
+        return [embeds.lengths for embeds in self.encode(texts)]
+
+    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+        """One record per text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
+
+        ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
+        """
+        return [
+            PromptEmbeds(text=self._table[tokenize(text)].clone(), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts
+        ]
+
+
 def is_unused(name: str) -> bool:
     """Tell whether a parameter (by its qualified name) belongs to a module that the toy world never uses."""
     return name.split(".", 1)[0] in UNUSED_MODULES
@@ -68,6 +102,18 @@ def stored_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
     return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
 
 
+def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
+    """Folder of a toy model, and its configuration. ValueError where a file is missing."""
+    directory = ASSETS if model.path is None else Path(model.path)
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (directory / name).is_file():
+            raise ValueError(
+                f"{directory} has no {name}. Give a folder written by 'python -m sage_fast.models.toy.pretrain "
+                "--output FOLDER', or no path for the model that ships with the project."
+            )
+    return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
+
+
 def load_components(model: ModelConfig) -> Components:
     """Load a toy model from plain files; nothing is downloaded.
 
@@ -84,25 +130,17 @@ def load_components(model: ModelConfig) -> Components:
             f"model.text_encoder_dtype is {model.text_encoder_dtype!r}, but a toy model looks its few words up in a "
             "float32 table. Leave it out."
         )
-    directory = ASSETS if model.path is None else Path(model.path)
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            raise ValueError(
-                f"{directory} has no {name}. Give a folder written by 'python -m sage_fast.models.toy.pretrain "
-                "--output FOLDER', or no path for the model that ships with the project."
-            )
-    transformer = build_transformer(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
+    directory, config = _open(model)
+    transformer = build_transformer(config)
     expected = stored_parameters(transformer)
     with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    misshapen = {name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape}
-    if missing or unexpected or misshapen:
-        raise ValueError(
-            f"{directory / WEIGHTS_NAME} does not fit {CONFIG_NAME}: missing {sorted(missing)[:5]}, "
-            f"unexpected {sorted(unexpected)[:5]}, of another shape {sorted(misshapen)[:5]}. "
-            "Use the two files of one run."
-        )
+    check_fit(
+        directory,
+        missing=expected.keys() - weights.keys(),
+        unexpected=weights.keys() - expected.keys(),
+        mismatched={name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape},
+    )
     transformer.load_state_dict(weights, strict=False)
     return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
 
@@ -119,13 +157,8 @@ class Toy(ModelFamily):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        file = (ASSETS if model.path is None else Path(model.path)) / CONFIG_NAME
-        if not file.is_file():
-            raise ValueError(
-                f"{file.parent} has no {CONFIG_NAME}. Give a folder written by sage_fast.models.toy.pretrain."
-            )
         return ModelDescription(
-            transformer=json.loads(file.read_text(encoding="utf-8")) | {"unread_modules": UNUSED_MODULES},
+            transformer=_open(model)[1] | {"unread_modules": UNUSED_MODULES},
             text_tokens=len(["a", "red", "circle", "moving", "left"]),
             latent_shape=PatchCodec().latent_shape,
             decoding=_decoding,

@@ -23,18 +23,27 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from sage_fast.models.toy.captions import WordEncoder, all_captions
-from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import (
     CONFIG_NAME,
     TRANSFORMER_CONFIG,
     WEIGHTS_NAME,
+    WordEncoder,
     build_transformer,
     is_unused,
     stored_parameters,
 )
 from sage_fast.models.toy.exact_policy import ExactPolicy
-from sage_fast.models.toy.renderer import COLOURS, HEIGHT, MOTIONS, NUM_FRAMES, SHAPES, WIDTH, manifold_for
+from sage_fast.models.toy.renderer import (
+    COLOURS,
+    HEIGHT,
+    MOTIONS,
+    NUM_FRAMES,
+    SHAPES,
+    WIDTH,
+    PatchCodec,
+    all_captions,
+    manifold_for,
+)
 from sage_fast.models.transformer import backbone
 
 MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
@@ -93,8 +102,6 @@ class PretrainConfig:
     """Peak rate of AdamW, for every other parameter."""
     warmup_steps: int = 100
     """Steps of the warm-up of each phase."""
-    decay_share: float = 1.0
-    """Share of the steps, at the end, over which the rates fall linearly to zero."""
     averaging: float = 0.999
     """Decay of the running average of the weights, which is what is kept."""
     knee: float = 0.3
@@ -103,9 +110,8 @@ class PretrainConfig:
     """CPU threads. Part of the recipe: the order of summation, hence the last bits, depend on it."""
 
     def rate_at(self, step: int, steps: int) -> float:
-        """Learning rate of a step counted from 0 of a phase, as a share of the phase's peak."""
-        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        return warmup * min(1.0, (1 - step / steps) / self.decay_share)
+        """Learning rate of a step counted from 0 of a phase, as a share of the phase's peak: linear, to zero."""
+        return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
 
 
 def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = True) -> list[float]:
@@ -187,8 +193,7 @@ class _Data:
         anything = torch.full((1, len(self.table)), 1 / len(self.table))
         # The scenes are ordered by what a caption names; the positions vary fastest.
         self.log_prior = torch.cat([self.table, anything]).log().repeat_interleave(self.positions, dim=1)
-        encoder = WordEncoder()
-        self.prompts = encoder.encode([*(caption.text for caption in all_captions()), ""])
+        self.prompts = WordEncoder().encode([*(caption.text for caption in all_captions()), ""])
 
     def draw_captions(self, count: int) -> Tensor:
         """Rows of captions, int64 (count,), some of them unconditional."""
@@ -207,9 +212,6 @@ class _Data:
         sigma = (self.phase.noised_up_to * torch.rand(len(captions), generator=self.generator)).clamp_min(1e-3)
         level = sigma.view(-1, 1, 1, 1, 1)
         return (1 - level) * self.latents[rows] + level * self.noise(len(captions)), sigma
-
-    def exact_velocity(self, latents: Tensor, sigma: Tensor, captions: Tensor) -> Tensor:
-        return self.policy.velocity(0, latents, sigma, self.log_prior[captions])
 
 
 class _Paths:
@@ -263,7 +265,8 @@ def _train(
             prompts = [data.prompts[row] for row in captions.tolist()]
             predicted = backbone(transformer).velocity(transformer, latents, sigma, prompts)
         predicted = predicted.float()
-        error = (predicted - data.exact_velocity(latents, sigma, captions)).square().flatten(1).mean(1)
+        exact = data.policy.velocity(0, latents, sigma, data.log_prior[captions])
+        error = (predicted - exact).square().flatten(1).mean(1)
         # Far from the data the exact velocity is steep: a few latents there would outweigh all others.
         loss = ((error + config.knee**2).sqrt() - config.knee).mean()
         loss.backward()

@@ -46,11 +46,14 @@ def run(inputs: Inputs, backend: str, deterministic: bool = False) -> tuple[Tens
     return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), grad_out)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "tokens-first"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+LAYOUTS = ("contiguous", "fused", "tokens-first")
+# Every case in every type; the layouts take turns.
+GRID = [(case, dtype, LAYOUTS[(i + j) % 3]) for i, case in enumerate(CASES) for j, dtype in enumerate(TOLERANCE)]
+
+
+@pytest.mark.parametrize(("case", "dtype", "layout"), GRID, ids=str)
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_out_lse_and_gradients_match_float64(backend: str, dtype: torch.dtype, case: str, layout: str) -> None:
+def test_out_lse_and_gradients_match_float64(backend: str, case: str, dtype: torch.dtype, layout: str) -> None:
     inputs = make_inputs(case, dtype, layout)
     results = run(inputs, backend)
     assert_matches_oracle(results, inputs, TOLERANCE[dtype])
@@ -70,39 +73,26 @@ def test_scores_of_a_thousand_do_not_overflow(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_broadcast_and_strided_gradients(backend: str) -> None:
-    q, k, v, grad_out = make_inputs("odd", torch.float32)
-    broadcast = torch.ones(()).expand_as(grad_out)
-    assert_matches_oracle(run((q, k, v, broadcast), backend), (q, k, v, broadcast), 1e-6)
-    strided = grad_out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-    assert_matches_oracle(run((q, k, v, strided), backend), (q, k, v, strided), 1e-6)
-
-
-def test_a_library_is_given_a_contiguous_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = type(LIBRARIES["sdpa"])
-    backward, seen = library.backward, []
+def test_broadcast_and_strided_gradients_reach_a_library_contiguous(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = type(LIBRARIES[backend])
+    backward = library.backward
 
     def spy(self: Any, grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append(grad_out.is_contiguous())
+        assert grad_out.is_contiguous()
         return backward(self, grad_out, *rest)
 
     monkeypatch.setattr(library, "backward", spy)
     q, k, v, grad_out = make_inputs("odd", torch.float32)
-    run((q, k, v, torch.ones(()).expand_as(grad_out)), "sdpa")
-    assert seen == [True]
+    strided = grad_out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    for grad in (torch.ones(()).expand_as(grad_out), strided):
+        assert_matches_oracle(run((q, k, v, grad), backend), (q, k, v, grad), 1e-6)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_deterministic_gradients_are_the_same_bits(backend: str) -> None:
-    inputs = make_inputs("more-keys", torch.bfloat16)
-    for first, second in zip(run(inputs, backend, True), run(inputs, backend, True), strict=True):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "fused"])
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_ops_pass_opcheck(backend: str, layout: str) -> None:
-    q, k, v, grad_out = make_inputs("more-keys", torch.float32, layout)
+def test_ops_pass_opcheck(backend: str) -> None:
+    q, k, v, grad_out = make_inputs("more-keys", torch.float32, "fused")
     out, lse = attention(q, k, v, backend=backend)
     torch.library.opcheck(module._attention_backward, (grad_out, q, k, v, out, lse, backend, False))
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
@@ -138,13 +128,12 @@ def test_meta_and_fake_tensors_need_no_library(backend: str) -> None:
         check("cpu")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_flops_of_a_full_size_layer(backend: str) -> None:
+def test_flops_of_a_full_size_layer() -> None:
     tokens, text = 32760, 250
     q = torch.empty(1, tokens, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     k = torch.empty(1, tokens + text, 16, 128, dtype=torch.bfloat16, device="meta")
     with FlopCounterMode(display=False) as forward:
-        out, _ = attention(q, k, k, backend=backend)
+        out, _ = attention(q, k, k, backend="cudnn")
     with FlopCounterMode(display=False) as backward:
         out.backward(torch.empty_like(out))
     assert forward.get_total_flops() == 4 * tokens * (tokens + text) * 2048
@@ -180,38 +169,31 @@ def resolve(name: str = "auto", device: torch.device = GPU, **options: Any) -> s
 
 
 @pytest.mark.parametrize(
-    ("capability", "fastest", "deterministic", "float32"),
+    ("capability", "fastest", "deterministic"),
     [
-        ((7, 5), "reference", "reference", "xformers"),
-        ((8, 0), "flash2", "flash2", "xformers"),
-        ((8, 9), "flash2", "flash2", "xformers"),
-        ((9, 0), "flash3", "flash3", "xformers"),
-        ((10, 0), "flash4", "flash4", "xformers"),
-        ((12, 0), "cudnn", "flash2", "xformers"),
+        ((7, 5), "reference", "reference"),
+        ((8, 9), "flash2", "flash2"),
+        ((9, 0), "flash3", "flash3"),
+        ((10, 0), "flash4", "flash4"),
+        ((12, 0), "cudnn", "flash2"),
     ],
 )
 def test_auto_takes_the_fastest_of_each_gpu(
-    gpu: Callable[..., None], capability: tuple[int, int], fastest: str, deterministic: str, float32: str
+    gpu: Callable[..., None], capability: tuple[int, int], fastest: str, deterministic: str
 ) -> None:
     gpu(*capability)
     assert resolve() == fastest
     assert resolve(deterministic=True) == deterministic
-    assert resolve(dtype=torch.float32) == ("sdpa" if capability[0] == 7 else float32)
-    assert resolve(dtype=torch.float32, deterministic=True) == "sdpa"
+    assert resolve(dtype=torch.float32, deterministic=True) == resolve(dtype=torch.float32) == "sdpa"
     assert resolve(dtype=torch.float64) == "reference"
 
 
 def test_auto_passes_over_what_is_not_installed(gpu: Callable[..., None]) -> None:
-    gpu(9, installed=("cudnn", "xformers"))
+    gpu(9, installed=("cudnn", "flash2"))
     assert resolve() == "cudnn"
-    assert resolve(head_dim=256) == "xformers"
-    assert resolve(head_dim=13) == "reference"
-
-
-def test_auto_on_a_cpu() -> None:
+    assert resolve(head_dim=256) == "flash2"
     assert resolve(device=CPU) == "sdpa"
     assert resolve(device=CPU, dtype=torch.float64, deterministic=True) == "reference"
-    assert resolve("reference", device=CPU, dtype=torch.float32, head_dim=13) == "reference"
 
 
 def test_auto_says_its_choice_and_why_once(gpu: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +217,6 @@ def test_auto_says_its_choice_and_why_once(gpu: Callable[..., None], caplog: pyt
         ("flash2", 'pip install --no-build-isolation "flash-attn>=2.7"'),
         ("flash3", "hopper folder of github.com/Dao-AILab/flash-attention"),
         ("flash4", "pip install flash-attn-4"),
-        ("xformers", 'pip install "xformers>='),
         ("cudnn", "cuDNN 9 or newer"),
     ],
 )
@@ -270,13 +251,10 @@ def test_a_library_that_breaks_on_import_tells_its_error(
     [
         ("flash3", (8, 0), {}, "compute capability 9.x, and this one has 8.0"),
         ("flash4", (12, 0), {}, "compute capability 9.x to 11.x"),
-        ("flash2", (7, 5), {}, "compute capability 8.x or newer"),
         ("sdpa", (7, 5), {}, "bfloat16 needs a GPU of compute capability 8.x"),
         ("flash2", (9, 0), {"dtype": torch.float32}, "it computes in bfloat16, float16, not in float32"),
         ("cudnn", (9, 0), {"head_dim": 136}, "a multiple of 8 up to 128, not 136"),
-        ("flash2", (9, 0), {"head_dim": 20}, "a multiple of 8 up to 256, not 20"),
         ("cudnn", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
-        ("xformers", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
         ("flash4", (9, 0), {"deterministic": True}, "deterministic on Blackwell GPUs only"),
     ],
 )

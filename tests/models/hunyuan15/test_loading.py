@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from sage_fast.models.family import load_components
 from sage_fast.models.hunyuan15.loading import cache_folder
 from sage_fast.run.run import build_trainer
 from tests.tiny.checkpoints import copy_tree
-
-PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 def load(path: Path | str | None, **options: Any):
@@ -57,16 +55,6 @@ def test_the_parts_are_those_of_the_pipeline(
     assert torch.equal(ours.text, text[mask.bool()]) and torch.equal(ours.glyph, glyph[glyph_mask.bool()])
 
 
-# ---------------------------------------------------------------------------------------------- data types
-
-
-def test_transformer_is_read_in_its_dtype(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 from the first byte: a float32 copy of 8.3 B parameters would be 33 GB."""
-    monkeypatch.setattr(HunyuanVideo15Transformer3DModel, "to", lambda self, *a, **k: pytest.fail("cast after loading"))
-    transformer = load(copied, dtype="bfloat16").transformer
-    assert {p.dtype for p in transformer.parameters()} == {torch.bfloat16}
-
-
 def test_vae_dtype(copied: Path) -> None:
     assert load(copied).video_decoder.vae.dtype == torch.float32, "auto, on a CPU"
     assert load(copied, device="cuda").video_decoder.vae.dtype == torch.float16, "auto, on a GPU"
@@ -101,24 +89,16 @@ def test_task_type_counts_only_without_a_pipeline(copied: Path) -> None:
         load(copied)
 
 
-# ---------------------------------------------------------------------------------------------- guidance, variants
+# ---------------------------------------------------------------------------------------------- facts
 
 
-def test_distilled_guidance_in_diffusers_layout(copied: Path) -> None:
+def test_distilled_weights_are_not_guided_once_more(copied: Path) -> None:
+    load(copied).check_guidance(6.0)
     edit_json(copied / "guider" / "guider_config.json", guidance_scale=1.0)
     components = load(copied)
     components.check_guidance(1.0)
     with pytest.raises(ValueError, match=r"rollout.guidance_scale is 6.0.*guider_config.json says so.*to 1"):
         components.check_guidance(6.0)
-
-
-def test_weights_that_are_not_distilled_take_any_guidance(copied: Path) -> None:
-    components = load(copied)
-    components.check_guidance(1.0)
-    components.check_guidance(6.0)
-
-
-# ---------------------------------------------------------------------------------------------- timestep shift
 
 
 def test_the_shift_that_a_model_was_published_with(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,16 +110,13 @@ def test_the_shift_that_a_model_was_published_with(copied: Path, caplog: pytest.
     components.warn_of_shift(5.0)
     assert "rollout.shift is 5, but these weights were published with a shift of 7" in caplog.text
     shutil.rmtree(copied / "scheduler")
-    assert load(copied).shift is None
-    caplog.clear()
-    load(copied).warn_of_shift(5.0)
-    assert not caplog.text
+    assert load(copied).shift_difference(5.0) is None
 
 
 # ---------------------------------------------------------------------------------------------- missing files
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["transformer", "tokenizer"])
 def test_a_missing_part_is_named_with_its_command(copied: Path, part: str) -> None:
     shutil.rmtree(copied / part)
     with pytest.raises(ValueError) as error:
@@ -149,7 +126,7 @@ def test_a_missing_part_is_named_with_its_command(copied: Path, part: str) -> No
     assert f"hf download {repository} --include '{part}/*' --local-dir {copied}" in str(error.value)
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
 def test_missing_and_truncated_weights(copied: Path, part: str) -> None:
     (file,) = (copied / part).glob("*.safetensors")
     content = file.read_bytes()
@@ -167,21 +144,21 @@ def test_missing_and_truncated_weights(copied: Path, part: str) -> None:
         load(copied)
 
 
-def drop(weights: dict[str, Tensor]) -> None:
-    del weights["proj_out.bias"]
-
-
-def add(weights: dict[str, Tensor]) -> None:
-    weights["proj_out.extra"] = torch.zeros(1)
-
-
-@pytest.mark.parametrize("change", [drop, add])
-def test_weights_that_do_not_fit_are_refused(copied: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("transformer", "missing"), ("transformer", "unexpected"), ("transformer", "mismatched"), ("vae", "missing")],
+)
+def test_weights_that_do_not_fit_are_refused(copied: Path, part: str, kind: str) -> None:
+    file = copied / part / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
-    change(weights)
+    name = next(iter(weights))
+    if kind == "missing":
+        del weights[name]
+    else:
+        name += "x" * (kind == "unexpected")
+        weights[name] = torch.zeros(3, 5)
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"do not fit its config.json: 1 \w+ keys, among them proj_out"):
+    with pytest.raises(ValueError, match=rf"do not fit its config.json: 1 {kind} keys, among them .*{name}"):
         load(copied)
 
 
@@ -191,17 +168,8 @@ def test_broken_json_is_named(copied: Path) -> None:
         load(copied)
 
 
-@pytest.mark.parametrize(("path", "words"), [("/nowhere/model", "no folder here"), ("", "no folder here")])
-def test_a_path_that_is_nothing(path: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        load(path or str(tmp_path / "a file"))
-
-
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"nor transformer/config.json.*convert_hunyuan_video1_5_to_diffusers",
-    ):
+    with pytest.raises(ValueError, match=r"nor transformer/config.json.*convert_hunyuan_video1_5_to_diffusers"):
         load(tmp_path)
 
 
@@ -251,11 +219,10 @@ def test_caches_lie_beside_the_weights_or_where_the_config_says(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert folder() == tmp_path / "sage_fast", "weights on a disk that cannot be written to"
-    with pytest.raises(ValueError, match="model.cache_dir .* cannot be written to"):
-        folder(cache_dir=str(tmp_path / "new"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="model.cache_dir .* cannot be created"):
-        folder(cache_dir=str(tmp_path / "file" / "below"))
+    for refused in ("/proc", str(tmp_path / "file" / "below")):
+        with pytest.raises(ValueError, match=f"model.cache_dir is '{refused}', which cannot be written to"):
+            folder(cache_dir=refused)
 
 
 # ---------------------------------------------------------------------------------------------- a run

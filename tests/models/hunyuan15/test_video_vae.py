@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.description import _published_decoder
+from sage_fast.models.hunyuan15.hunyuan15 import _published_decoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask, decode_bytes
 from sage_fast.planning.trace import Tracer
 from tests.tiny.checkpoints import LATENT_CHANNELS
@@ -76,23 +76,6 @@ def test_as_many_samples_at_once_as_fit(
     assert (videos.int() - expected.int()).abs().max() <= 1
 
 
-def test_a_budget_below_one_tile_is_said_once(
-    vae: AutoencoderKLHunyuanVideo15, caplog: pytest.LogCaptureFixture
-) -> None:
-    decoder = VAEDecoder(vae, memory_gib=1e-6)
-    for _ in range(2):
-        decoder.decode(latents_of(1, 1, 1, 1))
-    assert [r.getMessage().count("model.decode_memory_gib = 1e-06") for r in caplog.records] == [1]
-
-
-@pytest.mark.parametrize(("frames", "tokens"), [(1, 1), (1, 6), (4, 1), (3, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mask_is_bit_identical_to_the_loop(frames: int, tokens: int, dtype: torch.dtype) -> None:
-    stock = HunyuanVideo15AttnBlock.prepare_causal_attention_mask(frames, tokens, dtype, "cpu")
-    ours = causal_mask(frames, tokens, dtype, "cpu")
-    assert ours.dtype == stock.dtype and torch.equal(ours, stock)
-
-
 def test_mask_is_replaced_on_the_instance_alone_and_freed(vae: AutoencoderKLHunyuanVideo15) -> None:
     stock = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
     other = copy.deepcopy(vae)
@@ -112,28 +95,21 @@ def test_mask_is_replaced_on_the_instance_alone_and_freed(vae: AutoencoderKLHuny
     assert "prepare_causal_attention_mask" not in vars(other.decoder.mid_block.attentions[0])
 
 
-def test_latent_shape(vae: AutoencoderKLHunyuanVideo15) -> None:
-    decoder = VAEDecoder(vae)
-    assert decoder.latent_shape(1, 16, 16) == (LATENT_CHANNELS, 1, 1, 1)
-    assert decoder.latent_shape(121, 720, 1280) == (LATENT_CHANNELS, 31, 45, 80)
-
-
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        ((80, 480, 832), ["video.num_frames is 80", "77 or 81"]),
-        ((2, 480, 832), ["video.num_frames is 2", "1 or 5"]),
-        ((0, 480, 832), ["video.num_frames is 0", "nearest: 1."]),
-        ((81, 352, 630), ["video.width is 630", "624 or 640"]),
-        ((81, 8, 832), ["video.height is 8", "nearest: 16."]),
+        ((80, 480, 832), "video.num_frames is 80.*77 or 81"),
+        ((0, 480, 832), "video.num_frames is 0.*nearest: 1."),
+        ((81, 8, 832), "video.height is 8.*nearest: 16."),
     ],
 )
 def test_an_impossible_size_names_the_nearest(
-    vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int, int], words: list[str]
+    vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int, int], words: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
-        VAEDecoder(vae).latent_shape(*size)
-    assert all(word in str(error.value) for word in words), error.value
+    decoder = VAEDecoder(vae)
+    assert decoder.latent_shape(121, 720, 1280) == (LATENT_CHANNELS, 31, 45, 80)
+    with pytest.raises(ValueError, match=words):
+        decoder.latent_shape(*size)
 
 
 def test_values_that_are_not_finite_are_refused(vae: AutoencoderKLHunyuanVideo15) -> None:

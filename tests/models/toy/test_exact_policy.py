@@ -116,16 +116,6 @@ def test_the_aligned_mass_is_that_of_the_atoms_that_show_the_caption() -> None:
     assert float(LEARNABLE.aligned(LEARNABLE.initial())) == pytest.approx(0.55 * 0.97 * 0.85, rel=1e-5)
 
 
-def test_the_gradient_of_aligned_mass_and_drift_is_that_of_their_differences() -> None:
-    psi, step = some_numbers().double().requires_grad_(), 1e-2
-    direction = torch.randn(len(psi), generator=torch.Generator().manual_seed(1))
-    for quantity in (LEARNABLE.aligned, LEARNABLE.drift):
-        point = psi.detach().float().requires_grad_()
-        (gradient,) = torch.autograd.grad(quantity(point), point)
-        up, down = (float(quantity(psi.detach().float() + sign * step * direction)) for sign in (1, -1))
-        assert float(gradient @ direction) == pytest.approx((up - down) / (2 * step), rel=2e-3)
-
-
 def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
     """By the score of the density, in float64, with shares of the atoms and with the data off the manifold."""
     psi, sigma, captions = some_numbers(), 0.4, all_captions()[[7, 60]]

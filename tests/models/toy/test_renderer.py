@@ -1,29 +1,44 @@
-"""Every attribute of a scene changes the pixels as it claims."""
+"""The toy world: every attribute of a scene changes the pixels as it claims, captions round trip, the codec loses
+nothing, and the distance is zero on the manifold and positive off it.
+"""
 
 import dataclasses
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from sage_fast.models.toy.components import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.models.toy.renderer import (
     BACKGROUND,
     COLOURS,
     MOTIONS,
     SHAPES,
+    VOCABULARY,
+    Caption,
+    PatchCodec,
     Scene,
+    all_captions,
     all_scenes,
+    caption_of,
     coverage,
+    manifold_for,
+    parse_caption,
     render_batch,
     to_uint8,
+    tokenize,
     track,
 )
+from sage_fast.run.prompt_files import read_prompts
+
+PROMPTS = Path(__file__).parents[3] / "configs" / "prompts"
+MANIFOLD = manifold_for(8, 16, 16)
+SCENE = Scene(colour="red", shape="circle", motion="left")
 
 
 def render(scene, *size):
     return render_batch([scene], *size)[0]
-
-
-SCENE = Scene(colour="red", shape="circle", motion="left")
 
 
 def object_mass(video):
@@ -38,11 +53,12 @@ def centres(video):
     return torch.stack([(mass.sum(1) * grid).sum(1) / total, (mass.sum(2) * grid).sum(1) / total], dim=1)
 
 
+# ---------------------------------------------------------------------------------------------- scenes and pixels
+
+
 def test_there_are_1800_distinct_scenes_and_videos():
-    scenes = all_scenes()
-    videos = to_uint8(render_batch(scenes))
-    assert len(scenes) == 6 * 4 * 5 * 15
-    assert len({video.numpy().tobytes() for video in videos}) == len(scenes)
+    assert len(all_scenes()) == 6 * 4 * 5 * 15
+    assert len({video.numpy().tobytes() for video in MANIFOLD.videos}) == len(all_scenes())
 
 
 @pytest.mark.parametrize("colour", COLOURS)
@@ -52,25 +68,29 @@ def test_colour_fills_the_object(colour):
     assert torch.allclose(video[-1, :, 0, 0], torch.tensor(BACKGROUND))
 
 
-@pytest.mark.parametrize("first", SHAPES)
-@pytest.mark.parametrize("second", SHAPES)
-def test_shapes_differ_clearly_but_have_similar_area(first, second):
-    masks = [coverage(shape, track(SCENE)) for shape in (first, second)]
-    areas = [mask.sum() / 8 for mask in masks]
-    assert 0.6 < areas[0] / areas[1] < 1.7
-    if first != second:
-        assert (masks[0] - masks[1]).abs().sum() / 8 > 2.5
+def test_shapes_differ_clearly_but_have_similar_area():
+    masks = [coverage(shape, track(SCENE)) for shape in SHAPES]
+    areas = [float(mask.sum()) for mask in masks]
+    assert max(areas) < 1.7 * min(areas)
+    for number, mask in enumerate(masks):
+        assert all((mask - other).abs().sum() / 8 > 2.5 for other in masks[:number])
 
 
 @pytest.mark.parametrize(
     ("motion", "step"),
     [("left", (-1, 0)), ("right", (1, 0)), ("up", (0, -1)), ("down", (0, 1)), ("closer", (0, 0))],
 )
-@pytest.mark.parametrize("shape", SHAPES)
-def test_motion_is_one_pixel_a_frame(motion, step, shape):
-    steps = centres(render(dataclasses.replace(SCENE, motion=motion, shape=shape))).diff(dim=0)
+def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion, step):
+    scene = dataclasses.replace(SCENE, motion=motion)
+    base = centres(render(scene))
     tolerance = 0.01 if motion != "closer" else 0.15
-    assert torch.allclose(steps, torch.tensor(step).float().expand(7, 2), atol=tolerance)
+    assert torch.allclose(base.diff(dim=0), torch.tensor(step).float().expand(7, 2), atol=tolerance)
+    x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    axis, other = (x, y) if motion in ("left", "right") else (y, x)
+    along = centres(render(dataclasses.replace(scene, along=1))) - base
+    across = centres(render(dataclasses.replace(scene, across=-2))) - base
+    assert torch.allclose(along, axis.expand(8, 2), atol=0.01)
+    assert torch.allclose(across, -2 * other.expand(8, 2), atol=0.01)
 
 
 def test_only_closer_grows():
@@ -82,21 +102,120 @@ def test_only_closer_grows():
             assert torch.allclose(mass, mass[:1].expand(8), rtol=1e-4)
 
 
-@pytest.mark.parametrize("motion", MOTIONS)
-def test_position_shifts_the_whole_track(motion):
-    base = centres(render(dataclasses.replace(SCENE, motion=motion)))
-    along = centres(render(dataclasses.replace(SCENE, motion=motion, along=1))) - base
-    across = centres(render(dataclasses.replace(SCENE, motion=motion, across=-2))) - base
-    x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    axis, other = (x, y) if motion in ("left", "right") else (y, x)
-    assert torch.allclose(along, axis.expand(8, 2), atol=0.01)
-    assert torch.allclose(across, -2 * other.expand(8, 2), atol=0.01)
-
-
 def test_errors_name_the_field_and_the_choices():
     with pytest.raises(ValueError, match=r"Scene.colour is 'pink'; use one of red"):
         Scene(colour="pink", shape="circle", motion="left")
-    with pytest.raises(ValueError, match=r"Scene.across is 3"):
-        Scene(colour="red", shape="circle", motion="left", across=3)
     with pytest.raises(ValueError, match="at least 2 frames"):
         render(SCENE, 1)
+
+
+# ---------------------------------------------------------------------------------------------- captions
+
+
+def test_captions_round_trip_whatever_the_case_and_spacing():
+    captions = all_captions()
+    assert len({caption.text for caption in captions}) == 120
+    assert all(parse_caption(caption.text) == caption for caption in captions)
+    assert caption_of(dataclasses.replace(SCENE, along=1, across=-2)).text == "a red circle moving left"
+    assert parse_caption("  A Red circle  MOVING left ") == Caption(colour="red", shape="circle", motion="left")
+
+
+@pytest.mark.parametrize("text", ["", "red a circle moving left", "a red circle moving left left"])
+def test_other_sentences_are_errors(text):
+    with pytest.raises(ValueError, match="not of the form"):
+        parse_caption(text)
+
+
+def test_unknown_words_are_named_with_the_vocabulary():
+    with pytest.raises(ValueError, match=r"'pink'.*purple"):
+        tokenize("a pink circle moving left")
+    with pytest.raises(ValueError, match="Unknown word"):
+        tokenize(VOCABULARY[0])
+
+
+def test_word_embeddings():
+    red, blue, free = WordEncoder().encode(["a red circle moving left", "a blue circle moving left", ""])
+    assert red.text.shape == (5, EMBED_DIM) and red.text.dtype == torch.float32
+    assert red.glyph.shape == (0, GLYPH_DIM)
+    assert free.text.shape == (1, EMBED_DIM)
+    assert torch.allclose(red.text.square().mean(1), torch.ones(5))
+    assert (red.text != blue.text).any(1).tolist() == [False, True, False, False, False]
+    assert len(VOCABULARY) <= EMBED_DIM and EMBED_DIM % 8 == 0
+
+
+def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
+    halves = [read_prompts(PROMPTS / f"{name}.csv") for name in ("toy_train", "toy_eval")]
+    captions = [[parse_caption(prompt.text) for prompt in half] for half in halves]
+    assert {caption for half in captions for caption in half} == set(all_captions())
+    for number, (half, found) in enumerate(zip(halves, captions, strict=True)):
+        assert [prompt.index for prompt in half] == list(range(1000 * number, 1000 * number + 60))
+        assert all(prompt.text == caption.text for prompt, caption in zip(half, found, strict=True))
+        assert all(prompt.seed is None for prompt in half)
+        # By the parity of a caption's places, so that each pair of values of two attributes is in both halves.
+        places = [(list(COLOURS).index(c.colour), SHAPES.index(c.shape), MOTIONS.index(c.motion)) for c in found]
+        assert {sum(place) % 2 for place in places} == {number}
+        for attribute in ("colour", "shape", "motion"):
+            counts = Counter(getattr(caption, attribute) for caption in found)
+            assert len(set(counts.values())) == 1
+
+
+# ---------------------------------------------------------------------------------------------- codec
+
+
+@pytest.mark.parametrize("size", [(8, 16, 16), (2, 4, 8)], ids=str)
+def test_round_trip_of_the_codec_is_exact_for_any_bytes(size):
+    frames, height, width = size
+    generator = torch.Generator().manual_seed(0)
+    videos = torch.randint(0, 256, (3, frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    codec = PatchCodec()
+    latents = codec.encode(videos)
+    assert latents.dtype == torch.float32 and latents.shape == (3, *codec.latent_shape(*size))
+    assert torch.equal(codec.decode(latents), videos)
+
+
+def test_latents_of_the_manifold_have_zero_mean_and_unit_variance():
+    latents = PatchCodec().encode(MANIFOLD.videos)
+    assert latents.shape[1:] == (96, 4, 4, 4)
+    assert latents.mean().abs() < 0.05
+    assert 0.9 < latents.std() < 1.1
+
+
+def test_locality_of_a_patch():
+    video = torch.zeros(1, 8, 3, 16, 16, dtype=torch.uint8)
+    touched = video.clone()
+    touched[0, 3, 1, 9, 6] = 255
+    codec = PatchCodec()
+    changed = (codec.encode(video) != codec.encode(touched)).any(1)[0].nonzero()
+    assert changed.tolist() == [[1, 2, 1]]
+
+
+def test_a_size_that_the_codec_does_not_have_is_named():
+    with pytest.raises(ValueError, match="height that is a positive multiple of 4, not 18"):
+        PatchCodec().latent_shape(8, 18, 16)
+
+
+# ---------------------------------------------------------------------------------------------- distance
+
+
+def test_legal_videos_have_no_distance_and_are_what_the_renderer_draws():
+    rows = torch.arange(0, len(MANIFOLD.scenes), 37)
+    videos = MANIFOLD.videos[rows]
+    assert torch.equal(MANIFOLD.distance(videos), torch.zeros(len(rows)))
+    assert torch.equal(MANIFOLD.squared_distances(MANIFOLD.flatten(videos)).argmin(1), rows)
+    for row in (0, 611, 1799):
+        assert torch.equal(MANIFOLD.videos[row], to_uint8(render(MANIFOLD.scenes[row])))
+
+
+def test_distance_against_brute_force():
+    generator = torch.Generator().manual_seed(0)
+    videos = torch.randint(0, 256, (4, 8, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    videos[1] = MANIFOLD.videos[5] // 2
+    legal = MANIFOLD.videos.double() / 255
+    brute = [((video.double() / 255 - legal) ** 2).flatten(1).mean(1).sqrt().min() for video in videos]
+    assert torch.allclose(MANIFOLD.distance(videos).double(), torch.stack(brute), atol=1e-6)
+
+
+def test_empty_batch_and_wrong_size():
+    assert MANIFOLD.distance(MANIFOLD.videos[:0]).shape == (0,)
+    with pytest.raises(ValueError, match=r"Expected uint8 videos \(B, 8, 3, 16, 16\)"):
+        MANIFOLD.distance(torch.zeros(1, 4, 3, 16, 16, dtype=torch.uint8))

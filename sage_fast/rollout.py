@@ -44,8 +44,6 @@ def stochastic_steps(window: SDEWindowConfig, num_steps: int, rollout: int) -> l
 
     A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6.
     """
-    if window.steps is not None:
-        return sorted(window.steps)
     if window.size is None:
         return None
     first = rollout * window.stride

@@ -43,6 +43,7 @@ from sage_fast.kernels import PolicyTerms, select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
 from sage_fast.objective import (
+    ADVANTAGE_CLIP,
     KLWeightState,
     anchor_kind,
     initial_kl_weight,
@@ -217,10 +218,10 @@ class Trainer:
                 "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
                 *(self.prompts_per_rollout, FEW_PROMPTS),
             )
-        if config.training.train_on.count and size % config.rollout.num_generations:
+        if config.training.best_and_worst and size % config.rollout.num_generations:
             logger.info(
-                "training.train_on: with rollout.batch_size %d a group of %d lies on several ranks, which wait for the "
-                "one with most of the trained videos. With a multiple of %d all ranks have as many.",
+                "training.best_and_worst: with rollout.batch_size %d a group of %d lies on several ranks, which wait "
+                "for the one with most of the trained videos. With a multiple of %d all ranks have as many.",
                 *(size, config.rollout.num_generations, config.rollout.num_generations),
             )
         if self.engine.sharded:
@@ -269,7 +270,7 @@ class Trainer:
                 *parts,
                 process=self.forward_process,
                 shift=config.rollout.shift,
-                advantage_bound=config.advantage.clip,
+                advantage_bound=ADVANTAGE_CLIP,
                 old=self.old,
             )
         return SinglePassGradient(
@@ -409,7 +410,7 @@ class Trainer:
                 trained=trained_groups,
             )
         )
-        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.train_on)).flatten()
+        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.best_and_worst)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
         return ScoredRollout(
@@ -517,7 +518,7 @@ class Trainer:
         sampling = EvaluationSampling(
             policy=self.policy,
             embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table(evaluation.sampler, sigmas, config.rollout.eta),
+            table=transition_table("ode", sigmas, config.rollout.eta),
             latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,

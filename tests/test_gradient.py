@@ -17,7 +17,6 @@ from sage_fast import single_pass
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import TrainOnConfig
 from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.gradient import TwoPhaseGradient, gather_terms
@@ -277,19 +276,18 @@ def test_every_draw_of_positions_is_as_likely() -> None:
 
 def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
     advantages = torch.tensor([[0.5, -1.0, 2.0, -1.0, 0.5], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    for best, worst, expected in (
-        (1, 1, [[2, 3], [0, 4]]),
-        (2, 1, [[0, 2, 3], [0, 1, 4]]),
-        (0, 2, [[1, 3], [3, 4]]),
-        (0, 0, [[0, 1, 2, 3, 4]] * 2),
+    for count, expected in (
+        (1, [[2, 3], [0, 4]]),
+        (2, [[0, 1, 2, 3], [0, 1, 3, 4]]),
+        (0, [[0, 1, 2, 3, 4]] * 2),
     ):
-        chosen = best_and_worst(advantages, TrainOnConfig(best=best, worst=worst))
+        chosen = best_and_worst(advantages, count)
         assert [row.nonzero().flatten().tolist() for row in chosen] == expected
     many = torch.arange(64).remainder(3).float()[None]
-    assert best_and_worst(many, TrainOnConfig(best=3)).nonzero()[:, 1].tolist() == [2, 5, 8]
+    assert best_and_worst(many, 3).nonzero()[:, 1].tolist() == [2, 5, 8, 57, 60, 63]
 
 
-TRAIN_ON = ["--training.train_on={best: 2, worst: 1}", "--rollout.num_generations=4"]
+TRAIN_ON = ["--training.best_and_worst=1", "--rollout.num_generations=4"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +308,7 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
     every = Estimates(tiny_run(*given), monkeypatch)
     scored = every.scored()
     order = sorted(range(4), key=lambda video: (-float(scored.all_advantages[video]), video))
-    chosen = [*order[:2], order[3]]
+    chosen = [order[0], order[3]]
     alone = []
     for video in chosen:
         alone.append(every.gradient(replace(scored, all_trained=torch.arange(4) == video)))
@@ -318,19 +316,19 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
     fewer = some.scored()
     assert torch.equal(fewer.all_advantages, scored.all_advantages)
     found, metrics = some.gradient(fewer)
-    assert relative(found, sum(gradient for gradient, _ in alone) / 3) < 1e-10  # type: ignore[arg-type]
+    assert relative(found, sum(gradient for gradient, _ in alone) / 2) < 1e-10  # type: ignore[arg-type]
     for key in ("loss", "kl/position", "kl/velocity"):
-        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) / 3, rel=1e-6, abs=1e-12)
+        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) / 2, rel=1e-6, abs=1e-12)
     assert relative(found, every.gradient(scored)[0]) > 1e-3
 
 
 def test_only_chosen_videos_are_passed(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of four videos at four steps, the anchor at half of them."""
+    """Two of four videos at four steps, the anchor at half of them."""
     trainer = build_trainer(tiny_run(*EXACT, *TRAIN_ON, "--objective.kl_position_fraction=0.5"))
     move_weights(trainer)
     counts = passes(trainer, monkeypatch)
     record = trainer.iterate()
-    assert (counts["rollout"], counts["anchor"], counts["update"]) == (16, 6, 12)
+    assert (counts["rollout"], counts["anchor"], counts["update"]) == (16, 4, 8)
     assert record["ratio/mean"] == 1.0
 
 
@@ -347,19 +345,21 @@ def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train_on.best=-1"], "training.train_on.best is -1, but it must be at least 0"),
         (
-            ["train_on={best: 1, worst: 1}"],
-            r"takes 2 videos .*num_generations is 2.* Raise num_generations, lower best",
+            ["training.best_and_worst=1"],
+            r"is 1, .*num_generations is 2, .* Raise num_generations, or set",
         ),
-        (["train_on.best=1", "update=single_pass"], "by their advantage, .* Set train_on.best .*update to two_phase"),
+        (
+            ["training.best_and_worst=1", "rollout.num_generations=4", "training.update=single_pass"],
+            "by their advantage, .* Set it to 0, .*update to two_phase",
+        ),
     ],
 )
 def test_choices_that_do_nothing_or_exclude_each_other_are_refused(
     words: list[str], message: str, tiny_run: MakeRun
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        tiny_run("--rollout.micro_batch_size=1", *(f"--training.{word}" for word in words))
+        tiny_run("--rollout.micro_batch_size=1", *(f"--{word}" for word in words))
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])

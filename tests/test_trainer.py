@@ -276,8 +276,8 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     trainer = build_trainer(config)
     scored = trainer._score(trainer._rollout(), {})
     assert all(set(order) == {0, 1} for order in scored.orders)
-    fixed = tiny_run("--rollout.sde_window.steps=[0,2]")
-    assert rollout_table(fixed.rollout, 7).trainable.nonzero().flatten().tolist() == [0, 2]
+    fixed = tiny_run("--rollout.sde_window.size=2", "--rollout.sde_window.stride=0")
+    assert rollout_table(fixed.rollout, 7).trainable.nonzero().flatten().tolist() == [0, 1]
 
 
 def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:

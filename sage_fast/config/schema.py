@@ -50,8 +50,6 @@ class RunConfig:
     resume: str = free("none", PACE)
     """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
     a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
-    num_threads: int | None = free(None, MACHINE)
-    """CPU threads of torch; null leaves torch's default."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model."""
     video: VideoConfig = field(default_factory=VideoConfig, metadata={FIXED: PAIRS})
@@ -88,8 +86,6 @@ class RunConfig:
             if isinstance(value, int | float):
                 require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
         require(self.seed >= 0, "seed", self.seed, "in 0 .. 2^63 - 1")
-        threads = self.num_threads
-        require(threads is None or 1 <= threads <= 1024, "num_threads", threads, "null or in 1 .. 1024")
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
         if self.training.update == "forward_process":
             self._check_forward_process()
@@ -111,11 +107,11 @@ class RunConfig:
                 "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
                 "(sage-fast export --format full)."
             )
-        if self.training.train_on.count >= self.rollout.num_generations:
+        if 2 * self.training.best_and_worst >= self.rollout.num_generations:
             raise ConfigError(
-                f"training.train_on takes {self.training.train_on.count} videos of each group (best + worst), but "
-                f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
-                "num_generations, lower best and worst, or set both to 0, which trains all videos."
+                f"training.best_and_worst is {self.training.best_and_worst}, but rollout.num_generations is "
+                f"{self.rollout.num_generations}, so that no video would be left out. Raise num_generations, or set "
+                "best_and_worst to 0, which trains all videos."
             )
         if self.training.update == "single_pass":
             self._check_single_pass()
@@ -124,8 +120,6 @@ class RunConfig:
                 f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
                 "no KL. Set it to 0, or choose a KL mode."
             )
-        if self.evaluation.sampler == "cps":
-            require(self.rollout.eta <= 1, "rollout.eta", self.rollout.eta, "at most 1 with evaluation.sampler cps")
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
@@ -161,10 +155,10 @@ class RunConfig:
                 f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
                 "two_phase."
             )
-        if training.train_on.count:
+        if training.best_and_worst:
             raise ConfigError(
-                "training.train_on chooses videos by their advantage, but training.update single_pass takes the "
-                "gradient of every video before there is one. Set train_on.best and train_on.worst to 0, or "
+                f"training.best_and_worst {training.best_and_worst} chooses videos by their advantage, but "
+                "training.update single_pass takes the gradient of every video before there is one. Set it to 0, or "
                 "training.update to two_phase."
             )
         if training.kl_share_every:

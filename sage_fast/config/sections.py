@@ -61,9 +61,6 @@ class ModelConfig(Section, key="model"):
     checkpoint. It is loaded before training (training.mode lora; lora.rank and
     target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
     the paired evaluation."""
-    text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
-    """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
-    official code's is float16. Encoded prompts are kept apart by it."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
@@ -178,8 +175,6 @@ class VideoConfig(Section, key="video"):
 class SDEWindowConfig(Section, key="rollout.sde_window"):
     """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
 
-    steps: list[int] | None = None
-    """A fixed set of step indices. Cannot be combined with `size`."""
     size: Count | None = None
     """Width of a sliding window of steps; null leaves every step stochastic."""
     stride: Natural = 1
@@ -188,18 +183,8 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and self.size is not None:
-            raise ConfigError(
-                "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
-                "or size for a sliding window, and leave the other null."
-            )
-        require(
-            self.size is not None or self.stride == 1,
-            "rollout.sde_window.stride",
-            self.stride,
-            "1 where rollout.sde_window.size is null",
-        )
-        require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
+        idle = self.size is None and self.stride != 1
+        require(not idle, "rollout.sde_window.stride", self.stride, "1 where rollout.sde_window.size is null")
 
 
 @dataclass(kw_only=True)
@@ -247,24 +232,19 @@ class RolloutConfig(Section, key="rollout"):
             self.micro_batch_size,
             f"a divisor of rollout.batch_size = {self.batch_size}",
         )
-        window, steps = self.sde_window, self.num_steps
-        inside = window.steps is None or all(0 <= step < steps for step in window.steps)
-        allowed = f"a list of indices in 0..{steps - 1} (rollout.num_steps = {steps})"
-        require(inside, "rollout.sde_window.steps", window.steps, allowed)
-        allowed = f"at most rollout.num_steps = {steps}"
-        require((window.size or 0) <= steps, "rollout.sde_window.size", window.size, allowed)
+        size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
+        require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
 
     @property
     def ode_steps(self) -> int:
         """Steps outside the SDE window."""
-        window = self.sde_window
-        noisy = window.size if window.steps is None else len(set(window.steps))
-        return 0 if noisy is None else self.num_steps - noisy
+        size = self.sde_window.size
+        return 0 if size is None else self.num_steps - size
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig(Section, key="evaluation"):
-    """The paired evaluation: the same prompts and the same noise before and after."""
+    """The paired evaluation: the same prompts and the same noise before and after, sampled by ODE."""
 
     prompts: str | list[str] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
@@ -274,8 +254,6 @@ class EvaluationConfig(Section, key="evaluation"):
     """Updates between evaluations; 0 turns evaluation off."""
     num_steps: Steps | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
-    sampler: SDEType = field(default="ode", metadata={FIXED: PAIRS})
-    """Sampler: `ode`, or an SDE type with the rollout's eta, whose noise is the same before and after too."""
     height: Pixels | None = fixed(None, PAIRS)
     """Rows; null takes those of the training."""
     width: Pixels | None = fixed(None, PAIRS)
@@ -297,7 +275,8 @@ class RewardConfig(Section, key="reward"):
     rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
     """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Arguments per entry of `rewards`."""
+    """Arguments per entry of `rewards`. A reward that has an option `device` is on the policy's unless it is given
+    here, such as `cuda:1` next to a policy on cuda:0."""
     weights: dict[str, float] = field(
         default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, metadata={FIXED: PAIRS}
     )
@@ -305,9 +284,6 @@ class RewardConfig(Section, key="reward"):
     on_failure: Literal["stop", "drop_group"] = free("stop", REMEDY)
     """When a reward raises or returns a non-finite score: `stop` ends the run; `drop_group` leaves that prompt's group
     out of the update, and the prompt out of the paired evaluation, which then compares the prompts scored in both."""
-    device: str | None = free(None, MACHINE)
-    """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
-    a policy on cuda:0; null is the policy's."""
     url: str | None = free(None, MACHINE)
     """Address of a server that scores instead of this process: `python -m sage_fast.rewards.server CONFIG`. The
     environment variable SAGE_FAST_REWARD_TOKEN holds its token, if it has one."""
@@ -338,8 +314,6 @@ class AdvantageConfig(Section, key="advantage"):
     """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`: normalise each, then sum."""
     std: Literal["group", "global"] = "group"
     """Divide by the population std of the prompt's group, or of the whole batch."""
-    clip: Positive = 5.0
-    """Advantages are clamped to +-clip."""
 
 
 @dataclass(kw_only=True)
@@ -360,25 +334,6 @@ class OptimizerConfig(Section, key="optimizer"):
     """AdamW's epsilon."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
-
-
-@dataclass(kw_only=True)
-class TrainOnConfig(Section, key="training.train_on"):
-    """Trained videos of a group: the best and the worst by advantage, or with both at 0 all of them.
-
-    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
-    alone.
-    """
-
-    best: Natural = 0
-    """Videos of each group with the highest advantage; of equal ones the first."""
-    worst: Natural = 0
-    """Videos of each group with the lowest advantage; of equal ones the last."""
-
-    @property
-    def count(self) -> int:
-        """Videos of each group that are trained; 0 is all."""
-        return self.best + self.worst
 
 
 @dataclass(kw_only=True)
@@ -404,8 +359,10 @@ class TrainingConfig(Section, key="training"):
     backward passes, half the memory, and another gradient than the objective's."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
-    train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
-    """Videos of each group that are trained."""
+    best_and_worst: Natural = 0
+    """Train only so many videos of each group with the highest advantages and as many with the lowest; 0 trains all.
+    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos.
+    """
     timestep_fraction: Share = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one. With permute_timesteps
     they are a random choice, so the gradient is unbiased; without it they are the first steps."""
@@ -512,11 +469,9 @@ class DistributedConfig(Section, key="distributed"):
     optimizer state are float32."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
-    startup_timeout_seconds: Seconds = 1800.0
-    """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
-    progress and a collective may wait. Encoding prompts is progress."""
     timeout_seconds: Seconds = 600.0
-    """Longest that a rank may make no progress, and that a collective may wait, from then on."""
+    """Longest that a rank may make no progress, and that a collective may wait. It is three times as long until the
+    first update is done, for loading and compiling. Encoding prompts is progress."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -529,6 +484,11 @@ class DistributedConfig(Section, key="distributed"):
                         f"distributed.zero_stage {self.zero_stage} DeepSpeed shards over all ranks. Set it to "
                         f"{'null' if default is None else str(default).lower()}, or zero_stage to null."
                     )
+
+    @property
+    def startup_timeout_seconds(self) -> float:
+        """`timeout_seconds` until the first update is done."""
+        return 3 * self.timeout_seconds
 
     def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
         """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""

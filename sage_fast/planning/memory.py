@@ -318,7 +318,7 @@ class MemoryPlan:
         measured = num_trained(self.config.objective.kl_position_fraction, steps) if self._has_anchor else 0
         if keeps_old_policy(self.config):
             measured += steps
-        chosen = self.config.training.train_on.count or rollout.num_generations
+        chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
         videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
         return 4.0 * prod(self.latent) * videos * measured
 
@@ -383,7 +383,7 @@ def rewards_here(config: RunConfig) -> dict[str, RewardCosts]:
     """Rewards on the device of the policy, in its process's memory where that is a CPU."""
     here = {}
     for name, costs in reward_costs(config.reward, config.video).items():
-        device = config.reward.options.get(name, {}).get("device", config.reward.device)
+        device = config.reward.options.get(name, {}).get("device")
         if device in (None, "auto", config.model.device):
             here[name] = costs
     return here

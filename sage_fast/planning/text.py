@@ -238,7 +238,7 @@ def assumptions(plan: Plan) -> list[str]:
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
         lines.append(f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0")
-    if chosen := config.training.train_on.count:
+    if chosen := 2 * config.training.best_and_worst:
         lines.append(f"{chosen} of the {config.rollout.num_generations} videos of a group are trained")
     if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")

@@ -19,7 +19,7 @@ from sage_fast.rollout import rollout_table
 from sage_fast.sde import TransitionTable
 
 DRAWS = 256
-"""Rollouts over which the videos that `training.train_on` takes are averaged."""
+"""Rollouts over which the videos that `training.best_and_worst` takes are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ def most_groups(rollout: RolloutConfig) -> int:
 def update_share(config: RunConfig, ranks: int | None = None) -> float:
     """Share of the micro-batches and steps that run in an update, because a video of theirs is trained there.
 
-    Which videos `training.train_on` takes is simulated, and where their groups lie on several ranks the rank with most
-    counts.
+    Which videos `training.best_and_worst` takes is simulated. Where their groups lie on several ranks, the rank with
+    most counts.
 
     Args:
         ranks: as in `visits`.
@@ -150,7 +150,7 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     size, group = rollout.batch_size, rollout.num_generations
     whole = group // math.gcd(size, group)
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
-    trained = best_and_worst(scores, training.train_on).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
+    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
     share = trained.any(-1).double().mean(-1)
     return float(share.mean() if ranks is None else share.amax(1).mean())
 

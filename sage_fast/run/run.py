@@ -116,8 +116,6 @@ def build_trainer(
     Raises:
         ConfigError: a part is missing or does not fit.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.

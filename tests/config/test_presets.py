@@ -100,7 +100,7 @@ ABLATED = {
     "cps": lambda c: c.rollout.sde_type == "cps" and c.objective.logprob == "unnormalized",
     "table2": lambda c: (
         (c.evaluation_video.height, c.evaluation_video.width, c.video.height, c.video.width) == (480, 864, 352, 624)
-        and (c.evaluation_steps, c.evaluation.sampler, c.evaluation.num_prompts) == (40, "ode", None)
+        and (c.evaluation_steps, c.evaluation.num_prompts) == (40, None)
         and c.reward.weights == {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
         and c.reward.rewards == ["videoalign", "clip_score", "pick_score"]
         and "videoalign" in c.reward.options
@@ -180,7 +180,7 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
         1e-5,
         0.01,
     )
-    assert (config.optimizer.max_grad_norm, config.advantage.clip) == (1.0, 5.0)
+    assert config.optimizer.max_grad_norm == 1.0
     assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
     assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
     weights = (0.5, 0.5, 1.0) if preset.stem.endswith("_paper") else (1.0, 1.0, 1.0)
@@ -231,7 +231,7 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     if gpus > 1:
         # The reference: two videos per data-parallel rank, on 64 GPUs two GPUs per video. A whole group where a part of
         # it is trained.
-        whole = config.training.train_on.count > 0
+        whole = config.training.best_and_worst > 0
         curve = whole or preset in SMALL_RECIPES
         batch = 64 // gpus if preset.stem.endswith("_paper") else rollout.num_generations if curve else 2
         assert rollout.batch_size == batch and sp == (2 if gpus == 64 else 1)

@@ -41,7 +41,7 @@ MakeRun = Callable[..., RunConfig]
         ),
         pytest.param(
             (
-                "--training.train_on={best: 1, worst: 1}",
+                "--training.best_and_worst=1",
                 "--rollout.num_generations=4",
                 "--rollout.shared_initial_noise=true",
                 "--rollout.sde_window.size=2",
@@ -72,9 +72,7 @@ def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, overrid
 def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
     files = {}
     for name in ("whole", "killed"):
-        config = tiny_run(
-            "--training.num_updates=20", "--checkpoint.every=3", "--evaluation.every=10", "--num_threads=1"
-        )
+        config = tiny_run("--training.num_updates=20", "--checkpoint.every=3", "--evaluation.every=10")
         files[name] = tmp_path / f"{name}.yaml"
         files[name].write_text(dump_config(with_output(config, tmp_path / name)))
     subprocess.run(command(files["whole"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250)

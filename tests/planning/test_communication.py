@@ -41,8 +41,8 @@ OBJECTS = ("scores", "terms", "flag")
 @cache
 def small(*overrides: str, gpus: int) -> Plan:
     """Three narrow blocks, 72 video tokens, two videos of two steps per rank; every step's anchor lies behind."""
-    words = ["--video.height=64", "--video.width=96", "--video.num_frames=9", "--reward.device=cuda:1"]
-    words += ["--rollout.num_steps=2", "--rollout.batch_size=4", "--evaluation.num_steps=2"]
+    words = ["--video.height=64", "--video.width=96", "--video.num_frames=9", "--evaluation.num_steps=2"]
+    words += ["--reward.options.videoalign.device=cuda:1", "--rollout.num_steps=2", "--rollout.batch_size=4"]
     config = load_config("configs/hv15_480p_lora_1gpu.yaml", [*words, *overrides])
     shape = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": LAYERS, "text_embed_dim": 64}
     description = published_model(

@@ -63,7 +63,7 @@ def plan(*overrides: str, file: str = B, memory_gb: float | None = None, gpus: i
 def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
     """Of a model of six narrow blocks, which is traced quickly; decoding and rewards take nothing."""
     size = ["--video.height=64", "--video.width=96", "--video.num_frames=9"]
-    config = load_config(B, [*size, "--reward.device=cuda:1", *overrides])
+    config = load_config(B, [*size, "--reward.options.videoalign.device=cuda:1", *overrides])
     return make_plan(
         config,
         DEVICES["h100"],
@@ -200,8 +200,8 @@ def test_the_tracer_counts_what_is_alive() -> None:
         (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
         (["--objective.kl_position_fraction=0.25"], (20, 0, 4.5, 0, 20, 0)),
         (["--objective.kl_position_fraction=0.05", "--training.update=single_pass"], (0, 20, 0.9, 0.9, 0, 0)),
-        (["--training.train_on={best: 2, worst: 1}"], (20, 0, 13.5, 0, 15, 0)),
-        (["--training.train_on.best=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
+        (["--training.best_and_worst=1"], (20, 0, 9, 0, 10, 0)),
+        (["--training.best_and_worst=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
     ],
     ids=[
         "reference",
@@ -235,7 +235,7 @@ def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
 
 def test_the_rank_with_most_trained_videos_counts() -> None:
     """Eight ranks: two videos each of a group of 16, of which one rank nearly always has two of the eight; or all."""
-    half = ["--rollout.num_generations=16", "--training.train_on={best: 4, worst: 4}"]
+    half = ["--rollout.num_generations=16", "--training.best_and_worst=4"]
     spread, whole = (load_config(B, [*half, f"--rollout.batch_size={size}"]) for size in (2, 16))
     assert visits(spread, 8).update == pytest.approx(20 * (1 - 2**8 / math.comb(16, 8) / 2), rel=0.01)
     assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
@@ -248,7 +248,7 @@ def test_the_rank_with_most_trained_videos_counts() -> None:
         [
             "--rollout.micro_batch_size=1",
             "--rollout.num_generations=4",
-            "--training.train_on={best: 2, worst: 1}",
+            "--training.best_and_worst=1",
             "--rollout.sde_window.size=2",
         ],
     ],
@@ -279,9 +279,9 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
 
 
 def test_velocities_of_the_anchor_are_those_of_trained_videos() -> None:
-    whole, part = (small_plan(*words) for words in ([], ["--training.train_on={best: 2, worst: 1}"]))
+    whole, part = (small_plan(*words) for words in ([], ["--training.best_and_worst=1"]))
     whole_bytes, part_bytes = (plan.memory.phases["update"].anchor_velocities for plan in (whole, part))
-    assert part_bytes == 0.75 * whole_bytes > 0
+    assert part_bytes == 0.5 * whole_bytes > 0
 
 
 def test_seconds_are_work_over_ceilings() -> None:

@@ -66,11 +66,10 @@ class HunyuanPromptEncoder:
         glyph_encoder: folder of ByT5's encoder.
         glyph_tokenizer: folder of its tokenizer.
         cache: folder of the encoded prompts; created when missing.
-        dtype: of the language model, such as float16; `auto` is the one that its weights are stored in.
         device: where the encoders run.
         batch_size: prompts per forward pass.
 
-    The glyph encoder computes in the data type that its weights are stored in.
+    Both compute in the data type that their weights are stored in.
     """
 
     def __init__(
@@ -81,14 +80,12 @@ class HunyuanPromptEncoder:
         glyph_encoder: Path,
         glyph_tokenizer: Path,
         cache: Path,
-        dtype: str = "auto",
         device: torch.device | str = "cpu",
         batch_size: int = 8,
     ) -> None:
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
         self.glyph_encoder, self.glyph_tokenizer = glyph_encoder, glyph_tokenizer
         self.cache = cache
-        self.dtype = dtype
         self.device = device
         self.batch_size = batch_size
         self._identity: str | None = None
@@ -225,8 +222,7 @@ class HunyuanPromptEncoder:
                 ]
                 for folder in folders
             ]
-            chosen = [] if self.dtype == "auto" else [self.dtype]
-            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files), *chosen])
+            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files)])
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
@@ -310,20 +306,16 @@ class HunyuanPromptEncoder:
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, padding_side="right")
         self._check_template(tokenizer)
-        return self._load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype), tokenizer
+        return self._load(Qwen2_5_VLTextModel, self.text_encoder), tokenizer
 
-    def _load(self, model_class: Any, folder: Path, dtype: str = "auto") -> Any:
-        """A transformers model, read straight to the device, ready for inference. ValueError when weights are missing.
-
-        Args:
-            dtype: `auto` is that of its files.
-        """
+    def _load(self, model_class: Any, folder: Path) -> Any:
+        """A transformers model in its files' type, read straight to the device. ValueError when weights are missing."""
         verbosity = transformers_logging.get_verbosity()
         # Missing weights are reported below.
         transformers_logging.set_verbosity_error()
         try:
             model, info = model_class.from_pretrained(
-                folder, dtype=dtype, device_map=self.device, local_files_only=True, output_loading_info=True
+                folder, dtype="auto", device_map=self.device, local_files_only=True, output_loading_info=True
             )
         finally:
             transformers_logging.set_verbosity(verbosity)

@@ -263,13 +263,3 @@ def test_ranks_share_the_encoding_and_go_on_after_a_kill(diffusers_checkpoint: P
     assert lengths == same == [embeds.lengths for embeds in alone]
     for ours, expected in zip(encoder.encode(texts), alone, strict=True):
         assert_same(ours, expected)
-
-
-def test_prompts_in_float16_are_kept_apart(encoder: HunyuanPromptEncoder, tmp_path: Path) -> None:
-    """As the official code encodes them, whatever the type of the files."""
-    half = encoder_of(encoder.text_encoder.parent, encoder.cache, dtype="float16")
-    (exact,), (rounded,) = encoder.encode([QUOTING]), half.encode([QUOTING])
-    assert rounded.text.dtype == torch.float16 and rounded.glyph.dtype == torch.float32
-    assert half.path_of(QUOTING) != encoder.path_of(QUOTING)
-    torch.testing.assert_close(rounded.text.float(), exact.text, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(half.encode_plainly(QUOTING), rounded.text, rtol=0.02, atol=0.02)

@@ -351,7 +351,7 @@ def test_a_group_on_several_ranks_is_said_to_wait(tiny_run: MakeRun, caplog: pyt
         ),
         (
             ["training.best_and_worst=1", "rollout.num_generations=4", "training.update=single_pass"],
-            "by their advantage, .* Set it to 0, .*update to two_phase",
+            "gradient is there before an advantage. Set it to 0, .*update to two_phase",
         ),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_nan_stops_before_the_weights_change(tiny_run: MakeRun, monkeypatch: p
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--training.mode=full"], ["training.mode is 'full'", "training.mode to lora", "two_phase"]),
+        (["--training.mode=full"], ["training.mode is 'full'", "Set it to lora", "two_phase"]),
         (
             ["--training.updates_per_rollout=2"],
             ["training.updates_per_rollout is 2", "Set it to 1", "two_phase"],

@@ -41,9 +41,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.errors import ConfigError
     from sage_fast.models.family import describe_model
     from sage_fast.planning.devices import choose_device
-    from sage_fast.planning.estimate import make_plan
+    from sage_fast.planning.estimate import find_options, make_plan
     from sage_fast.planning.layout import least_gpus
-    from sage_fast.planning.search import options as find_options
     from sage_fast.planning.text import to_json, to_text
 
     if options.gpus is not None and options.gpus < 1:

@@ -1,6 +1,6 @@
 """Configuration files: YAML to a typed `RunConfig` and back, overrides from the command line, errors that help.
 
-`text_files` reads the files and refuses the ambiguous; pydantic checks types and ranges. A key that does not exist is
+`files` reads them and refuses the ambiguous; pydantic checks types and ranges. A key that does not exist is
 an error, never a default; the message names the key, the value, and the fix.
 """
 
@@ -17,11 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
 from sage_fast.config.presets import config_file, locate, missing_file, portable
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.config.text_files import dump_yaml, read_text, read_yaml
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
 """Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""

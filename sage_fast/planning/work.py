@@ -1,20 +1,28 @@
-"""Closed forms: FLOPs of the packed forward, and how often a configuration calls the model per video.
+"""Work of a configuration: FLOPs of the packed forward, traced costs of its calls of the model, and how often it makes
+them per video.
 
 N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs; the closed form of a forward is
-what the model is, and a test holds the two together.
+what the model is, and a test holds the two together. With P ranks per video each computes n = N / P video tokens and
+all text tokens, and attends with 1/P of the heads.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
+from sage_fast.distributed.ulysses import share_of
+from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
+from sage_fast.planning.trace import Call, Cost, trace
+from sage_fast.planning.weights import compute_dtype, hashable
 from sage_fast.rollout import rollout_table
 from sage_fast.sde import TransitionTable
 
@@ -70,6 +78,101 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
     per_token = 2 + 2 * config["mlp_ratio"]
     linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
     return Work(linear=linear, attention=4 * length * (n + length) * d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Cost of the calls that a configuration makes of the model, each for one micro-batch.
+
+    velocity: a step of the rollout, or of the anchor. gradient: a step of an update, or with single pass a step of the
+    rollout that leaves its gradient. late_gradient: a step of an update's later optimizer updates. evaluation: a step
+    of an evaluation.
+    """
+
+    velocity: Cost
+    gradient: Cost
+    late_gradient: Cost
+    evaluation: Cost
+
+
+def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, sp: int = 1) -> Calls:
+    """Trace what the phases are made of on each of a video's `sp` ranks.
+
+    Raises:
+        ConfigError: the forward cannot be traced, or the master weights are not float32.
+    """
+    training, model = config.training, config.model
+    if model.forward != "fused":
+        raise ConfigError(
+            f"model.forward is {model.forward}, and a plan traces the fused forward: give --model.forward=fused. "
+            "Diffusers' own forward needs more memory and time."
+        )
+    if training.mode == "full" and model.dtype != "float32":
+        raise ConfigError(
+            f"training.mode full needs float32 master weights, but model.dtype is {model.dtype}. Set it to float32 "
+            "(distributed.param_dtype is what is computed with), or training.mode to lora."
+        )
+    velocity = velocity_call(config, description, on_gpu)
+    # The forward process is at states that the sampler has not been to: no velocity is known before the forward.
+    gradient = replace(
+        velocity,
+        gradient=True,
+        guidance=training.guidance,
+        on_policy=training.update != "forward_process",
+        collected=training.update == "single_pass",
+    )
+    late = training.guidance == "split" and training.updates_per_rollout > 1
+    video = config.evaluation_video
+    evaluated = description.latent_shape(video.num_frames, video.height, video.width)
+    return Calls(
+        velocity=_share(velocity, sp),
+        gradient=_share(gradient, sp),
+        late_gradient=_share(replace(gradient, on_policy=False) if late else gradient, sp),
+        evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp),
+    )
+
+
+def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
+    """A step of the rollout; the other calls differ from it in a few fields."""
+    model, video, kernels = config.model, config.video, config.model.kernels
+    return Call(
+        transformer=hashable(description.transformer),
+        latent=description.latent_shape(video.num_frames, video.height, video.width),
+        text_tokens=description.text_tokens,
+        dtype=compute_dtype(config),
+        trained=config.training.mode,
+        rank=config.lora.rank,
+        target_modules=tuple(config.lora.target_modules),
+        checkpointing=model.settled_checkpointing,
+        kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
+        adaln="weights" if model.adaln == "weights" else "auto",
+        guidance_scale=config.rollout.guidance_scale,
+        batch=config.rollout.micro_batch_size,
+        gradient=False,
+    )
+
+
+def _share(call: Call, sp: int) -> Cost:
+    """Cost of a call on one of the ranks that share its video tokens."""
+    whole = trace(call)
+    if sp == 1:
+        return whole
+    config = dict(call.transformer)
+    channels, *grid = call.latent
+    share = share_of(prod(grid), sp)
+    # As many tokens on a line: all but attention is what a rank does. Attention is of all tokens and 1/P of the heads.
+    # (The text refiner's, which every rank repeats, is one part in 10^5 of it.)
+    part = trace(replace(call, latent=(channels, 1, 1, share)))
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    # Buffers that an all-to-all sends and receives: q, k and v; in the backward also the result and its gradient.
+    exchanged = 5 * share + call.text_tokens if call.gradient else 3 * share
+    buffers = 2 * call.batch * width * exchanged * getattr(torch, call.dtype).itemsize
+    return replace(
+        part,
+        attention=whole.attention / sp,
+        attention_backward=whole.attention_backward / sp,
+        working=part.working + buffers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import dump_yaml, read_json, read_yaml
 from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.config.text_files import dump_yaml, read_json, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -45,8 +45,11 @@ WRONG = {
     "prompts": (["--data.prompts=nowhere.csv"], r"data\.prompts: nowhere\.csv: no such prompt file"),
     "folder": (["--output_dir=/proc/run"], r"output_dir '/proc/run' cannot be written"),
     "key": (["--rollout.batchsize=2"], r"unknown key 'rollout\.batchsize'"),
-    "muon": ([ZERO], r"optimizer\.name is 'muon', but distributed\.zero_stage 2"),
-    "single pass": ([ZERO, "--optimizer.name=adamw", "--training.update=single_pass"], r"single_pass .*zero_stage 2"),
+    "muon": ([ZERO], r"optimizer\.name is 'muon', but with distributed\.zero_stage 2"),
+    "single pass": (
+        [ZERO, "--optimizer.name=adamw", "--training.update=single_pass"],
+        r"single_pass', but .*zero_stage 2",
+    ),
 }
 
 

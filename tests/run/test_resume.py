@@ -12,8 +12,8 @@ import torch
 
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, RunDirectoryError
-from sage_fast.config.fields import FIXED, FREE, marked_keys
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.sections import FIXED, FREE, marked_keys
 from sage_fast.distributed.start import effective_resume
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.metrics import MetricsLogger, read_metrics

@@ -1,9 +1,8 @@
-"""Files: written so that a reader, or a run killed half way, never meets half of one. YAML and JSON, which people write,
-are read so that a mistake is one clear message.
+"""Files: written so that a reader, or a run killed half way, never meets half of one. What people write is read so that
+a mistake is one clear message.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,8 +23,6 @@ _BLOCK = 4 * 2**10
 
 MAX_DOCUMENT_BYTES = 2**20
 """Of a YAML or JSON document; the presets take 3 KB."""
-
-MAX_DEPTH = 32
 
 
 @contextmanager
@@ -119,23 +116,6 @@ def _tensor_starts(head: bytes) -> list[int]:
     return sorted(8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__")
 
 
-@contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Let one process at a time into the block, so that the ranks of a run do not repeat one another's work.
-
-    The folder is created when missing. On a file system without locks nobody waits, and False is yielded: others may be
-    at the same work, so files must be written by `replacing`, and temporary ones of others left alone.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-
-
 # ------------------------------------------------------------------------------------------ text
 
 
@@ -147,8 +127,6 @@ def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
             which.
         ConfigError: it is too large or not text; the message starts with the path.
     """
-    if "\0" in str(path):
-        raise FileNotFoundError(errno.ENOENT, "A path cannot hold a NUL character", str(path))
     # Opening a pipe would wait for a writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -159,16 +137,12 @@ def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
     if max(len(data), status.st_size) > max_bytes:
         raise ConfigError(f"{path}: larger than {max_bytes:,} bytes; is it the file that was meant?")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
             f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it with the encoding UTF-8"
         ) from error
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise ConfigError(f"{path}:{line}: holds a NUL byte, so it is not text; save it with the encoding UTF-8")
-    return text
 
 
 def read_json(text: str, where: str, hint: str = "") -> Any:
@@ -180,15 +154,13 @@ def read_json(text: str, where: str, hint: str = "") -> Any:
         hint: end of a message about the syntax.
 
     Raises:
-        ConfigError: the text is not JSON, gives a key twice, nests too deep or has an integer of too many digits.
+        ConfigError: the text is not JSON, gives a key twice or has an integer of too many digits.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ConfigError(f"{where}: not valid JSON ({error.msg}, {line}column {error.colno}){hint}") from error
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deep") from None
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -211,15 +183,11 @@ class _Loader(yaml.SafeLoader):
     _KINDS = (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
     yaml_constructors = {kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS}  # noqa: RUF012
 
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        if self.flow_level >= MAX_DEPTH:  # PyYAML takes seconds for a line of a thousand brackets
-            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=self.get_mark())
-        super().fetch_flow_collection_start(TokenClass)
-
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             # A few lines of nested aliases stand for gigabytes.
-            raise yaml.MarkedYAMLError(problem="aliases are not read; repeat the value", problem_mark=self._mark())
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not read; repeat the value", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -236,19 +204,10 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = key.start_mark.line + 1
         return node
 
-    def construct_text(self, node: yaml.ScalarNode) -> str:
-        text = str(self.construct_scalar(node))
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            raise yaml.MarkedYAMLError(problem=f"{text!r} has a character that no text may hold; remove it")
-        return text
-
     def refuse(self, node: yaml.ScalarNode) -> None:
         advice = "write true or false, or a plain number; or quotes around it if it is text"
         problem = f"YAML 1.1 and 1.2 read {node.value[:40]} differently; {advice}"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-    def _mark(self) -> Any:
-        return self.peek_event().start_mark
 
 
 class _Dumper(yaml.SafeDumper):
@@ -268,7 +227,6 @@ for _tag, _pattern in {
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), None)
 _Loader.add_constructor("!ambiguous", _Loader.refuse)
-_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -288,10 +246,8 @@ def read_yaml(text: str, where: str) -> Any:
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}{line}: not valid YAML ({reason})") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
-    except RecursionError:
-        raise ConfigError(f"{where}: not valid YAML (nested too deep)") from None
 
 
 def dump_yaml(value: Any) -> str:

@@ -115,8 +115,6 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"command line: {name} is {value!r}, which is not UTF-8. Set a UTF-8 locale (LC_ALL).")
         pairs.append((name[2:], value))
     return pairs
 
@@ -226,17 +224,15 @@ def _default(key: str) -> Any:
 
 def meanings() -> dict[str, str]:
     """Dotted key -> the text below its field."""
-    sections = _adapter().json_schema()
-    sections = {**sections["$defs"], "RunConfig": sections}
-
-    def walk(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
-        properties = sections[cls.__name__]["properties"]
-        for f in fields(cls):
-            yield f"{prefix}{f.name}", properties[f.name].get("description", "")
-            if _is_section(f.type):
-                yield from walk(f.type, f"{prefix}{f.name}.")
-
-    return dict(walk(RunConfig, ""))
+    schema = _adapter().json_schema()
+    owners = {"": schema} | {
+        key: schema["$defs"][f.type.__name__] for key, f in _fields().items() if _is_section(f.type)
+    }
+    texts = {}
+    for key in _fields():
+        section, _, name = key.rpartition(".")
+        texts[key] = owners[section]["properties"][name].get("description", "")
+    return texts
 
 
 def type_name(kind: Any) -> str:

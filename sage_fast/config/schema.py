@@ -109,12 +109,9 @@ class RunConfig:
                 "training.guidance conditional differentiates the conditional branch, which has no part in the "
                 "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
             )
-        if self.model.adapter is not None and self.training.mode != "lora":
-            raise ConfigError(
-                f"model.adapter is {self.model.adapter!r}, but training.mode is {self.training.mode!r}, which has no "
-                "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
-                "(sage-fast export --format full)."
-            )
+        if self.model.adapter is not None:
+            needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
+            _check(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)
         if 2 * self.training.best_and_worst >= self.rollout.num_generations:
             raise ConfigError(
                 f"training.best_and_worst is {self.training.best_and_worst}, but rollout.num_generations is "
@@ -198,16 +195,14 @@ class RunConfig:
 
     def _check_frozen_adaln(self) -> None:
         """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
+        setting = f"model.adaln {self.model.adaln}"
+        needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
+        _check(setting, "model.adaln to auto", needs)
         trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
-        given = f"model.adaln is {self.model.adaln!r}, which needs frozen AdaLN weights, but "
-        if self.training.mode == "full":
-            raise ConfigError(
-                f"{given}training.mode full trains them. Set model.adaln to auto or weights, or training.mode to lora."
-            )
         if trained:
             raise ConfigError(
-                f"{given}lora.target_modules has {', '.join(trained)}. Set model.adaln to auto or weights, or leave "
-                "them out of lora.target_modules."
+                f"lora.target_modules has {', '.join(trained)}, but {setting} needs frozen AdaLN weights. Leave them "
+                "out, or set model.adaln to auto."
             )
 
 

@@ -323,12 +323,6 @@ class RolloutConfig(Section, key="rollout"):
         size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
         require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
 
-    @property
-    def ode_steps(self) -> int:
-        """Steps outside the SDE window."""
-        size = self.sde_window.size
-        return 0 if size is None else self.num_steps - size
-
 
 @dataclass(kw_only=True)
 class EvaluationConfig(Section, key="evaluation"):

@@ -225,13 +225,11 @@ def _default(key: str) -> Any:
 def meanings() -> dict[str, str]:
     """Dotted key -> the text below its field."""
     schema = _adapter().json_schema()
-    owners = {"": schema} | {
-        key: schema["$defs"][f.type.__name__] for key, f in _fields().items() if _is_section(f.type)
-    }
     texts = {}
     for key in _fields():
         section, _, name = key.rpartition(".")
-        texts[key] = owners[section]["properties"][name].get("description", "")
+        owner = schema["$defs"][type_name(_fields()[section].type)] if section else schema
+        texts[key] = owner["properties"][name].get("description", "")
     return texts
 
 

@@ -179,9 +179,7 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_the_plan_of_a_preset(preset: Path) -> None:
-    """It fits with a tenth to spare, or what `auto` spares. It loses little to the exchange, and takes as long per update
-    as the comment on its checkpoints says.
-    """
+    """It fits with a tenth to spare, loses little to the exchange, and takes as long per update as its comment says."""
     plan = planned(preset.stem)
     filled = plan.asked.model.checkpointing == "auto"
     assert plan.memory.peak < (SAFE_SHARE if filled else 0.9) * 80e9

@@ -311,7 +311,6 @@ def _phases(
     second = calls.gradient + calls.velocity.times(-1.0)
     rollout = calls.velocity.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
-    update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but the matrices that Muon makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
@@ -325,7 +324,7 @@ def _phases(
         decode.times(in_turn),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring),
         phase("anchor", calls.velocity.times(visited.anchor / batch), slower),
-        phase("update", update, slower),
+        phase("update", calls.gradient.times(visited.update / batch), slower),
         phase("optimizer", optimizer.times(updates / videos)),
     )
 

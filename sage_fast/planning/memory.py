@@ -154,12 +154,12 @@ class MemoryPlan:
     @cached_property
     def memory(self) -> Memory:
         """Memory of every phase."""
-        config, resident = self.config, self._resident
+        config, resident, gathered = self.config, self._resident, self.gathered
         rollout, two_phase = config.rollout, config.training.update != "single_pass"
         without_gradient = replace(
             resident,
-            gathered_weights=self.gathered.whole_while_sampling,
-            weights_in_flight=self.gathered.flying_while_sampling,
+            gathered_weights=gathered.whole if gathered.sharded and gathered.keep != "never" else 0.0,
+            weights_in_flight=gathered.flying if gathered.keep == "never" else 0.0,
         )
         sampling = replace(without_gradient, **self._produced)
         phases = {
@@ -184,9 +184,8 @@ class MemoryPlan:
         stepping = self._state if foreach else 16.0 * self.weights.largest
         step = replace(update, gradient_accumulators=0.0, optimizer_step=stepping)
         if two_phase:
-            update = self._working(
-                replace(update, weights_in_flight=self.gathered.flying_in_update), self.calls.gradient
-            )
+            flying = gathered.summed + (0.0 if gathered.keep == "always" else gathered.flying)
+            update = self._working(replace(update, weights_in_flight=flying), self.calls.gradient)
         phases |= {"update": update, "optimizer": step}
         if config.evaluation.every:
             phases["evaluation"] = self._evaluation(without_gradient)

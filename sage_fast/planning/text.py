@@ -199,8 +199,6 @@ def assumptions(plan: Plan) -> list[str]:
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
         lines.append(f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0")
-    if chosen := 2 * config.training.best_and_worst:
-        lines.append(f"{chosen} of the {config.rollout.num_generations} videos of a group are trained")
     if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")
     else:
@@ -229,8 +227,6 @@ def assumptions(plan: Plan) -> list[str]:
             lines.append(f"weights are gathered {kept[plan.gathered.keep]} (distributed.keep_gathered)")
         if plan.gathered.sharded and config.distributed.cpu_offload:
             lines.append("the way of shards over PCIe, and the optimizer on the CPU, are not predicted")
-    elif plan.gathered.sharded:
-        lines.append("one process under torchrun: FSDP gathers from one rank, and nothing is exchanged")
     else:
         lines.append("one process, so no communication and no waiting")
     return lines

@@ -24,7 +24,6 @@ from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import compute_dtype, hashable
 from sage_fast.rollout import rollout_table
-from sage_fast.sde import TransitionTable
 
 DRAWS = 256
 """Rollouts over which the videos that `training.best_and_worst` takes are averaged."""
@@ -85,13 +84,11 @@ class Calls:
     """Cost of the calls that a configuration makes of the model, each for one micro-batch.
 
     velocity: a step of the rollout, or of the anchor. gradient: a step of an update, or with single pass a step of the
-    rollout that leaves its gradient. late_gradient: a step of an update's later optimizer updates. evaluation: a step
-    of an evaluation.
+    rollout that leaves its gradient. evaluation: a step of an evaluation.
     """
 
     velocity: Cost
     gradient: Cost
-    late_gradient: Cost
     evaluation: Cost
 
 
@@ -113,21 +110,18 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
             "(distributed.param_dtype is what is computed with), or training.mode to lora."
         )
     velocity = velocity_call(config, description, on_gpu)
-    # The forward process is at states that the sampler has not been to: no velocity is known before the forward.
     gradient = replace(
         velocity,
         gradient=True,
         guidance=training.guidance,
-        on_policy=training.update != "forward_process",
+        on_policy=not policy_moves(training),
         collected=training.update == "single_pass",
     )
-    late = training.guidance == "split" and training.updates_per_rollout > 1
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     return Calls(
         velocity=_share(velocity, sp),
         gradient=_share(gradient, sp),
-        late_gradient=_share(replace(gradient, on_policy=False) if late else gradient, sp),
         evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp),
     )
 
@@ -182,7 +176,7 @@ class Visits:
     rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
     anchor: steps at which the velocity of the anchor, and of the forward process's old policy, is measured.
     second_products: steps with a second backward pass.
-    update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
+    update: steps differentiated after the rollout.
 
     Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor is fresh in one of ten rollouts.
     """
@@ -192,7 +186,6 @@ class Visits:
     anchor: float
     second_products: float
     update: float
-    late_updates: float
 
 
 def visits(config: RunConfig, ranks: int | None = None) -> Visits:
@@ -202,7 +195,9 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
         ranks: that have different videos; None is the mean of any number.
     """
     training, rollout = config.training, config.rollout
-    trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
+    # At every position of the SDE window.
+    tables = [rollout_table(rollout, number) for number in range(rollout.num_steps if rollout.sde_window.size else 1)]
+    trainable = [int(table.trainable.sum()) for table in tables]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     if training.update == "forward_process":
         trained = [config.forward_process.levels]
@@ -212,26 +207,27 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     behind *= anchor_share(training, config.objective.kl_mode)
     old = steps if keeps_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
-    first = afterwards / training.updates_per_rollout
     return Visits(
         rollout=rollout.num_steps - in_rollout,
         pass_steps=in_rollout,
         anchor=behind + old,
         second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
-        update=first,
-        late_updates=afterwards - first,
+        update=afterwards,
     )
+
+
+def policy_moves(training: TrainingConfig) -> bool:
+    """True if an update cannot take the rollout's velocities for its own, so that split guidance makes a forward more.
+
+    The forward process is at states that the sampler has not been to. Of several optimizer updates only the later ones
+    need that forward; it is counted in all of them.
+    """
+    return training.update == "forward_process" or training.updates_per_rollout > 1
 
 
 def keeps_old_policy(config: RunConfig) -> bool:
     """True if a second copy of the trained weights samples and is measured in every update."""
     return config.training.update == "forward_process" and config.forward_process.old == "ema"
-
-
-def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:
-    """The sampler at every position of the SDE window."""
-    window = rollout.sde_window
-    return [rollout_table(rollout, number) for number in range(rollout.num_steps if window.size else 1)]
 
 
 def most_groups(rollout: RolloutConfig) -> int:

@@ -55,6 +55,8 @@ WORDS = {
         "--training.update=single_pass --training.updates_per_rollout=2",
         ["training.updates_per_rollout is 2", "Set it to 1"],
     ),
+    "equalizer": ("--objective.ratio=ratio_norm", ["ratio is 'ratio_norm'", "set equalizer to false"]),
+    "kl-share": ("--training.kl_share_every=5 --objective.kl_mode=none", ["kl_share_every is 5", "choose a KL mode"]),
     "no-reward-weight": ("--reward.weights={VQ:0}", ["reward.weights", "VQ:0"]),
     "reward": ("--reward.rewards=[videoalign9]", ["reward.rewards is 'videoalign9'", "toy"]),
     "reward-module": ("--reward.rewards=[no.such.module:Reward]", ["reward.rewards", "no.such.module"]),

@@ -87,17 +87,12 @@ def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
 
 
 def test_an_evaluation_of_its_own_size_costs_what_it_costs() -> None:
-    """And nothing else changes, but the table of the positions of the larger videos."""
     same, large = small_plan(), small_plan("--evaluation.height=128", "--evaluation.width=192")
-    assert same.seconds_per_evaluation and large.seconds_per_evaluation
-    assert large.seconds_per_evaluation > 2 * same.seconds_per_evaluation
+    assert large.seconds_per_evaluation > 2 * same.seconds_per_evaluation > 0  # type: ignore[operator]
     assert large.phases == same.phases and large.latent == same.latent
-    memory, larger = same.memory.phases, large.memory.phases
-    assert larger["evaluation"].working_set > memory["evaluation"].working_set
-    assert larger["evaluation"].trajectories == pytest.approx(4 * memory["evaluation"].trajectories)
-    assert larger["update"].working_set == memory["update"].working_set
-    bytes_per_token = 2 * 4 * SMALL["attention_head_dim"]
-    assert larger["update"].tables - memory["update"].tables == pytest.approx(3 * 8 * 12 * bytes_per_token)
+    memory, larger = same.memory.phases["evaluation"], large.memory.phases["evaluation"]
+    assert larger.working_set > memory.working_set
+    assert larger.trajectories == pytest.approx(4 * memory.trajectories)
 
 
 def test_the_real_model_has_its_parameters() -> None:
@@ -532,31 +527,19 @@ def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None
         assert f"{found.seconds_per_rollout / 60:.1f} min per update of {videos} videos" in readme
 
 
-@pytest.mark.parametrize(
-    ("preset", "memory_gb", "tiled"),
-    [("hv15_352x624_lora_1gpu", 80, False), ("hv15_480p_lora_1gpu", 80, True)],
-)
-def test_a_video_is_decoded_whole_where_that_fits(preset: str, memory_gb: float, tiled: bool) -> None:
-    config = load_config(ROOT / f"configs/{preset}.yaml")
-    plan = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=memory_gb, sizes={})
-    settled = plan.config.model
-    latent, on_gpu = plan.latent, True
-    assert plan.description.decoding(latent, 1, settled, on_gpu).tiled == tiled
-    assert (settled.decode_memory_gib == "auto") == tiled and plan.fits
-    # One GB less than a whole video needs is not enough.
-    if not tiled:
-        decode = plan.memory.total("decode") / SAFE_SHARE / 1e9
-        less = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=decode - 1, sizes={})
-        assert less.config.model.decode_memory_gib == "auto"
+def test_a_video_is_decoded_in_tiles_where_a_whole_one_does_not_fit() -> None:
+    """One GB less than a whole video needs is not enough."""
+    config = load_config("hv15_352x624_lora_1gpu")
+    plan = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=80, sizes={})
+    assert not plan.description.decoding(plan.latent, 1, plan.config.model, True).tiled and plan.fits
+    decode = plan.memory.total("decode") / SAFE_SHARE / 1e9
+    less = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=decode - 1, sizes={})
+    assert less.config.model.decode_memory_gib == "auto"
 
 
 @pytest.mark.parametrize(
     ("room", "expected"),
-    [
-        (324, "feed_forward"),
-        (323, "selective"),
-        (107, "full"),
-    ],
+    [(324, "feed_forward"), (323, "selective"), (107, "full")],
 )
 def test_blocks_keep_what_fits(room: float, expected: str) -> None:
     """With 1, 2 or 6 units per block, as in a block of the model."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_fast.config.sections import TrainOnConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -140,15 +139,17 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
     return factors.tolist()
 
 
-def best_and_worst(advantages: Tensor, train_on: TrainOnConfig) -> Tensor:
+def best_and_worst(advantages: Tensor, count: int) -> Tensor:
     """Mask of the trained videos of every group, (P, G) bool; advantages (P, G).
+
+    They are the `count` best and as many of the worst, or with 0 all.
 
     Of equal advantages that of the earlier member counts as higher, so that the choice is the same everywhere.
     """
-    if not train_on.count:
+    if not count:
         return torch.ones_like(advantages, dtype=torch.bool)
     rank = advantages.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return (rank < train_on.best) | (rank >= advantages.shape[1] - train_on.worst)
+    return (rank < count) | (rank >= advantages.shape[1] - count)
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

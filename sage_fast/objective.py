@@ -21,6 +21,9 @@ from sage_fast.kernels import LossSettings, PolicyTerms, StepColumns, policy_los
 
 KLMode = Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"]
 
+ADVANTAGE_CLIP = 5.0
+"""Bound of an advantage."""
+
 # Spread below this share of the group's largest reward is the rounding of float32 rewards, not a preference.
 ZERO_SPREAD_RELATIVE = 8 * torch.finfo(torch.float32).eps
 
@@ -43,7 +46,7 @@ def group_advantages(
     rewards: Tensor,
     *,
     std: Literal["group", "global"] = "group",
-    clip: float = 5.0,
+    clip: float = ADVANTAGE_CLIP,
     eps: float = 1e-6,
 ) -> GroupAdvantages:
     """Group-relative advantages  clamp((r - mean) / (std + eps), -clip, clip).
@@ -85,7 +88,7 @@ def weighted_advantages(
     *,
     normalization: Literal["sum", "per_reward"],
     std: Literal["group", "global"] = "group",
-    clip: float = 5.0,
+    clip: float = ADVANTAGE_CLIP,
     eps: float = 1e-6,
 ) -> GroupAdvantages:
     """Advantages of several rewards.

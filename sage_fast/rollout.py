@@ -46,12 +46,10 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     """
     table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
     window = config.sde_window
-    if window.steps is not None:
-        return table.restrict(window.steps)
-    if window.size is not None:
-        first = rollout * window.stride
-        return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
-    return table
+    if window.size is None:
+        return table
+    first = rollout * window.stride
+    return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
 
 
 def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseKey]:

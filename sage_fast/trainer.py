@@ -41,7 +41,14 @@ from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, n
 from sage_fast.kernels import PolicyTerms, select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
-from sage_fast.objective import KLWeightState, anchor_kind, initial_kl_weight, next_kl_weight, weighted_advantages
+from sage_fast.objective import (
+    ADVANTAGE_CLIP,
+    KLWeightState,
+    anchor_kind,
+    initial_kl_weight,
+    next_kl_weight,
+    weighted_advantages,
+)
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.policy.trained import load_adapter
@@ -248,7 +255,7 @@ class Trainer:
             **shared,
             process=self.forward_process,
             shift=config.rollout.shift,
-            advantage_bound=config.advantage.clip,
+            advantage_bound=ADVANTAGE_CLIP,
             old=self.old,
         )
 
@@ -376,7 +383,7 @@ class Trainer:
                 trained=trained_groups,
             )
         )
-        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.train_on)).flatten()
+        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.best_and_worst)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
         return ScoredRollout(
@@ -480,7 +487,7 @@ class Trainer:
         sampling = EvaluationSampling(
             policy=self.policy,
             embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table(evaluation.sampler, sigmas, config.rollout.eta),
+            table=transition_table("ode", sigmas, config.rollout.eta),
             latent_shape=self.evaluation_latent_shape,
             seed=evaluation.seed,
             batch_size=evaluation.batch_size,

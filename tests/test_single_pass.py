@@ -224,13 +224,13 @@ def test_one_accumulator_per_video_and_one_per_group_where_a_kl_acts(tiny_run: M
 
 def test_untrained_steps_have_no_graph(tiny_run: MakeRun) -> None:
     trainer = build_trainer(
-        single_video(tiny_run)("single_pass", "--rollout.num_steps=6", "--rollout.sde_window.steps=[1,4]")
+        single_video(tiny_run)("single_pass", "--rollout.num_steps=6", "--rollout.sde_window.size=2")
     )
     modes: list[bool] = []
     trainer.policy.transformer.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
     trainer.iterate()
     pairs = modes[0:12:2]
-    assert pairs == modes[1:12:2] == [False, True, False, False, True, False]
+    assert pairs == modes[1:12:2] == [True, True, False, False, False, False]
 
 
 # ------------------------------------------------------------------------------------------ runs, faults, refusals

@@ -179,7 +179,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeR
 
 
 ADALN_TARGETS = "--lora.target_modules=[attn.to_q, norm1.linear, norm1_context.linear]"
-TRAIN_ONE = "--training.train_on.best=1"
+BEST_AND_WORST = "--training.best_and_worst=1"
 SINGLE_PASS = "--training.update=single_pass --rollout.micro_batch_size=1"
 FORWARD = "--training.update=forward_process --objective.kl_mode=none"
 
@@ -191,8 +191,11 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         (f"--model.adaln=offload {ADALN_TARGETS}", "has norm1.linear, norm1_context.linear. Set model.adaln"),
         (f"{SINGLE_PASS} --training.mode=full", "training.mode is 'full'.*training.mode to lora, or .*two_phase"),
         (f"{SINGLE_PASS} --rollout.micro_batch_size=2", "rollout.micro_batch_size is 2. Set it to 1, or .*two_phase"),
-        (f"{SINGLE_PASS} {TRAIN_ONE}", "by their advantage, .* Set train_on.best .*update to two_phase"),
-        (f"{TRAIN_ONE} --training.train_on.worst=1", "takes 2 videos .*num_generations is 2.* Raise num_generations"),
+        (
+            f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4",
+            "gradient is there before an advantage. Set it to 0, .*update to two_phase",
+        ),
+        (BEST_AND_WORST, "is 1, .*num_generations is 2.* Raise num_generations"),
         (
             "--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise",
             "kl_position_fraction is 0.5.*set it to 1",
@@ -244,8 +247,8 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     trainer = build_trainer(config)
     scored = trainer._score(trainer._rollout(), {})
     assert all(set(order) == {0, 1} for order in scored.orders)
-    fixed = tiny_run("--rollout.sde_window.steps=[0,2]")
-    assert rollout_table(fixed.rollout, 7).trainable.nonzero().flatten().tolist() == [0, 2]
+    fixed = tiny_run("--rollout.sde_window.size=2", "--rollout.sde_window.stride=0")
+    assert rollout_table(fixed.rollout, 7).trainable.nonzero().flatten().tolist() == [0, 1]
 
 
 def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:

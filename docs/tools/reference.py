@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from sage_fast.commands.cli import add_commands
-from sage_fast.config.fields import FIXED, FREE
 from sage_fast.config.load import meanings, type_name
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import FIXED, FREE
 
 GENERATED = "*Generated from the source by `make docs`.*\n"
 

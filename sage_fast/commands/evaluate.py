@@ -5,7 +5,7 @@ examples:
   sage-fast evaluate runs/mine --output scores --prompts held_out.csv --rewards clip_score,pick_score \
       --reward.options.clip_score.path=models/clip-vit-large-patch14
   sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
-  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864 --sampler cps
+  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864
 
 --output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
 (before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Sequence
 
 from sage_fast.commands.common import (
-    SAMPLERS,
     add_config_argument,
     add_prompt_arguments,
     add_weights_arguments,
@@ -37,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rewards to measure besides those of the configuration; they have no part in the reward",
     )
     parser.add_argument(
-        "--sampler", metavar=SAMPLERS, help="ode, or an SDE type; default evaluation.sampler of the configuration"
-    )
-    parser.add_argument(
         "--num-videos",
         type=int,
         default=8,
@@ -56,8 +52,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.api import evaluate
 
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
-    if options.sampler:
-        more.append(f"--evaluation.sampler={options.sampler}")
     config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
     report = evaluate(
         config,
@@ -70,6 +64,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,
     )
-    print(f"{len(report.base.prompts)} prompts, {report.base.noise}, sampler {config.evaluation.sampler}\n{report}")
+    print(f"{len(report.base.prompts)} prompts, {report.base.noise}\n{report}")
     print(f"Wrote evaluation.html, .md and .json, a contact sheet, scores and videos to {options.output}/")
     return 0

@@ -41,9 +41,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.errors import ConfigError
     from sage_fast.models.family import describe_model
     from sage_fast.planning.devices import choose_device
-    from sage_fast.planning.estimate import make_plan
+    from sage_fast.planning.estimate import find_options, make_plan
     from sage_fast.planning.layout import least_gpus
-    from sage_fast.planning.search import options as find_options
     from sage_fast.planning.text import to_json, to_text
 
     if options.gpus is not None and options.gpus < 1:
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
-    device = choose_device(options.device, config.model.device, description.width, config.num_threads)
+    device = choose_device(options.device, config.model.device, description.width)
     gpus = least_gpus(config.distributed, config.rollout) if options.gpus is None else options.gpus
     if not device.is_gpu and gpus > 1:
         raise ConfigError(f"The plan is for {gpus} processes and a CPU. Give --device h100, or --gpus 1.")

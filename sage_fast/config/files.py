@@ -1,18 +1,28 @@
-"""Writing files so that a reader, or a run killed half way, never meets half a file."""
+"""Files: written so that a reader, or a run killed half way, never meets half of one. What people write is read so that
+a mistake is one clear message.
+"""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sage_fast.config.errors import ConfigError
 
 _WHOLE = 4 * 2**20
 _BLOCK = 4 * 2**10
+
+MAX_DOCUMENT_BYTES = 2**20
+"""Of a YAML or JSON document; the presets take 3 KB."""
 
 
 @contextmanager
@@ -106,18 +116,140 @@ def _tensor_starts(head: bytes) -> list[int]:
     return sorted(8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__")
 
 
-@contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Let one process at a time into the block, so that the ranks of a run do not repeat one another's work.
+# ------------------------------------------------------------------------------------------ text
 
-    The folder is created when missing. On a file system without locks nobody waits, and False is yielded: others may be
-    at the same work, so files must be written by `replacing`, and temporary ones of others left alone.
+
+def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
+    """The text of a regular file in UTF-8, without a byte order mark. Line ends are left as they are.
+
+    Raises:
+        OSError: there is no such file, it may not be read, or it is a directory, a pipe or a device; `strerror` says
+            which.
+        ConfigError: it is too large or not text; the message starts with the path.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
+    # Opening a pipe would wait for a writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
+        # The size says 0 for a file in /proc, and 2 TB for one that must not be read to find that out.
+        data = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+    if max(len(data), status.st_size) > max_bytes:
+        raise ConfigError(f"{path}: larger than {max_bytes:,} bytes; is it the file that was meant?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it with the encoding UTF-8"
+        ) from error
+
+
+def read_json(text: str, where: str, hint: str = "") -> Any:
+    """The value of a JSON document.
+
+    Args:
+        text: the document.
+        where: start of a message, such as `path:line`.
+        hint: end of a message about the syntax.
+
+    Raises:
+        ConfigError: the text is not JSON, gives a key twice or has an integer of too many digits.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ConfigError(f"{where}: not valid JSON ({error.msg}, {line}column {error.colno}){hint}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is given twice; keep one")
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without tags and aliases. A key given twice, and a word that YAML 1.1 and 1.2 read differently, is refused.
+
+    1e-5, a string in YAML 1.1, is the number that it looks like.
+    """
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+    _KINDS = (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
+    yaml_constructors = {kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS}  # noqa: RUF012
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            # A few lines of nested aliases stand for gigabytes.
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not read; repeat the value", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            problem = ""
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"the key {getattr(key, 'value', '')!r} is not a word; write it in quotes"
+            elif key.value in lines:
+                problem = f"{key.value} is given twice, first in line {lines[key.value]}; keep one"
+            if problem:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+    def refuse(self, node: yaml.ScalarNode) -> None:
+        advice = "write true or false, or a plain number; or quotes around it if it is text"
+        problem = f"YAML 1.1 and 1.2 read {node.value[:40]} differently; {advice}"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that `_Loader` would not read as a string."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+
+for _tag, _pattern in {
+    "tag:yaml.org,2002:null": "~|null|Null|NULL|",
+    "tag:yaml.org,2002:bool": "true|True|TRUE|false|False|FALSE",
+    # Words for a truth, octal, binary, grouped and sexagesimal numbers.
+    "!ambiguous": r"(?i:yes|no|on|off)|[-+]?(0[0-9_]+|0[bo][0-7_]+|[0-9]+_[0-9_.]*|[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?)",
+    "tag:yaml.org,2002:int": "[-+]?([0-9]+|0x[0-9a-fA-F]+)",
+    "tag:yaml.org,2002:float": r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)",
+}.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), None)
+_Loader.add_constructor("!ambiguous", _Loader.refuse)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML document; None where it is empty. Values are plain: nothing in a document is ever run.
+
+    Args:
+        text: the document.
+        where: start of a message, such as the path.
+
+    Raises:
+        ConfigError: the text is not YAML, or holds something that `_Loader` refuses; the message names the line.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark and "\n" in text else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}{line}: not valid YAML ({reason})") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """A YAML document that `read_yaml` reads back to an equal value; only ASCII."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)

@@ -1,6 +1,6 @@
 """Configuration files: YAML to a typed `RunConfig` and back, overrides from the command line, errors that help.
 
-`text_files` reads the files and refuses the ambiguous; pydantic checks types and ranges. A key that does not exist is
+`files` reads them and refuses the ambiguous; pydantic checks types and ranges. A key that does not exist is
 an error, never a default; the message names the key, the value, and the fix.
 """
 
@@ -17,11 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
 from sage_fast.config.presets import config_file, locate, missing_file, portable
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.config.text_files import dump_yaml, read_text, read_yaml
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
 """Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
@@ -116,8 +115,6 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"command line: {name} is {value!r}, which is not UTF-8. Set a UTF-8 locale (LC_ALL).")
         pairs.append((name[2:], value))
     return pairs
 
@@ -227,17 +224,13 @@ def _default(key: str) -> Any:
 
 def meanings() -> dict[str, str]:
     """Dotted key -> the text below its field."""
-    sections = _adapter().json_schema()
-    sections = {**sections["$defs"], "RunConfig": sections}
-
-    def walk(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
-        properties = sections[cls.__name__]["properties"]
-        for f in fields(cls):
-            yield f"{prefix}{f.name}", properties[f.name].get("description", "")
-            if _is_section(f.type):
-                yield from walk(f.type, f"{prefix}{f.name}.")
-
-    return dict(walk(RunConfig, ""))
+    schema = _adapter().json_schema()
+    texts = {}
+    for key in _fields():
+        section, _, name = key.rpartition(".")
+        owner = schema["$defs"][type_name(_fields()[section].type)] if section else schema
+        texts[key] = owner["properties"][name].get("description", "")
+    return texts
 
 
 def type_name(kind: Any) -> str:

@@ -5,11 +5,9 @@ Everything that is specific to one model family or one reward is reached through
 """
 
 import importlib
-import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
@@ -71,14 +69,8 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
         raise ConfigError(
             f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
         )
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ConfigError(f"{key} is {name!r}, which is no name of the form package.module:attribute.")
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except AttributeError as error:
-        if isinstance(sys.modules.get(module_name), ModuleType) and not hasattr(sys.modules[module_name], attribute):
-            raise ConfigError(f"{key} is {name!r}, but module {module_name!r} has no {attribute!r}.") from error
-        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {describe(error)}.") from error
     except ImportError as error:
         # `sage-fast` does not look into the folder it is called from.
         hint = " If it is a file of your own, set PYTHONPATH to its folder." if target == name else ""

@@ -4,13 +4,19 @@ The sections are in `sections.py`, and those of the algorithm itself in `sage_fa
 writes all of them as YAML.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.fields import FIXED, FREE, MACHINE, PACE, PAIRS, PLACE, SHAPES, free, require
 from sage_fast.config.sections import (
+    FIXED,
+    FREE,
+    MACHINE,
+    PACE,
+    PAIRS,
+    PLACE,
+    SHAPES,
     AdvantageConfig,
     CheckpointConfig,
     DataConfig,
@@ -25,6 +31,8 @@ from sage_fast.config.sections import (
     RolloutConfig,
     TrainingConfig,
     VideoConfig,
+    free,
+    require,
 )
 from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
@@ -50,8 +58,6 @@ class RunConfig:
     resume: str = free("none", PACE)
     """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
     a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
-    num_threads: int | None = free(None, MACHINE)
-    """CPU threads of torch; null leaves torch's default."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model."""
     video: VideoConfig = field(default_factory=VideoConfig, metadata={FIXED: PAIRS})
@@ -88,12 +94,10 @@ class RunConfig:
             if isinstance(value, int | float):
                 require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
         require(self.seed >= 0, "seed", self.seed, "in 0 .. 2^63 - 1")
-        threads = self.num_threads
-        require(threads is None or 1 <= threads <= 1024, "num_threads", threads, "null or in 1 .. 1024")
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
-        if self.training.update == "forward_process":
-            self._check_forward_process()
-        elif self.samples_by_ode:
+        if self.training.update != "two_phase":
+            self._check_update()
+        if self.training.update != "forward_process" and self.samples_by_ode:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
                 "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
@@ -105,27 +109,20 @@ class RunConfig:
                 "training.guidance conditional differentiates the conditional branch, which has no part in the "
                 "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
             )
-        if self.model.adapter is not None and self.training.mode != "lora":
+        if self.model.adapter is not None:
+            needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
+            _check(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)
+        if 2 * self.training.best_and_worst >= self.rollout.num_generations:
             raise ConfigError(
-                f"model.adapter is {self.model.adapter!r}, but training.mode is {self.training.mode!r}, which has no "
-                "adapter. Set training.mode to lora, or model.adapter to null and model.path to merged weights "
-                "(sage-fast export --format full)."
+                f"training.best_and_worst is {self.training.best_and_worst}, but rollout.num_generations is "
+                f"{self.rollout.num_generations}, so that no video would be left out. Raise num_generations, or set "
+                "best_and_worst to 0, which trains all videos."
             )
-        if self.training.train_on.count >= self.rollout.num_generations:
-            raise ConfigError(
-                f"training.train_on takes {self.training.train_on.count} videos of each group (best + worst), but "
-                f"rollout.num_generations is {self.rollout.num_generations}, so that none would be left out. Raise "
-                "num_generations, lower best and worst, or set both to 0, which trains all videos."
-            )
-        if self.training.update == "single_pass":
-            self._check_single_pass()
         if self.training.kl_share_every and self.objective.kl_mode == "none":
             raise ConfigError(
                 f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
                 "no KL. Set it to 0, or choose a KL mode."
             )
-        if self.evaluation.sampler == "cps":
-            require(self.rollout.eta <= 1, "rollout.eta", self.rollout.eta, "at most 1 with evaluation.sampler cps")
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
@@ -146,90 +143,80 @@ class RunConfig:
         """Denoising steps of the evaluation."""
         return self.evaluation.num_steps or self.rollout.num_steps
 
-    def _check_single_pass(self) -> None:
-        """A gradient taken during the rollout needs room per video, one video at a time and the rollout's policy."""
-        training = self.training
-        if training.mode != "lora":
-            raise ConfigError(
-                f"training.update single_pass keeps a copy of the trained weights per video, but training.mode is "
-                f"{training.mode!r} (33 GB per video for 8.3 B weights, 0.2 GB for adapters of rank 32). Set "
-                "training.mode to lora, or training.update to two_phase."
-            )
-        if training.updates_per_rollout != 1:
-            raise ConfigError(
-                "training.update single_pass takes the gradient at the policy that makes the rollout, but "
-                f"training.updates_per_rollout is {training.updates_per_rollout}. Set it to 1, or training.update to "
-                "two_phase."
-            )
-        if training.train_on.count:
-            raise ConfigError(
-                "training.train_on chooses videos by their advantage, but training.update single_pass takes the "
-                "gradient of every video before there is one. Set train_on.best and train_on.worst to 0, or "
-                "training.update to two_phase."
-            )
-        if training.kl_share_every:
-            raise ConfigError(
-                f"training.kl_share_every {training.kl_share_every} measures in passes of its own, but "
-                "training.update single_pass makes none. Set it to 0, or training.update to two_phase."
-            )
-        if self.rollout.micro_batch_size != 1:
-            raise ConfigError(
-                "training.update single_pass collects a gradient per video, but rollout.micro_batch_size is "
-                f"{self.rollout.micro_batch_size}. Set it to 1, or training.update to two_phase."
-            )
-
-    def _check_forward_process(self) -> None:
-        """Settings of the sampler's steps have no meaning at noised videos; they are refused, not ignored."""
-        given = " with training.update forward_process"
-        for key, value, allowed in (
-            ("training.updates_per_rollout", self.training.updates_per_rollout, (1,)),
-            ("training.timestep_fraction", self.training.timestep_fraction, (1.0,)),
-            ("training.kl_share_every", self.training.kl_share_every, (0,)),
-            # Without noise of the sampler, videos of one start are one video.
-            ("rollout.shared_initial_noise", self.rollout.shared_initial_noise and self.samples_by_ode, (False,)),
-            ("objective.kl_mode", self.objective.kl_mode, ("none", "fixed", "moving")),
-            ("objective.ratio", self.objective.ratio, ("gaussian",)),
-            ("objective.logprob", self.objective.logprob, ("gaussian",)),
-        ):
-            require(value in allowed, key, value, ", ".join(map(str, allowed)) + given)
+    def _check_update(self) -> None:
+        """Refuse what an update cannot have; settings of the sampler's steps have no meaning at noised videos."""
+        training, rollout, objective = self.training, self.rollout, self.objective
+        if training.update == "single_pass":
+            needs: list[Need] = [
+                ("training.mode", training.mode, ("lora",), "it keeps a copy of the trained weights per video"),
+                ("training.updates_per_rollout", training.updates_per_rollout, (1,), "its policy is the rollout's"),
+                ("training.best_and_worst", training.best_and_worst, (0,), "its gradient is there before an advantage"),
+                ("training.kl_share_every", training.kl_share_every, (0,), "it makes no passes beside the rollout's"),
+                ("rollout.micro_batch_size", rollout.micro_batch_size, (1,), "it collects a gradient per video"),
+            ]
+        else:
+            why = "it trains at noised videos, not at the sampler's steps"
+            alike = rollout.shared_initial_noise and self.samples_by_ode
+            needs = [
+                ("training.updates_per_rollout", training.updates_per_rollout, (1,), why),
+                ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
+                ("training.kl_share_every", training.kl_share_every, (0,), why),
+                ("rollout.shared_initial_noise", alike, (False,), "without the sampler's noise one start is one video"),
+                ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
+                ("objective.ratio", objective.ratio, ("gaussian",), why),
+                ("objective.logprob", objective.logprob, ("gaussian",), why),
+            ]
+        _check(f"training.update {training.update}", "training.update to two_phase", needs)
 
     def _check_engine(self) -> None:
-        """Refuse settings that DeepSpeed or FSDP2 cannot have."""
-        stage = self.distributed.zero_stage
-        if stage is not None and self.training.update == "single_pass":
-            raise ConfigError(
-                f"training.update single_pass takes gradients of single videos, but distributed.zero_stage {stage} "
-                "sums them as they are made. Set training.update to two_phase, or zero_stage to null."
-            )
-        if stage is not None and self.optimizer.name != "adamw":
-            raise ConfigError(
-                f"optimizer.name is {self.optimizer.name!r}, but distributed.zero_stage {stage} cuts all weights into "
-                "flat pieces, and Muon orthogonalises whole matrices. Set optimizer.name to adamw, or zero_stage to "
-                "null."
-            )
-        if stage is not None and self.model.adaln not in ("auto", "weights"):
-            raise ConfigError(
-                f"model.adaln is {self.model.adaln!r}, but distributed.zero_stage {stage} keeps the AdaLN weights with "
-                "the others. Set model.adaln to auto, or zero_stage to null."
-            )
-        if self.distributed.param_dtype != "float32" and self.training.mode != "full":
-            raise ConfigError(
-                f"distributed.param_dtype is {self.distributed.param_dtype}, but it belongs to training.mode full. "
-                "With adapters the frozen weights are computed with in model.dtype; leave param_dtype out."
-            )
+        """Refuse what DeepSpeed, or training without FSDP2's masters, cannot have."""
+        section = self.distributed
+        if section.zero_stage is not None:
+            fsdp = "it belongs to FSDP2, and DeepSpeed shards over all ranks"
+            needs: list[Need] = [
+                ("distributed.keep_gathered", section.keep_gathered, ("auto",), fsdp),
+                ("distributed.cpu_offload", section.cpu_offload, (False,), fsdp),
+                ("distributed.dp_replicate", section.dp_replicate, (None,), fsdp),
+                ("distributed.dp_shard", section.dp_shard, (None,), fsdp),
+                (
+                    "training.update",
+                    self.training.update,
+                    ("two_phase", "forward_process"),
+                    "it sums gradients at once",
+                ),
+                ("optimizer.name", self.optimizer.name, ("adamw",), "it cuts weights, and Muon takes whole matrices"),
+                ("model.adaln", self.model.adaln, ("auto", "weights"), "it keeps the AdaLN weights with the others"),
+            ]
+            _check(f"distributed.zero_stage {section.zero_stage}", "zero_stage to null", needs)
+        if self.training.mode == "lora":
+            why = "frozen weights are computed with in model.dtype"
+            needs = [("distributed.param_dtype", section.param_dtype, ("float32",), why)]
+            _check("training.mode lora", "training.mode to full", needs)
 
     def _check_frozen_adaln(self) -> None:
         """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
+        setting = f"model.adaln {self.model.adaln}"
+        needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
+        _check(setting, "model.adaln to auto", needs)
         trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
-        given = f"model.adaln is {self.model.adaln!r}, which needs frozen AdaLN weights, but "
-        if self.training.mode == "full":
-            raise ConfigError(
-                f"{given}training.mode full trains them. Set model.adaln to auto or weights, or training.mode to lora."
-            )
         if trained:
             raise ConfigError(
-                f"{given}lora.target_modules has {', '.join(trained)}. Set model.adaln to auto or weights, or leave "
-                "them out of lora.target_modules."
+                f"lora.target_modules has {', '.join(trained)}, but {setting} needs frozen AdaLN weights. Leave them "
+                "out, or set model.adaln to auto."
+            )
+
+
+Need = tuple[str, Any, tuple[Any, ...], str]
+"""A key, its value, the values that it may have, and why."""
+
+
+def _check(setting: str, way_out: str, needs: Iterable[Need]) -> None:
+    """ConfigError for the first key that has another value than a setting allows."""
+    for key, value, allowed, why in needs:
+        if value not in allowed:
+            words = " or ".join("null" if one is None else str(one).lower() for one in allowed)
+            raise ConfigError(
+                f"{key} is {value!r}, but with {setting} it must be {words}: {why}. Set it to {words}, or {way_out}."
             )
 
 

@@ -1,27 +1,115 @@
 """Sections of a configuration, one class each; `schema.RunConfig` holds them all.
 
 Each field has its meaning below it. Ranges are in the types; checks of one section live in its `__post_init__`.
+Metadata of a field says whether it may differ between a checkpoint's run and the one that goes on; a section's mark
+covers every key in it. A key without a mark changes what is trained: it may differ only where the user names it
+(`--allow-changes`), and the change goes on record.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.fields import (
-    FIXED,
-    FREE,
-    MACHINE,
-    PACE,
-    PAIRS,
-    PLACE,
-    REMEDY,
-    SHAPES,
-    Limit,
-    Section,
-    fixed,
-    free,
-    require,
-)
+
+T = TypeVar("T")
+
+FREE, FIXED = "free_on_resume", "fixed_on_resume"
+
+PLACE = "where files lie; the content of those that are read is compared"
+PACE = "how long the run is, and how often it saves, evaluates and reports"
+MACHINE = "how much of which machine computes it, and by which equal formula: at most the rounding changes"
+REMEDY = "what a message tells the user to change so that the run can go on"
+
+SHAPES = "the checkpoint's weights and optimizer state are made for it"
+PAIRS = "the evaluations before and after would no longer be of the same thing"
+
+
+def free(default: T, reason: str) -> T:
+    """A field that may always differ.
+
+    Args:
+        reason: why no number of the run depends on it, or why it must be possible all the same.
+    """
+    return field(default=default, metadata={FREE: reason})  # type: ignore[return-value]
+
+
+def fixed(default: T, reason: str) -> T:
+    """A field that may never differ, not even by `--allow-changes`."""
+    return field(default=default, metadata={FIXED: reason})  # type: ignore[return-value]
+
+
+def marked_keys(config: type, mark: str, prefix: str = "", inherited: str | None = None) -> dict[str, str]:
+    """Dotted key -> reason, of all keys of a configuration class that carry a mark (`FREE` or `FIXED`)."""
+    marked: dict[str, str] = {}
+    for f in fields(config):
+        reason = f.metadata.get(mark, inherited)
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            marked |= marked_keys(f.type, mark, f"{prefix}{f.name}.", reason)
+        elif reason is not None:
+            marked[prefix + f.name] = reason
+    return marked
+
+
+def digest(values: Any) -> str:
+    """SHA-256 of JSON values, the same for the same values: the identity of settings, prompts and the like."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """ConfigError that names the key, what it is and what it must be, unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Range of a number, as metadata of its type.
+
+    above: `least` itself is excluded. below: `most` itself is.
+
+    Example: `Annotated[float, Limit(0, 1, above=True)]` is a number in (0, 1].
+    """
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+
+    def __str__(self) -> str:
+        lower = f"{'more than' if self.above else 'at least'} {self.least:,}"
+        return f"{lower} and {'less than' if self.below else 'at most'} {self.most:,}"
+
+    def holds(self, value: float) -> bool:
+        """True for a number in the range; False for a NaN."""
+        inside = self.least <= value <= self.most
+        return inside and not (self.above and value == self.least) and not (self.below and value == self.most)
+
+
+class Section:
+    """Base of the sections: numbers are checked against the ranges in their types when one is made."""
+
+    KEY: ClassVar[str]
+    """Dotted key of the section."""
+
+    def __init_subclass__(cls, key: str) -> None:
+        cls.KEY = key
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = getattr(self, f.name)
+            for limit in _limits(f.type):
+                for number in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(number, int | float):
+                        require(limit.holds(number), f"{self.KEY}.{f.name}", value, str(limit))
+
+
+def _limits(kind: Any) -> list[Limit]:
+    """Ranges in a type, in those of a union and of a tuple too."""
+    inner = [limit for part in get_args(kind) if not isinstance(part, str) for limit in _limits(part)]
+    return inner + [part for part in getattr(kind, "__metadata__", ()) if isinstance(part, Limit)]
+
 
 SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
 
@@ -61,9 +149,6 @@ class ModelConfig(Section, key="model"):
     checkpoint. It is loaded before training (training.mode lora; lora.rank and
     target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
     the paired evaluation."""
-    text_encoder_dtype: Literal["auto", "float32", "bfloat16", "float16"] = fixed("auto", PAIRS)
-    """Data type in which the language model encodes prompts: `auto` is that of its files, bfloat16 as published; the
-    official code's is float16. Encoded prompts are kept apart by it."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)
     """Data type in which videos are decoded; `auto` is float16 on a GPU, like the official code's, and float32 on a
     CPU."""
@@ -176,8 +261,6 @@ class VideoConfig(Section, key="video"):
 class SDEWindowConfig(Section, key="rollout.sde_window"):
     """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
 
-    steps: list[int] | None = None
-    """A fixed set of step indices. Cannot be combined with `size`."""
     size: Count | None = None
     """Width of a sliding window of steps; null leaves every step stochastic."""
     stride: Natural = 1
@@ -186,18 +269,8 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and self.size is not None:
-            raise ConfigError(
-                "rollout.sde_window has both steps and size: set steps for a fixed set of steps, "
-                "or size for a sliding window, and leave the other null."
-            )
-        require(
-            self.size is not None or self.stride == 1,
-            "rollout.sde_window.stride",
-            self.stride,
-            "1 where rollout.sde_window.size is null",
-        )
-        require(self.steps is None or len(self.steps) > 0, "rollout.sde_window.steps", self.steps, "null or non-empty")
+        idle = self.size is None and self.stride != 1
+        require(not idle, "rollout.sde_window.stride", self.stride, "1 where rollout.sde_window.size is null")
 
 
 @dataclass(kw_only=True)
@@ -245,24 +318,13 @@ class RolloutConfig(Section, key="rollout"):
             self.micro_batch_size,
             f"a divisor of rollout.batch_size = {self.batch_size}",
         )
-        window, steps = self.sde_window, self.num_steps
-        inside = window.steps is None or all(0 <= step < steps for step in window.steps)
-        allowed = f"a list of indices in 0..{steps - 1} (rollout.num_steps = {steps})"
-        require(inside, "rollout.sde_window.steps", window.steps, allowed)
-        allowed = f"at most rollout.num_steps = {steps}"
-        require((window.size or 0) <= steps, "rollout.sde_window.size", window.size, allowed)
-
-    @property
-    def ode_steps(self) -> int:
-        """Steps outside the SDE window."""
-        window = self.sde_window
-        noisy = window.size if window.steps is None else len(set(window.steps))
-        return 0 if noisy is None else self.num_steps - noisy
+        size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
+        require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig(Section, key="evaluation"):
-    """The paired evaluation: the same prompts and the same noise before and after."""
+    """The paired evaluation: the same prompts and the same noise before and after, sampled by ODE."""
 
     prompts: str | list[str] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
@@ -272,8 +334,6 @@ class EvaluationConfig(Section, key="evaluation"):
     """Updates between evaluations; 0 turns evaluation off."""
     num_steps: Steps | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
-    sampler: SDEType = field(default="ode", metadata={FIXED: PAIRS})
-    """Sampler: `ode`, or an SDE type with the rollout's eta, whose noise is the same before and after too."""
     height: Pixels | None = fixed(None, PAIRS)
     """Rows; null takes those of the training."""
     width: Pixels | None = fixed(None, PAIRS)
@@ -295,7 +355,8 @@ class RewardConfig(Section, key="reward"):
     rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
     """Short names, or `package.module:Class` or `package.module:function` of your own; each yields named scores."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Arguments per entry of `rewards`."""
+    """Arguments per entry of `rewards`. A reward that has an option `device` is on the policy's unless it is given
+    here, such as `cuda:1` next to a policy on cuda:0."""
     weights: dict[str, float] = field(
         default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, metadata={FIXED: PAIRS}
     )
@@ -303,9 +364,6 @@ class RewardConfig(Section, key="reward"):
     on_failure: Literal["stop", "drop_group"] = free("stop", REMEDY)
     """When a reward raises or returns a non-finite score: `stop` ends the run; `drop_group` leaves that prompt's group
     out of the update, and the prompt out of the paired evaluation, which then compares the prompts scored in both."""
-    device: str | None = free(None, MACHINE)
-    """Device of the rewards that have an option `device` and are not given it in `options`, such as `cuda:1` next to
-    a policy on cuda:0; null is the policy's."""
     url: str | None = free(None, MACHINE)
     """Address of a server that scores instead of this process: `python -m sage_fast.rewards.server CONFIG`. The
     environment variable SAGE_FAST_REWARD_TOKEN holds its token, if it has one."""
@@ -336,8 +394,6 @@ class AdvantageConfig(Section, key="advantage"):
     """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`: normalise each, then sum."""
     std: Literal["group", "global"] = "group"
     """Divide by the population std of the prompt's group, or of the whole batch."""
-    clip: Positive = 5.0
-    """Advantages are clamped to +-clip."""
 
 
 @dataclass(kw_only=True)
@@ -358,25 +414,6 @@ class OptimizerConfig(Section, key="optimizer"):
     """AdamW's epsilon."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
-
-
-@dataclass(kw_only=True)
-class TrainOnConfig(Section, key="training.train_on"):
-    """Trained videos of a group: the best and the worst by advantage, or with both at 0 all of them.
-
-    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos
-    alone.
-    """
-
-    best: Natural = 0
-    """Videos of each group with the highest advantage; of equal ones the first."""
-    worst: Natural = 0
-    """Videos of each group with the lowest advantage; of equal ones the last."""
-
-    @property
-    def count(self) -> int:
-        """Videos of each group that are trained; 0 is all."""
-        return self.best + self.worst
 
 
 @dataclass(kw_only=True)
@@ -402,8 +439,10 @@ class TrainingConfig(Section, key="training"):
     backward passes, half the memory, and another gradient than the objective's."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
-    train_on: TrainOnConfig = field(default_factory=TrainOnConfig)
-    """Videos of each group that are trained."""
+    best_and_worst: Natural = 0
+    """Train only so many videos of each group with the highest advantages and as many with the lowest; 0 trains all.
+    Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos.
+    """
     timestep_fraction: Share = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one. With permute_timesteps
     they are a random choice, so the gradient is unbiased; without it they are the first steps."""
@@ -510,23 +549,14 @@ class DistributedConfig(Section, key="distributed"):
     optimizer state are float32."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
-    startup_timeout_seconds: Seconds = 1800.0
-    """Longest that a rank may take to load the model, and from then until the first update is done, that it may make no
-    progress and a collective may wait. Encoding prompts is progress."""
     timeout_seconds: Seconds = 600.0
-    """Longest that a rank may make no progress, and that a collective may wait, from then on."""
+    """Longest that a rank may make no progress, and that a collective may wait. It is three times as long until the
+    first update is done, for loading and compiling. Encoding prompts is progress."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.zero_stage is not None:
-            defaults = {"keep_gathered": "auto", "cpu_offload": False, "dp_replicate": None, "dp_shard": None}
-            for key, default in defaults.items():
-                if getattr(self, key) != default:
-                    raise ConfigError(
-                        f"distributed.{key} is {getattr(self, key)!r}, but it belongs to FSDP2, and with "
-                        f"distributed.zero_stage {self.zero_stage} DeepSpeed shards over all ranks. Set it to "
-                        f"{'null' if default is None else str(default).lower()}, or zero_stage to null."
-                    )
+    @property
+    def startup_timeout_seconds(self) -> float:
+        """`timeout_seconds` until the first update is done."""
+        return 3 * self.timeout_seconds
 
     def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
         """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""

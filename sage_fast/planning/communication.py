@@ -24,7 +24,7 @@ from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy
+from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -120,9 +120,7 @@ class Counter:
         branches = self.branches
         differentiated = 1 if training.guidance == "conditional" else branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
-        late = branches + 1 if training.guidance == "split" and branches == 2 else branches
-        first = late if training.update == "forward_process" else branches
-        update = first * visited.update + late * visited.late_updates
+        more = training.guidance == "split" and branches == 2 and policy_moves(training)
 
         def passes(phase: str, forwards: float, with_gradient: float = 0.0) -> _Passes:
             return _Passes(
@@ -136,7 +134,7 @@ class Counter:
         sampled = branches * (visited.rollout + visited.pass_steps)
         yield passes("rollout", sampled, visited.pass_steps + visited.second_products)
         yield passes("anchor", branches * visited.anchor)
-        yield passes("update", update, visited.update + visited.late_updates)
+        yield passes("update", (branches + more) * visited.update, visited.update)
         evaluated = branches * self.eval_batches * self.config.evaluation_steps
         yield _Passes(phase="evaluation", forwards=evaluated, batch=self.config.evaluation.batch_size)
 

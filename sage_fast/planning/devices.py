@@ -161,22 +161,19 @@ def measure_cpu(memory_gb: float) -> Device:
     )
 
 
-def choose_device(name: str | None, device: str, width: int, num_threads: int | None = None) -> Device:
+def choose_device(name: str | None, device: str, width: int) -> Device:
     """The device of `--device`.
 
     Args:
         name: of `--device`; without one it is what `device` means.
         device: `model.device`; "auto" is an H100, or for a small model the processor.
         width: of the model.
-        num_threads: that the processor is measured with.
     """
     if name is None:
         automatic = "cpu" if width < SMALL_MODEL else "h100"
         name = {"cpu": "cpu", "auto": automatic}.get(device, "h100")
     if name != "cpu":
         return DEVICES[name]
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     memory = host_memory()
     return measure_cpu(memory / 1e9 if memory else math.inf)
 

@@ -1,4 +1,5 @@
-"""The plan of a configuration: memory by phase, work, exchange and predicted time on each GPU. Nothing is loaded.
+"""The plan of a configuration: memory by phase, work, exchange and predicted time on each GPU, and changes that save
+memory. Nothing is loaded.
 
 plan = make_plan(load_config("hv15_480p_lora_1gpu"), DEVICES["h100"])
 plan.memory.peak, plan.seconds_per_video
@@ -11,7 +12,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
@@ -306,12 +307,10 @@ def _phases(
         wait = sum(e.waiting(device) for e in exchanges if e.phase == name) / videos + slower * predicted
         return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
 
-    rollout = calls.velocity.times(visited.rollout / batch) + calls.single_pass.times(visited.pass_steps / batch)
-    if config.training.update == "single_pass":
-        # The products of a second backward pass are those of a gradient's cost less a velocity's.
-        second = calls.single_pass + calls.velocity.times(-1.0)
-        rollout = rollout + second.times(visited.second_products / batch)
-    update = calls.gradient.times(visited.update / batch) + calls.late_gradient.times(visited.late_updates / batch)
+    # The products of a second backward pass are those of a gradient's cost less a velocity's.
+    second = calls.gradient + calls.velocity.times(-1.0)
+    rollout = calls.velocity.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
+    rollout = rollout + second.times(visited.second_products / batch)
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but the matrices that Muon makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
@@ -325,7 +324,7 @@ def _phases(
         decode.times(in_turn),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring),
         phase("anchor", calls.velocity.times(visited.anchor / batch), slower),
-        phase("update", update, slower),
+        phase("update", calls.gradient.times(visited.update / batch), slower),
         phase("optimizer", optimizer.times(updates / videos)),
     )
 
@@ -337,6 +336,101 @@ def _evaluation_batches(held: MemoryPlan) -> int:
         return 0
     prompts = section.num_prompts or len(read_prompts(section.prompts or held.config.data.prompts))
     return math.ceil(math.ceil(prompts * section.noises / section.batch_size) / held.layout.data_parallel)
+
+
+Change = tuple[str, Any]
+"""A config key and its new value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A changed configuration with its plan.
+
+    Example: `Option(changes=(("training.guidance", "split"),), plan=...)`
+    """
+
+    changes: tuple[Change, ...]
+    plan: Plan
+
+    @property
+    def overrides(self) -> str:
+        """As words of the command line."""
+        return " ".join(
+            f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}" for key, value in self.changes
+        )
+
+
+def find_options(plan: Plan, most: int = 8) -> list[Option]:
+    """Changes that save memory and leave what is computed as it is, the fastest first.
+
+    Of a plan that fits: the single changes that save memory. Of one that does not: the single changes that make it fit,
+    or else one set of changes of which none can be left out; if even that does not fit, it needs least memory.
+    """
+    single = [option for change in possible_changes(plan) if (option := _try(plan, (change,)))]
+    if plan.fits:
+        helping = [option for option in single if option.plan.memory.peak < 0.99 * plan.memory.peak]
+    else:
+        helping = [option for option in single if option.plan.fits]
+        if single and not helping:
+            helping = [_together(plan, single)]
+    return sorted(helping, key=lambda option: option.plan.seconds_per_video)[:most]
+
+
+def _together(plan: Plan, single: list[Option]) -> Option:
+    """All changes together, less those that are not needed to fit, or that save nothing where nothing fits."""
+    # Of the values of a key the last one saves most.
+    chosen = dict(change for option in single for change in option.changes)
+    best = _try(plan, tuple(chosen.items()))
+    assert best is not None
+    for key in list(chosen):
+        fewer = {name: value for name, value in chosen.items() if name != key}
+        option = _try(plan, tuple(fewer.items()))
+        if option is not None and (option.plan.fits or option.plan.memory.peak <= best.plan.memory.peak):
+            chosen, best = fewer, option
+    return best
+
+
+def possible_changes(plan: Plan) -> Iterator[Change]:
+    """Single changes that may save memory."""
+    config = plan.asked
+    model, rollout = config.model, config.rollout
+    order = ["selective", "full"]
+    for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
+        yield "model.checkpointing", value
+    if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
+        yield "training.guidance", "split"
+    sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
+    for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
+        yield "rollout.micro_batch_size", size
+    if plan.gathered.sharded and plan.gathered.keep != "never" and not config.distributed.cpu_offload:
+        yield "distributed.keep_gathered", "never"
+    if config.evaluation.every and config.evaluation.batch_size > 1:
+        yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
+    if not plan.tiled and (model.decode_limit_gib is None or model.decode_limit_gib > 8):
+        yield "model.decode_memory_gib", 8.0
+    if plan.on_gpu and config.training.mode == "lora" and model.adaln != "offload":
+        yield "model.adaln", "offload"
+
+
+def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
+    """The option, or None where the configuration refuses the changes."""
+    config = plan.asked
+    try:
+        for key, value in changes:
+            section, _, name = key.partition(".")
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    except ConfigError:
+        return None
+    changed = make_plan(
+        config,
+        plan.device,
+        gpus=plan.gpus,
+        memory_gb=plan.memory_limit / 1e9,
+        runtime=plan.runtime,
+        description=plan.description,
+        sizes=plan.sizes,
+    )
+    return Option(changes=changes, plan=changed)
 
 
 def resident_bytes() -> int:

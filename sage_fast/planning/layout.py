@@ -3,11 +3,10 @@
 Ranks are numbered as in `sage_fast.distributed.world`, (replica * shard + position) * sp + share, and eight are a node.
 """
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import Literal
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig, check_batch
@@ -15,8 +14,6 @@ from sage_fast.config.sections import DistributedConfig, RolloutConfig, check_he
 
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""
-
-GroupName = Literal["sp", "weights", "replicas", "all"]
 
 CHANNELS, NETWORK_CHANNELS = 32, 2
 """Channels of a communicator, and of an exchange with a rank of another node. NCCL takes two per NVLink as a power of
@@ -74,10 +71,21 @@ class Layout:
         return -(-self.gpus // self.node)
 
     @cached_property
-    def groups(self) -> dict[GroupName, Group]:
-        """The groups that communicate, by name."""
-        names: tuple[GroupName, ...] = ("sp", "weights", "replicas", "all")
-        return {name: self._group(name) for name in names}
+    def groups(self) -> dict[str, Group]:
+        """The groups that communicate, by name; of those of a name the worst case."""
+        gpus, sp, shards = self.gpus, self.sp, self.weight_shards
+        members = {
+            "sp": [range(first, first + sp) for first in range(0, gpus, sp)],
+            "weights": [range(first, first + shards) for first in range(0, gpus, shards)],
+            "replicas": [range(first, gpus, shards) for first in range(shards)],
+            "all": [range(gpus)],
+        }
+        groups = {}
+        for name, found in members.items():
+            on_nodes = [Counter(rank // self.node for rank in ranks).values() for ranks in found]
+            local = min(min(counts) for counts in on_nodes)
+            groups[name] = Group(ranks=len(found[0]), nodes=max(map(len, on_nodes)), local=local)
+        return groups
 
     @property
     def communication_buffers(self) -> float:
@@ -90,24 +98,6 @@ class Layout:
         videos = self.groups["sp"]
         to_peers = CHANNELS * (videos.local - 1) + NETWORK_CHANNELS * (videos.ranks - videos.local)
         return float(CONNECTION * (2 * CHANNELS * communicators + to_peers))
-
-    def _group(self, name: GroupName) -> Group:
-        """The worst case over all groups of a name."""
-        nodes, local, size = 1, self.gpus, 1
-        for ranks in self._members(name):
-            size = len(ranks)
-            count: dict[int, int] = {}
-            for rank in ranks:
-                count[rank // self.node] = count.get(rank // self.node, 0) + 1
-            nodes, local = max(nodes, len(count)), min(local, *count.values(), size)
-        return Group(ranks=size, nodes=nodes, local=local)
-
-    def _members(self, name: GroupName) -> Iterator[range]:
-        if name == "replicas":
-            yield from (range(first, self.gpus, self.weight_shards) for first in range(self.weight_shards))
-            return
-        size = {"sp": self.sp, "weights": self.weight_shards, "all": self.gpus}[name]
-        yield from (range(first, first + size) for first in range(0, self.gpus, size))
 
 
 def least_gpus(section: DistributedConfig, rollout: RolloutConfig) -> int:
@@ -145,11 +135,6 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
         raise ConfigError(
             f"distributed.sp is {sp}, but a video has {tokens} tokens, fewer than the ranks that would share them. "
             "Set it to 1, or make the video larger."
-        )
-    if sp > 1 and config.model.forward != "fused":
-        raise ConfigError(
-            f"distributed.sp is {sp}, but sequence parallelism is part of the fused forward, and model.forward is "
-            f"{config.model.forward}. Set model.forward to fused, or distributed.sp to 1."
         )
     check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
     return Layout(replicate=replicate, shard=shard, sp=sp)

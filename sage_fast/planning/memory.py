@@ -5,7 +5,7 @@ and what works beside them (traced on the meta device). Taken from elsewhere: we
 decoding and scoring need, the runtime, NCCL's buffers, and a reserve for fragmentation.
 
 With weights over R ranks (`distributed/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
-gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `calls.py`.
+gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `work.py`.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,10 @@ from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
 from sage_fast.objective import anchor_kind, kl_uses
-from sage_fast.planning.calls import Calls, model_calls
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype
-from sage_fast.planning.work import keeps_old_policy, most_groups
+from sage_fast.planning.work import Calls, keeps_old_policy, model_calls, most_groups
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -155,25 +154,25 @@ class MemoryPlan:
     @cached_property
     def memory(self) -> Memory:
         """Memory of every phase."""
-        config, resident = self.config, self._resident
+        config, resident, gathered = self.config, self._resident, self.gathered
         rollout, two_phase = config.rollout, config.training.update != "single_pass"
         without_gradient = replace(
             resident,
-            gathered_weights=self.gathered.whole_while_sampling,
-            weights_in_flight=self.gathered.flying_while_sampling,
+            gathered_weights=gathered.whole if gathered.sharded and gathered.keep != "never" else 0.0,
+            weights_in_flight=gathered.flying if gathered.keep == "never" else 0.0,
         )
         sampling = replace(without_gradient, **self._produced)
         phases = {
             "encode": PhaseMemory(
                 runtime=self.runtime,
-                reward_models=self._rewards.models,
+                reward_models=self._reward_models,
                 prompt_encoder=self.description.encoder_gb * GB,
                 # A family may have loaded the transformer into CPU memory before.
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
-            "rollout": self._rollout(sampling),
+            "rollout": self._working(sampling, self.calls.velocity if two_phase else self.calls.gradient),
             "decode": self._decoding(sampling, self.latent, rollout.micro_batch_size),
-            "reward": replace(sampling, scoring=self._rewards.at_work),
+            "reward": replace(sampling, scoring=self._scoring),
         }
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
         velocities = self._kept_velocities if two_phase else 0.0
@@ -185,9 +184,8 @@ class MemoryPlan:
         stepping = self._state if foreach else 16.0 * self.weights.largest
         step = replace(update, gradient_accumulators=0.0, optimizer_step=stepping)
         if two_phase:
-            update = self._working(
-                replace(update, weights_in_flight=self.gathered.flying_in_update), self.calls.gradient
-            )
+            flying = gathered.summed + (0.0 if gathered.keep == "always" else gathered.flying)
+            update = self._working(replace(update, weights_in_flight=flying), self.calls.gradient)
         phases |= {"update": update, "optimizer": step}
         if config.evaluation.every:
             phases["evaluation"] = self._evaluation(without_gradient)
@@ -215,15 +213,24 @@ class MemoryPlan:
         # On the GPU from the first video on.
         parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
         # Rewards are on the GPU before the transformer is read.
-        models = self._rewards.models
+        models = self._reward_models
         parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
         return {name: min(layout.gpus, layout.node) * size for name, size in parts.items()}
 
     # ------------------------------------------------------------------------------------------ what there is
 
     @cached_property
-    def _rewards(self) -> "RewardMemory":
-        return reward_memory(self.config, self.sizes)
+    def _rewards(self) -> dict[str, RewardCosts]:
+        return rewards_here(self.config)
+
+    @property
+    def _reward_models(self) -> float:
+        return sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in self._rewards.items())
+
+    @property
+    def _scoring(self) -> float:
+        """The most that one reward has at work."""
+        return float(max((costs.working for costs in self._rewards.values()), default=0.0))
 
     @property
     def _has_anchor(self) -> bool:
@@ -267,8 +274,8 @@ class MemoryPlan:
             runtime=self.runtime,
             # From the check of the collectives on, after prompts are encoded.
             communication_buffers=self.layout.communication_buffers if self.on_gpu else 0.0,
-            reward_models=self._rewards.models,
-            reward_tables=self._rewards.tables,
+            reward_models=self._reward_models,
+            reward_tables=float(sum(costs.tables for costs in self._rewards.values())),
             video_decoder=self.description.decoder_gb * GB,
             transformer=max(0.0, gathered.resident - offloaded),
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
@@ -283,8 +290,6 @@ class MemoryPlan:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
         config, description = self.config, self.description
         steps, evaluation = config.rollout.num_steps, config.evaluation
-        if config.model.forward != "fused":
-            return 0.0
         grids = {self._latent(v)[1:] for v in (config.video, *([config.evaluation_video] if evaluation.every else []))}
         rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
@@ -318,7 +323,7 @@ class MemoryPlan:
         measured = num_trained(self.config.objective.kl_position_fraction, steps) if self._has_anchor else 0
         if keeps_old_policy(self.config):
             measured += steps
-        chosen = self.config.training.train_on.count or rollout.num_generations
+        chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
         videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
         return 4.0 * prod(self.latent) * videos * measured
 
@@ -332,10 +337,6 @@ class MemoryPlan:
         decoding = self.description.decoding(latent, videos, self.config.model, self.on_gpu)
         return replace(phase, decoding=decoding.peak_bytes)
 
-    def _rollout(self, sampling: PhaseMemory) -> PhaseMemory:
-        single_pass = self.config.training.update == "single_pass"
-        return self._working(sampling, self.calls.single_pass if single_pass else self.calls.velocity)
-
     def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
         """The largest of sampling, decoding and scoring."""
         latent, batch = self._latent(self.config.evaluation_video), self.config.evaluation.batch_size
@@ -344,18 +345,9 @@ class MemoryPlan:
         return max(
             self._working(evaluating, self.calls.evaluation),
             self._decoding(evaluating, latent, batch),
-            replace(evaluating, scoring=self._rewards.at_work),
+            replace(evaluating, scoring=self._scoring),
             key=lambda phase: phase.total,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardMemory:
-    """Bytes of the rewards on the policy's device: weights, what they keep between calls, the most one has at work."""
-
-    models: float
-    tables: float
-    at_work: float
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
@@ -365,25 +357,11 @@ def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
     return 4.0 * (weights.trained * copies + weights.moments)
 
 
-def reward_memory(config: RunConfig, sizes: Mapping[str, float]) -> RewardMemory:
-    """Memory of the rewards that share the policy's device.
-
-    Args:
-        sizes: gigabytes of the weights that are here, by reward.
-    """
-    rewards = rewards_here(config)
-    return RewardMemory(
-        models=sum(sizes.get(name, costs.weights / GB) * GB for name, costs in rewards.items()),
-        tables=float(sum(costs.tables for costs in rewards.values())),
-        at_work=float(max((costs.working for costs in rewards.values()), default=0.0)),
-    )
-
-
 def rewards_here(config: RunConfig) -> dict[str, RewardCosts]:
     """Rewards on the device of the policy, in its process's memory where that is a CPU."""
     here = {}
     for name, costs in reward_costs(config.reward, config.video).items():
-        device = config.reward.options.get(name, {}).get("device", config.reward.device)
+        device = config.reward.options.get(name, {}).get("device")
         if device in (None, "auto", config.model.device):
             here[name] = costs
     return here

@@ -1,16 +1,15 @@
 """A plan as text and as JSON."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import Phase, Plan
+from sage_fast.planning.estimate import Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
-from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, Memory, PhaseMemory
-from sage_fast.planning.search import Option
+from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
 from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import anchor_share
 
@@ -74,50 +73,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.asked.model.checkpointing == "auto":
         yield f"  model.checkpointing auto: {plan.config.model.settled_checkpointing}"
     if plan.loading is not None:
-        yield f"  CPU memory of a node, at most: {loading_text(plan.loading)}"
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in plan.loading.items() if size)
+        yield f"  CPU memory of a node, at most: {sum(plan.loading.values()) / 1e9:.1f} GB ({parts})"
     yield ""
-
-
-def loading_text(loading: Mapping[str, float]) -> str:
-    """The sum of `MemoryPlan.loading` and its parts."""
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in loading.items() if size)
-    return f"{sum(loading.values()) / 1e9:.1f} GB ({parts})"
 
 
 def _unit(plan: Plan) -> tuple[str, float, int]:
     """(unit of memory, its bytes, digits behind the point)."""
     return ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
-
-
-SUMMARY = {
-    "weights": ("transformer", "gathered_weights", "weights_in_flight"),
-    "gradients, optimizer, anchor": (
-        "adapters",
-        "gradients",
-        "optimizer_state",
-        "anchor",
-        "average",
-        "gradient_accumulators",
-    ),
-    "trajectories": ("trajectories", "anchor_velocities", "videos"),
-    "prompt encoder": ("prompt_encoder",),
-    "VAE": ("video_decoder",),
-    "rewards": ("reward_models", "reward_tables"),
-    "runtime": ("runtime", "communication_buffers"),
-    "activations": ("kept_activations",),
-    "working set": ("working_set", "tables", "optimizer_step", "fragmentation"),
-    "decoding": ("decoding",),
-    "scoring": ("scoring",),
-}
-"""Label in the summary of a plan's memory -> fields of `PhaseMemory`."""
-
-
-def summary(memory: Memory) -> dict[str, float]:
-    """Gigabytes of each group of `SUMMARY`, each at its own peak, so they add up to more than the peak of a phase."""
-    return {
-        group: max(sum(getattr(phase, name) for name in names) for phase in memory.phases.values()) / 1e9
-        for group, names in SUMMARY.items()
-    }
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -223,10 +186,8 @@ def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
     config, device, layout = plan.config, plan.device, plan.layout
     product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
-    fused = config.model.forward == "fused"
-    counted = "traced on the meta device" if fused else "estimated: diffusers' own forward cannot be traced"
     lines = [
-        f"exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations {counted}",
+        "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations traced on the meta device",
         f"every prompt has {plan.description.text_tokens} text tokens, the empty one too; no glyph tokens",
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
@@ -238,8 +199,6 @@ def assumptions(plan: Plan) -> list[str]:
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
         lines.append(f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0")
-    if chosen := config.training.train_on.count:
-        lines.append(f"{chosen} of the {config.rollout.num_generations} videos of a group are trained")
     if plan.on_gpu:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")
     else:
@@ -268,8 +227,6 @@ def assumptions(plan: Plan) -> list[str]:
             lines.append(f"weights are gathered {kept[plan.gathered.keep]} (distributed.keep_gathered)")
         if plan.gathered.sharded and config.distributed.cpu_offload:
             lines.append("the way of shards over PCIe, and the optimizer on the CPU, are not predicted")
-    elif plan.gathered.sharded:
-        lines.append("one process under torchrun: FSDP gathers from one rank, and nothing is exchanged")
     else:
         lines.append("one process, so no communication and no waiting")
     return lines

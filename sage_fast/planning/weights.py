@@ -127,20 +127,6 @@ class Gathered:
     flying: float
     summed: float
 
-    @property
-    def whole_while_sampling(self) -> float:
-        """Gathered weights that stay through a phase without a gradient."""
-        return self.whole if self.sharded and self.keep != "never" else 0.0
-
-    @property
-    def flying_while_sampling(self) -> float:
-        return self.flying if self.keep == "never" else 0.0
-
-    @property
-    def flying_in_update(self) -> float:
-        """Weights, and gradients on their way."""
-        return self.summed + (0.0 if self.keep == "always" else self.flying)
-
 
 def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layout: Layout, memory: float) -> Gathered:
     """As `distributed/parallelize.py` decides it.

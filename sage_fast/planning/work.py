@@ -1,25 +1,32 @@
-"""Closed forms: FLOPs of the packed forward, and how often a configuration calls the model per video.
+"""Work of a configuration: FLOPs of the packed forward, traced costs of its calls of the model, and how often it makes
+them per video.
 
 N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs; the closed form of a forward is
-what the model is, and a test holds the two together.
+what the model is, and a test holds the two together. With P ranks per video each computes n = N / P video tokens and
+all text tokens, and attends with 1/P of the heads.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
+from sage_fast.distributed.ulysses import share_of
+from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
+from sage_fast.planning.trace import Call, Cost, trace
+from sage_fast.planning.weights import compute_dtype, hashable
 from sage_fast.rollout import rollout_table
-from sage_fast.sde import TransitionTable
 
 DRAWS = 256
-"""Rollouts over which the videos that `training.train_on` takes are averaged."""
+"""Rollouts over which the videos that `training.best_and_worst` takes are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +80,103 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Cost of the calls that a configuration makes of the model, each for one micro-batch.
+
+    velocity: a step of the rollout, or of the anchor. gradient: a step of an update, or with single pass a step of the
+    rollout that leaves its gradient. evaluation: a step of an evaluation.
+    """
+
+    velocity: Cost
+    gradient: Cost
+    evaluation: Cost
+
+
+def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, sp: int = 1) -> Calls:
+    """Trace what the phases are made of on each of a video's `sp` ranks.
+
+    Raises:
+        ConfigError: the forward cannot be traced, or the master weights are not float32.
+    """
+    training, model = config.training, config.model
+    if model.forward != "fused":
+        raise ConfigError(
+            f"model.forward is {model.forward}, and a plan traces the fused forward: give --model.forward=fused. "
+            "Diffusers' own forward needs more memory and time."
+        )
+    if training.mode == "full" and model.dtype != "float32":
+        raise ConfigError(
+            f"training.mode full needs float32 master weights, but model.dtype is {model.dtype}. Set it to float32 "
+            "(distributed.param_dtype is what is computed with), or training.mode to lora."
+        )
+    velocity = velocity_call(config, description, on_gpu)
+    gradient = replace(
+        velocity,
+        gradient=True,
+        guidance=training.guidance,
+        on_policy=not policy_moves(training),
+        collected=training.update == "single_pass",
+    )
+    video = config.evaluation_video
+    evaluated = description.latent_shape(video.num_frames, video.height, video.width)
+    return Calls(
+        velocity=_share(velocity, sp),
+        gradient=_share(gradient, sp),
+        evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp),
+    )
+
+
+def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
+    """A step of the rollout; the other calls differ from it in a few fields."""
+    model, video, kernels = config.model, config.video, config.model.kernels
+    return Call(
+        transformer=hashable(description.transformer),
+        latent=description.latent_shape(video.num_frames, video.height, video.width),
+        text_tokens=description.text_tokens,
+        dtype=compute_dtype(config),
+        trained=config.training.mode,
+        rank=config.lora.rank,
+        target_modules=tuple(config.lora.target_modules),
+        checkpointing=model.settled_checkpointing,
+        kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
+        adaln="weights" if model.adaln == "weights" else "auto",
+        guidance_scale=config.rollout.guidance_scale,
+        batch=config.rollout.micro_batch_size,
+        gradient=False,
+    )
+
+
+def _share(call: Call, sp: int) -> Cost:
+    """Cost of a call on one of the ranks that share its video tokens."""
+    whole = trace(call)
+    if sp == 1:
+        return whole
+    config = dict(call.transformer)
+    channels, *grid = call.latent
+    share = share_of(prod(grid), sp)
+    # As many tokens on a line: all but attention is what a rank does. Attention is of all tokens and 1/P of the heads.
+    # (The text refiner's, which every rank repeats, is one part in 10^5 of it.)
+    part = trace(replace(call, latent=(channels, 1, 1, share)))
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    # Buffers that an all-to-all sends and receives: q, k and v; in the backward also the result and its gradient.
+    exchanged = 5 * share + call.text_tokens if call.gradient else 3 * share
+    buffers = 2 * call.batch * width * exchanged * getattr(torch, call.dtype).itemsize
+    return replace(
+        part,
+        attention=whole.attention / sp,
+        attention_backward=whole.attention_backward / sp,
+        working=part.working + buffers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
     rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
     anchor: steps at which the velocity of the anchor, and of the forward process's old policy, is measured.
     second_products: steps with a second backward pass.
-    update, late_updates: steps differentiated after the rollout, at its first and at its later optimizer updates.
+    update: steps differentiated after the rollout.
 
     Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor is fresh in one of ten rollouts.
     """
@@ -89,7 +186,6 @@ class Visits:
     anchor: float
     second_products: float
     update: float
-    late_updates: float
 
 
 def visits(config: RunConfig, ranks: int | None = None) -> Visits:
@@ -99,7 +195,9 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
         ranks: that have different videos; None is the mean of any number.
     """
     training, rollout = config.training, config.rollout
-    trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
+    # At every position of the SDE window.
+    tables = [rollout_table(rollout, number) for number in range(rollout.num_steps if rollout.sde_window.size else 1)]
+    trainable = [int(table.trainable.sum()) for table in tables]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     if training.update == "forward_process":
         trained = [config.forward_process.levels]
@@ -109,26 +207,27 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     behind *= anchor_share(training, config.objective.kl_mode)
     old = steps if keeps_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
-    first = afterwards / training.updates_per_rollout
     return Visits(
         rollout=rollout.num_steps - in_rollout,
         pass_steps=in_rollout,
         anchor=behind + old,
         second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
-        update=first,
-        late_updates=afterwards - first,
+        update=afterwards,
     )
+
+
+def policy_moves(training: TrainingConfig) -> bool:
+    """True if an update cannot take the rollout's velocities for its own, so that split guidance makes a forward more.
+
+    The forward process is at states that the sampler has not been to. Of several optimizer updates only the later ones
+    need that forward; it is counted in all of them.
+    """
+    return training.update == "forward_process" or training.updates_per_rollout > 1
 
 
 def keeps_old_policy(config: RunConfig) -> bool:
     """True if a second copy of the trained weights samples and is measured in every update."""
     return config.training.update == "forward_process" and config.forward_process.old == "ema"
-
-
-def rollout_tables(rollout: RolloutConfig) -> list[TransitionTable]:
-    """The sampler at every position of the SDE window."""
-    window = rollout.sde_window
-    return [rollout_table(rollout, number) for number in range(rollout.num_steps if window.size else 1)]
 
 
 def most_groups(rollout: RolloutConfig) -> int:
@@ -140,8 +239,8 @@ def most_groups(rollout: RolloutConfig) -> int:
 def update_share(config: RunConfig, ranks: int | None = None) -> float:
     """Share of the micro-batches and steps that run in an update, because a video of theirs is trained there.
 
-    Which videos `training.train_on` takes is simulated, and where their groups lie on several ranks the rank with most
-    counts.
+    Which videos `training.best_and_worst` takes is simulated. Where their groups lie on several ranks, the rank with
+    most counts.
 
     Args:
         ranks: as in `visits`.
@@ -150,7 +249,7 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     size, group = rollout.batch_size, rollout.num_generations
     whole = group // math.gcd(size, group)
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
-    trained = best_and_worst(scores, training.train_on).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
+    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
     share = trained.any(-1).double().mean(-1)
     return float(share.mean() if ranks is None else share.amax(1).mean())
 

@@ -94,8 +94,8 @@ class CompositeReward:
 
         Args:
             prompts: texts of the videos to be scored.
-            device: the policy's, for rewards with an option `device` that neither `reward.device` nor `reward.options`
-                gives. fps: of the videos, for rewards with an option `fps`.
+            device: the policy's, for rewards with an option `device` that `reward.options` does not give.
+                fps: of the videos, for rewards with an option `fps`.
 
         Raises:
             ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
@@ -103,15 +103,13 @@ class CompositeReward:
         """
         rewards: dict[str, Reward] = {}
         elsewhere = scored_elsewhere(config)
-        takes_device = False
         for name in config.rewards:
             if name in elsewhere:
                 continue
             with _reward_code(name, "while it was set up", (ConfigError,)):
                 found = find_reward(name)
                 given = config.options.get(name, {})
-                options = fill_options(found, given, device=config.device or device, fps=fps)
-                takes_device |= "device" in parameters(found) and "device" not in given
+                options = fill_options(found, given, device=device, fps=fps)
                 if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
                     logger.warning(
                         "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at "
@@ -124,18 +122,12 @@ class CompositeReward:
                     raise ConfigError(str(error)) from error
         if remote := connect(config, device, fps):
             rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
-            takes_device |= config.python is not None and remote.takes_device
         for name, reward in rewards.items():
             with _reward_code(name, "while it was set up", (ConfigError, RewardServerError)):
                 try:
                     getattr(reward, "check_prompts", lambda prompts: None)(prompts)
                 except RewardError as error:
                     raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
-        if config.device is not None and not takes_device:
-            raise ConfigError(
-                f"reward.device is {config.device!r}, but each of {config.rewards} has no option device or has its own "
-                "in reward.options. Set reward.device to null."
-            )
         return cls(rewards, config.weights)
 
     def overall(self, scores: Mapping[str, Tensor]) -> Tensor:

@@ -51,7 +51,6 @@ class RemoteReward:
             raise RewardServerError(f"{self.url} is not a reward server: /health answers {health!s:.200}.")
         self.serves: str = health["serves"]
         self.served: dict[str, Any] = health["rewards"]
-        self.takes_device = any("device" in reward["options"] for reward in self.served.values())
         self.LOWER_IS_BETTER = tuple(name for reward in self.served.values() for name in reward["lower_is_better"])
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
@@ -115,7 +114,7 @@ def connect(config: RewardConfig, device: str | None, fps: float | None) -> Remo
                 f"reward.python is {config.python!r}, but {config.rewards} are scored in this process: it is for "
                 "package.module:attribute. Set reward.python to null."
             )
-        return _start(config.python, {"rewards": rewards, "device": config.device or device, "fps": fps})
+        return _start(config.python, {"rewards": rewards, "device": device, "fps": fps})
     if config.url is None:
         return None
     remote = RemoteReward(config.url, os.environ.get(TOKEN))

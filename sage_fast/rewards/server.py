@@ -284,7 +284,7 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
 
     config = load_config(files, overrides)
     rewards = {name: config.reward.options.get(name, {}) for name in config.reward.rewards}
-    return {"rewards": rewards, "targets": REWARDS, "device": config.reward.device, "fps": config.video.fps}
+    return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}
 
 
 def main() -> int:

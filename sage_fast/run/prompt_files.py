@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from sage_fast.config.text_files import read_json, read_text
+from sage_fast.config.files import read_json, read_text
 from sage_fast.records import Prompt
 
 MAX_BYTES = 2**30

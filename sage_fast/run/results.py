@@ -185,10 +185,9 @@ class RunEvaluation:
         write_text(self.directory / "evaluation" / "result.json", json.dumps(result, indent=1))
         self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
-        sampler = self.trainer.config.evaluation.sampler
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
         print(
-            f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, sampler {sampler}, update {update} "
+            f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, update {update} "
             f"against update 0\n{format_comparison(tests)}\n"
             f"The reward changed by {test.change}, which is {test.standard_errors:+.1f} standard errors."
         )

@@ -24,8 +24,8 @@ from typing import Any
 from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
 from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
-from sage_fast.config.fields import FIXED, FREE, marked_keys
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.sections import FIXED, FREE, marked_keys
 from sage_fast.distributed.start import restart_count
 from sage_fast.distributed.world import World
 from sage_fast.run.metrics import FILE_NAME as METRICS

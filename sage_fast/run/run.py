@@ -26,11 +26,10 @@ import torch
 from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
 from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
-from sage_fast.config.fields import digest
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads
+from sage_fast.config.sections import check_heads, digest
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -116,8 +115,6 @@ def build_trainer(
     Raises:
         ConfigError: a part is missing or does not fit.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.

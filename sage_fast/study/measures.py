@@ -221,7 +221,7 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     arguments = dict(request)
     measure, overrides = MEASURES[arguments.pop("measure")], arguments.pop("overrides", [])
     seeds = arguments.pop("seeds")
-    config = replace(load_config(list(files), overrides), num_threads=1)
+    config = load_config(list(files), overrides)
     start = time.process_time()
     rows = [asdict(row) for seed in seeds for row in measure(config, seed=seed, **arguments)]
     seconds = time.process_time() - start

@@ -132,8 +132,7 @@ class Study:
         self.trainings = Trainings(
             folder=folder / "trainings",
             files=self.files,
-            # A process of this machine has one of its cores.
-            overrides=[*self.overrides, *([] if launcher else ["--num_threads=1"])],
+            overrides=self.overrides,
             launcher=launcher,
         )
 

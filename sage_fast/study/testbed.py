@@ -20,7 +20,7 @@ from sage_fast.config.registry import EXACT_POLICIES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
 from sage_fast.forward_process import forward_loss
-from sage_fast.objective import ObjectiveConfig, anchor_kind, group_advantages, policy_loss
+from sage_fast.objective import ADVANTAGE_CLIP, ObjectiveConfig, anchor_kind, group_advantages, policy_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 from sage_fast.study.claims import PER_PROMPT
 from sage_fast.study.findings import Finding
@@ -31,8 +31,6 @@ LearnablePolicy = Any
 
 ANCHOR_EVERY = 10
 """Updates after which a moving anchor is refreshed."""
-ADVANTAGE_BOUND = 5.0
-"""At which `group_advantages` clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +157,7 @@ def noised_loss(
         *(policy.velocity_at(psi, asked, x, sigma), z - x0, v_old, None),
         sigma=sigma,
         advantage=advantages.repeat(levels),
-        advantage_bound=ADVANTAGE_BOUND,
+        advantage_bound=ADVANTAGE_CLIP,
         kl_weight=0.0,
         settings=settings,
     ).loss.mean()
@@ -187,7 +185,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
         sampling = old if settings.old_decay else psi.detach().clone()
         rollout = sample(policy, sampling, captions, table, drawing)
         scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
-        advantages = group_advantages(scores, clip=ADVANTAGE_BOUND).advantages.flatten()
+        advantages = group_advantages(scores, clip=ADVANTAGE_CLIP).advantages.flatten()
         rewards.append(float(scores.mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":

@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.fields import FREE, digest, marked_keys
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.sections import FREE, digest, marked_keys
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.study.claims import PER_PROMPT

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import DistributedConfig, SDEWindowConfig, TrainOnConfig
+from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, load_components
 from sage_fast.models.transformer import backbone
@@ -282,7 +282,7 @@ def one_update(config: RunConfig) -> RunConfig:
             micro_batch_size=1,
             sde_window=SDEWindowConfig(),
         ),
-        training=replace(config.training, num_updates=1, updates_per_rollout=1, train_on=TrainOnConfig()),
+        training=replace(config.training, num_updates=1, updates_per_rollout=1, best_and_worst=0),
         evaluation=replace(config.evaluation, every=0),
         distributed=DistributedConfig(),
     )

@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.fields import FREE, marked_keys
 from sage_fast.config.load import read_config_file
 from sage_fast.config.schema import RunConfig, by_dotted_key
+from sage_fast.config.sections import FREE, marked_keys
 from sage_fast.evaluation import Evaluation, scored_in_both
 from sage_fast.run.metrics import read_metrics
 from sage_fast.tools.effects import Effect, crossed_effect

@@ -301,6 +301,9 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     description, device, host = _description(config), _device(config), host_memory()
     if description is None or device is None or host is None:
         return
+    if config.model.forward == "stock" or config.distributed.zero_stage is not None:
+        yield Check(section, "training", "info", "not predicted: the plan knows the fused forward and FSDP2 alone")
+        return
     on_gpu = device.startswith("cuda")
     available = gpu_memory_gb(device) if on_gpu else host / 1e9
     try:

@@ -89,8 +89,6 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     Raises:
         ConfigError: a file is missing or a setting does not fit; the message names it.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     device = rank_device(config.model.device)
     try:
         components = open_components(config.model)
@@ -201,10 +199,6 @@ def generate(
 def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:
     """Settings that decide how a video looks, apart from its prompt and number, as JSON values."""
     model = {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")}
-    encoding = {
-        "negative_prompt": config.rollout.negative_prompt,
-        "text_encoder_dtype": config.model.text_encoder_dtype,
-    }
     return {
         "weights": weights,
         "model": model,
@@ -215,7 +209,7 @@ def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str
         "shift": config.rollout.shift,
         "guidance_scale": config.rollout.guidance_scale,
         "noise_seed": config.evaluation.seed,
-        **encoding,
+        "negative_prompt": config.rollout.negative_prompt,
     }
 
 

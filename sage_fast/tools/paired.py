@@ -159,7 +159,7 @@ class PairedEvaluation:
             sampling = EvaluationSampling(
                 policy=generator.policy,
                 embed=generator.embed,
-                table=generator.table(evaluation.sampler),
+                table=generator.table("ode"),
                 latent_shape=generator.latent_shape,
                 seed=evaluation.seed,
                 batch_size=evaluation.batch_size,
@@ -172,7 +172,7 @@ class PairedEvaluation:
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
         weights = "base" if model == "base" else weights_digest(self.trained)
-        settings = sampling_settings(self.config, self.config.evaluation.sampler, weights) | {
+        settings = sampling_settings(self.config, "ode", weights) | {
             "noises": self.config.evaluation.noises,
             "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},
             "prompts": prompts_digest([], self.prompts),

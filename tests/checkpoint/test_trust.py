@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import sage_fast
 from sage_fast.checkpoint import find_checkpoint, open_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
-from sage_fast.config import text_files
+from sage_fast.config import files
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.test_checkpoint import save
 
@@ -111,7 +111,7 @@ def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
 
 def test_no_module_reads_a_file_in_a_way_that_runs_code() -> None:
     """torch.load with weights_only, no pickle, no unsafe YAML, no code from a hub."""
-    assert issubclass(text_files._Loader, yaml.SafeLoader)
+    assert issubclass(files._Loader, yaml.SafeLoader)
     found = []
     for path in sorted(Path(sage_fast.__file__).parent.rglob("*.py")):
         for name, call in calls(ast.parse(path.read_text(encoding="utf-8"))):

@@ -41,8 +41,8 @@ WORDS = {
         ["rollout.batch_size 4", "rollout.num_generations = 3", "Set rollout.batch_size to 6"],
     ),
     "micro-batch": ("--rollout.micro_batch_size=3", ["rollout.micro_batch_size is 3", "a divisor"]),
-    "window": ("--rollout.sde_window.steps=[9]", ["rollout.sde_window.steps is [9]", "0..3"]),
-    "window-twice": ("--rollout.sde_window.steps=[1] --rollout.sde_window.size=2", ["both steps and size"]),
+    "window": ("--rollout.sde_window.size=9", ["rollout.sde_window.size is 9", "at most rollout.num_steps = 4"]),
+    "window-that-moves": ("--rollout.sde_window.stride=2", ["rollout.sde_window.stride is 2", "size is null"]),
     "window-and-updates": (
         "--rollout.sde_window.size=1 --training.updates_per_rollout=2",
         ["too few for training.updates_per_rollout = 2"],
@@ -55,6 +55,8 @@ WORDS = {
         "--training.update=single_pass --training.updates_per_rollout=2",
         ["training.updates_per_rollout is 2", "Set it to 1"],
     ),
+    "equalizer": ("--objective.ratio=ratio_norm", ["ratio is 'ratio_norm'", "set equalizer to false"]),
+    "kl-share": ("--training.kl_share_every=5 --objective.kl_mode=none", ["kl_share_every is 5", "choose a KL mode"]),
     "no-reward-weight": ("--reward.weights={VQ:0}", ["reward.weights", "VQ:0"]),
     "reward": ("--reward.rewards=[videoalign9]", ["reward.rewards is 'videoalign9'", "toy"]),
     "reward-module": ("--reward.rewards=[no.such.module:Reward]", ["reward.rewards", "no.such.module"]),
@@ -81,10 +83,9 @@ FILES = {
     "not-yaml": ("rollout: [", ["late.yaml", "not valid YAML"]),
     "list": ("- a\n", ["late.yaml must hold sections"]),
     "extends-itself": ("extends: late.yaml\n", ["late.yaml", "which extends this file"]),
-    "code": ("num_threads: !!python/object/apply:os.getpid []\n", ["late.yaml", "tag", "os.getpid"]),
-    "alias": ("seed: &a 1\nnum_threads: *a\n", ["late.yaml:2", "aliases are not read"]),
-    "nesting": ("logging: " + "[" * 600, ["late.yaml", "nested too deep"]),
-    "not-text": ("seed: 1 # \0\n", ["late.yaml:1", "NUL byte"]),
+    "code": ("seed: !!python/object/apply:os.getpid []\n", ["late.yaml", "tag", "os.getpid"]),
+    "alias": ("seed: &a 1\ncheckpoint: {every: *a}\n", ["late.yaml:2", "aliases are not read"]),
+    "not-text": ("seed: 1 # \0\n", ["late.yaml", "not valid YAML"]),
 }
 
 

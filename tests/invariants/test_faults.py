@@ -58,7 +58,6 @@ class Trial:
         write_tiny_model(model, TRANSFORMER_CONFIG | TINY | {"num_layers": 1})
         tree = TINY_RUN | {
             "output_dir": str(self.folder),
-            "num_threads": 1,
             "model": {"path": str(model), "device": "cpu"},
             "rollout": TINY_RUN["rollout"] | {"num_steps": 2, "guidance_scale": 1.0},
             "lora": {"rank": 1, "target_modules": ["attn.to_q"]},

@@ -27,7 +27,7 @@ RUNS = {
     # Of single videos, so that the run that goes on meets the noise levels first in another batch than the whole one.
     "full-muon-ema": "training.mode=full optimizer.name=muon training.ema_decay=0.9 rollout.micro_batch_size=1",
     "window-two-updates": "rollout.sde_window.size=2 training.updates_per_rollout=2 optimizer.warmup_updates=3",
-    "best-and-worst-shared-start": "training.train_on.best=1 training.train_on.worst=1 rollout.num_generations=4 "
+    "best-and-worst-shared-start": "training.best_and_worst=1 rollout.num_generations=4 "
     "rollout.shared_initial_noise=true rollout.sde_window.size=2 rollout.micro_batch_size=2",
 }
 SLOW = ("full-muon-ema", "window-two-updates", "best-and-worst-shared-start")
@@ -56,9 +56,7 @@ def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, name: s
 def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
     files = {}
     for name in ("whole", "killed"):
-        config = tiny_run(
-            "--training.num_updates=20", "--checkpoint.every=3", "--evaluation.every=10", "--num_threads=1"
-        )
+        config = tiny_run("--training.num_updates=20", "--checkpoint.every=3", "--evaluation.every=10")
         files[name] = tmp_path / f"{name}.yaml"
         files[name].write_text(dump_config(with_output(config, tmp_path / name)))
     subprocess.run(command(files["whole"]), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=250)

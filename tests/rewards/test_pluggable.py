@@ -44,9 +44,9 @@ class Judge:
 
 
 def config(tmp_path: Path, **options: object) -> RunConfig:
-    """The toy run with this reward; with diffusers' own forward nothing has to be traced."""
+    """The toy run with this reward."""
     words = [f"--reward.rewards=['{NAME}']", "--reward.weights={verdict: 1.0}", f"--output_dir={tmp_path / 'run'}"]
-    words += ["--model.forward=stock", f"--reward.options={json.dumps({NAME: options})}"]
+    words += [f"--reward.options={json.dumps({NAME: options})}"]
     return load_config(ROOT / "configs/toy_cpu.yaml", words)
 
 

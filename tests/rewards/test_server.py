@@ -194,10 +194,8 @@ def test_options_and_names_that_differ_from_the_servers_are_refused(
         rewards(url, options={here("Bright"): {"scale": 3.0}}, **config)
     with pytest.raises(ConfigError, match="has 'tests.rewards.support:brightness' with the options None"):
         rewards(url)
-    with pytest.raises(ConfigError, match=r"reward.device is 'cpu', but each"):
-        rewards(url, device="cpu", **config)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert rewards(python=Path(sys.executable), device="cpu", **config).thread is not None
+    assert rewards(python=Path(sys.executable), **config).thread is not None
 
 
 def test_what_a_reward_says_of_its_scores_and_prompts_comes_along(serve: Callable[..., str]) -> None:

@@ -252,7 +252,7 @@ def test_generate_and_evaluate_a_finished_run_wherever_it_lies(
     assert len(list(videos.glob("*.mp4"))) == 4 and (videos / "contact_sheet.png").exists()
     assert main(["evaluate", run, "--output", str(tmp_path / "scores")]) == 0
     printed = capsys.readouterr().out
-    assert "4 prompts, same noise, sampler ode" in printed
+    assert "4 prompts, same noise" in printed
     after = json.loads((tmp_path / "scores/after.json").read_text())
     assert after == json.loads((Path(run) / "evaluation/update-000002.json").read_text())
     before = json.loads((tmp_path / "scores/before.json").read_text())

@@ -158,7 +158,7 @@ def test_a_fault_is_found_in_its_part(
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("hv15")])
 def test_every_preset_has_its_one_update(preset: str) -> None:
     config = one_update(load_config(preset))
-    assert config.rollout.ode_steps == 0 and config.training.train_on.count == 0
+    assert config.rollout.sde_window.size is None and config.training.best_and_worst == 0
     assert config.rollout.batch_size == config.rollout.num_generations == 2
 
 

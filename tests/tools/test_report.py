@@ -243,7 +243,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     }  # fmt: skip
     assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
     printed = capsys.readouterr().out
-    assert "4 prompts, same noise, sampler ode" in printed and "Overall" in printed and "in s.e." in printed
+    assert "4 prompts, same noise" in printed and "Overall" in printed and "in s.e." in printed
     tree = json.loads((output / "evaluation.json").read_text())
     assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
     reward = json.loads((output / "after.json").read_text())["reward"]
@@ -260,31 +260,25 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
             assert main([*command, "--bootstrap-seed", "1", "--num-videos", "4"]) == 0
         assert caplog.text.count("same settings") == 2
         # What changes the scores is evaluated again.
-        for other in ("--evaluation.num_steps=3", "--evaluation.height=24", "--sampler=cps"):
+        for other in ("--evaluation.num_steps=3", "--evaluation.height=24"):
             (output / "base/settings.json").write_text(settings)
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, other])
         adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
-        for other in ("--model.vae_dtype=bfloat16", "--model.text_encoder_dtype=float16"):
-            (output / "base/settings.json").write_text(settings)
-            with pytest.raises(AssertionError, match="loaded again"):
-                main([*command, *adapter, other])
+        (output / "base/settings.json").write_text(settings)
+        with pytest.raises(AssertionError, match="loaded again"):
+            main([*command, *adapter, "--model.vae_dtype=bfloat16"])
     assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
     assert main(command) == 0
 
 
-def test_evaluate_has_a_size_and_a_sampler_of_its_own(run: Path, tmp_path: Path) -> None:
+def test_evaluate_has_a_size_of_its_own(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "scores"
     command = ["evaluate", str(run), "--output", str(output), "--num-videos", "0"]
     size = ["--evaluation.height=24", "--evaluation.width=32"]
-    assert main([*command, *size, "--sampler", "sage_grpo", "--rollout.eta=0.3"]) == 0
-    settings = json.loads((output / "evaluation.json").read_text())["settings"]
-    assert settings["sampler"] == "sage_grpo" and settings["eta"] == 0.3
+    assert main([*command, *size]) == 0
     for video in (output / "trained").glob("*.mp4"):
         assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
-    noisy = json.loads((output / "before.json").read_text())["reward"]
-    assert main([*command, *size]) == 0
-    assert json.loads((output / "before.json").read_text())["reward"] != noisy
 
 
 def test_evaluate_takes_more_rewards_and_an_exported_adapter(

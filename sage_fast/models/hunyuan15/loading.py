@@ -59,7 +59,6 @@ def load_components(model: ModelConfig) -> Components:
             glyph_encoder=root / "text_encoder_2",
             glyph_tokenizer=root / "tokenizer_2",
             cache=cache / "prompts",
-            dtype=model.text_encoder_dtype,
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
         video_decoder=VAEDecoder(

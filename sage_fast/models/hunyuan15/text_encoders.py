@@ -59,7 +59,7 @@ _TEMPLATE = {
 class HunyuanPromptEncoder:
     """Encodes prompts, or finds them in its cache.
 
-    The glyph encoder computes in the data type that its weights are stored in.
+    Both encoders compute in the data type that their weights are stored in.
     """
 
     text_encoder: Path
@@ -72,8 +72,6 @@ class HunyuanPromptEncoder:
     """Folder of its tokenizer."""
     cache: Path
     """Folder of the encoded prompts; created when missing."""
-    dtype: str = "auto"
-    """Of the language model, such as float16; `auto` is the one that its weights are stored in."""
     device: torch.device | str = "cpu"
     """Where the encoders run."""
     batch_size: int = 8
@@ -196,8 +194,7 @@ class HunyuanPromptEncoder:
             folders = (self.text_encoder, self.tokenizer, self.glyph_encoder, self.glyph_tokenizer)
             kinds = (".json", ".jinja", ".txt", ".safetensors", ".bin")
             files = [[path for path in folder.iterdir() if path.suffix in kinds] for folder in folders]
-            chosen = [] if self.dtype == "auto" else [self.dtype]
-            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files), *chosen])
+            self._identity = json.dumps([CACHE_VERSION, _TEMPLATE, *map(fingerprint, files)])
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
@@ -281,20 +278,16 @@ class HunyuanPromptEncoder:
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, padding_side="right")
         self._check_template(tokenizer)
-        return self._load(Qwen2_5_VLTextModel, self.text_encoder, self.dtype), tokenizer
+        return self._load(Qwen2_5_VLTextModel, self.text_encoder), tokenizer
 
-    def _load(self, model_class: Any, folder: Path, dtype: str = "auto") -> Any:
-        """A transformers model, read straight to the device, ready for inference. ValueError when weights are missing.
-
-        Args:
-            dtype: `auto` is that of its files.
-        """
+    def _load(self, model_class: Any, folder: Path) -> Any:
+        """A transformers model in its files' type, read straight to the device. ValueError when weights are missing."""
         verbosity = transformers_logging.get_verbosity()
         # Missing weights are reported below.
         transformers_logging.set_verbosity_error()
         try:
             model, info = model_class.from_pretrained(
-                folder, dtype=dtype, device_map=self.device, local_files_only=True, output_loading_info=True
+                folder, dtype="auto", device_map=self.device, local_files_only=True, output_loading_info=True
             )
         finally:
             transformers_logging.set_verbosity(verbosity)

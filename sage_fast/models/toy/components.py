@@ -123,13 +123,8 @@ def load_components(model: ModelConfig) -> Components:
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 
-    ValueError when a file is missing, the weights do not fit the config, or a type of text encoders is asked for.
+    ValueError when a file is missing or the weights do not fit the config.
     """
-    if model.text_encoder_dtype != "auto":
-        raise ValueError(
-            f"model.text_encoder_dtype is {model.text_encoder_dtype!r}, but a toy model looks its few words up in a "
-            "float32 table. Leave it out."
-        )
     directory, config = _open(model)
     transformer = build_transformer(config)
     expected = stored_parameters(transformer)

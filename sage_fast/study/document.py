@@ -25,10 +25,10 @@ general statement.
 *Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or
 is computed without uncertainty (*exact*). *Undetectable*: neither; in brackets the difference that four of five such
 studies would have found. Differences are of the same seeds and noise, positive where they support the claim (of a
-range: how far inside), with 95 % intervals: Student's over the seeds; scores of trained networks count seeds and prompts
-as crossed random effects, with Satterthwaite's degrees of freedom. The network was evaluated on one noise per caption,
-so intervals count no other noise. The paper's figures are those of its first version on arXiv, read from public
-transcriptions; claims without one are this project's.
+range: how far inside), with 95 % intervals: Student's over the seeds; scores of trained networks count seeds and
+prompts as crossed random effects, with Satterthwaite's degrees of freedom. The network was evaluated on one noise per
+caption, so intervals count no other noise. The paper's figures are those of its first version on arXiv, read from
+public transcriptions; claims without one are this project's.
 
 **The exact testbed.** 360 legal videos as a mixture of Gaussians whose velocity is known in closed form. 85 numbers
 are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed
@@ -57,7 +57,10 @@ def render(findings: Findings) -> str:
 
 
 def _summary(experiments: Sequence[Experiment], findings: Findings) -> str:
-    lines = ["| table, figure | confirmed | refuted | undetectable | seeds | cost |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| table, figure | confirmed | refuted | undetectable | seeds | core-minutes |",
+        "|---|---|---|---|---|---|",
+    ]
     for experiment in experiments:
         verdicts = [judgement.verdict for judgement in judge(experiment.claims, findings)]
         counts = [str(verdicts.count(name)) for name in ("confirmed", "refuted", "undetectable")]
@@ -65,7 +68,7 @@ def _summary(experiments: Sequence[Experiment], findings: Findings) -> str:
         planned, done = len(experiment.seeds), len(findings.seeds(experiment.key))
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
-        cost = f"{minutes:.0f} core-minutes" if minutes else "-"
+        cost = f"{minutes:.0f}" if minutes else "-"
         lines.append(f"| {' | '.join([f'[{experiment.title}](#{anchor})', *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 

@@ -134,7 +134,7 @@ def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
 _TABLE = tomllib.loads((Path(__file__).parent / "experiments.toml").read_text("utf-8"))
 
 ARMS = {arm: tuple(f"--{word}" for word in words) for arm, words in _TABLE.pop("arms").items()}
-"""What each training changes in the study's configuration."""
+"""Overrides of the study's configuration by name of the training."""
 
 EXPERIMENTS = tuple(_experiment(key, tree) for key, tree in _TABLE.items())
 

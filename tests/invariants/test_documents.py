@@ -126,10 +126,6 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
-def test_the_readme_is_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 120
-
-
 def subparsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command."""
     added = argparse.ArgumentParser().add_subparsers()

@@ -36,9 +36,7 @@ by one fixed rotation, as a network's weights are. Samplers, advantages and loss
 that follow their caption (*aligned*, 0.453 before training) and the drift are computed from the weights, without
 evaluation noise, so 32 seeds tell apart in minutes what trainings of the network, hours each, do not.
 
-It cannot say how a network is optimized (Adam on 85 numbers, and every velocity is exact), what capacity or forgetting
-do, what guidance and a learned reward do, what a drift looks like in a video, or how large an effect is elsewhere:
-without the rotation the equalizer is worth a fifth. Its intervals are over seeds, not over worlds: four other
+[What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds: four other
 rotations, three seeds each, moved SAGE's 0.694 to between 0.690 and 0.700, and kept the order of sage_exact, sage_grpo,
 flow_grpo and SAGE without equalizer. Take from it the signs and orders that hold in all its variants.
 """
@@ -77,7 +75,7 @@ def _section(experiment: Experiment, findings: Findings) -> str:
     lines = [
         f"## {experiment.title}",
         "",
-        f"![{experiment.title}]({IMAGES}/{experiment.key}.png)",
+        f"![Figure]({IMAGES}/{experiment.key}.png)",
         "",
         experiment.caption,
         "",

@@ -44,7 +44,7 @@ INSTALL_REQUIRES = [
     "jinja2>=3.1",
     "pillow>=10.1",
     "matplotlib>=3.8",
-    # 17 converts colours on several threads unless told otherwise, and is the first that can be told.
+    # 17 converts colours on several threads by default, and is the first that can be limited to one.
     "av>=17",
     "tensorboard>=2.16",
     # Driver, clocks and power for `doctor` and the benchmarks; pure Python, silent where there is no GPU.

@@ -6,10 +6,8 @@ examples:
   sage-fast reproduce --tier standard                  adds 32 seeds of the exact testbed: within 40 minutes
   sage-fast reproduce --tier full                      adds trainings of the network: days; Ctrl-C, then the same again
   sage-fast reproduce --only fig4
-  sage-fast reproduce --tier quick --publish docs      and write the page, its figures and results into docs/
+  sage-fast reproduce --tier quick --publish docs      and write them into the page, figures and results of docs/
   sage-fast reproduce --tier full --commands --config hv15_480p_lora_1gpu
-  sage-fast reproduce --tier full --config hv15_480p_lora_8gpu \
-      --launcher 'configs/launch/torchrun.sh hosts.txt'
 
 Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
 results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
@@ -55,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("runs/reproduction"), help="folder; default runs/reproduction"
     )
     parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
-    parser.add_argument(
-        "--launcher", help="command that takes the words of `sage-fast train`; trainings then run one by one"
-    )
     parser.add_argument("--commands", action="store_true", help="print the commands of what is missing; run nothing")
-    parser.add_argument("--publish", type=Path, metavar="DOCS", help="also write page, figures and results into DOCS")
+    parser.add_argument(
+        "--publish", type=Path, metavar="DOCS", help="also put the results into the page and figures of DOCS"
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -71,25 +68,25 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.processes < 1:
         raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
     experiments = chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
-    launcher = shlex.split(options.launcher or "")
-    study = Study(options.output, options.config or DEFAULT_CONFIG, overrides, launcher)
+    study = Study(options.output, options.config or DEFAULT_CONFIG, overrides)
     if options.commands:
         for training in study.missing_trainings(experiments):
-            print(shlex.join(study.trainings.command(training, ("sage-fast", "train"))))
+            print(shlex.join(["sage-fast", "train", *study.words(training)]))
         return 0
     study.begin()
     # A batch system's SIGTERM stops the processes as Ctrl-C does; they are in separate sessions.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    processes = 1 if launcher else options.processes
     stopped, failed = False, []
     try:
-        failed = study.run_missing(experiments, processes, lambda text: print(text, file=sys.stderr, flush=True))
+        failed = study.run_missing(
+            experiments, options.processes, lambda text: print(text, file=sys.stderr, flush=True)
+        )
     except KeyboardInterrupt:
         stopped = True
     findings = study.findings()
-    _write(study.folder, findings)
+    _write(study.folder, study.folder / RESULTS, findings)
     if options.publish is not None:
-        _publish(study.folder, options.publish)
+        _publish(options.publish, findings)
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
     if failed or stopped:
@@ -97,38 +94,41 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write(folder: Path, findings: "Findings") -> None:
-    """Page, figures and results of a study's folder."""
+def _write(folder: Path, results: Path, findings: "Findings") -> None:
+    """Write results, page and figures, and fill the tables of the other pages of a folder."""
     from sage_fast.config.files import write_text
     from sage_fast.run.plots import save_figure
-    from sage_fast.study.document import IMAGES, render
+    from sage_fast.study.document import IMAGES, fill_tables, render
     from sage_fast.study.drawings import draw_experiment
     from sage_fast.study.experiments import EXPERIMENTS
     from sage_fast.study.findings import read_findings, write_findings
 
-    write_findings(folder / RESULTS, findings.rows)
-    kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file
+    write_findings(results, findings.rows)
+    kept = read_findings(results)  # rounded: the page is made of what is in the file
     write_text(folder / PAGE, render(kept))
+    for page in folder.glob("*.md"):
+        text = page.read_text("utf-8")
+        if (filled := fill_tables(text, kept)) != text:
+            write_text(page, filled)
+    measured = {row.experiment for row in kept.rows}
     for experiment in EXPERIMENTS:
-        figure = draw_experiment(experiment, kept)
-        if figure is not None:
-            save_figure(folder / IMAGES, experiment.key, figure)
+        if experiment.key in measured:
+            save_figure(folder / IMAGES, experiment.key, draw_experiment(experiment, kept))
 
 
-def _publish(folder: Path, docs: Path) -> None:
-    """Copy page, figures and results of a study's folder to where the documents are."""
-    from sage_fast.config.files import replacing
-    from sage_fast.study.document import IMAGES, PUBLISHED_RESULTS
+def _publish(docs: Path, findings: "Findings") -> None:
+    """Put the experiments of a study in the place of what DOCS has of them, and leave the others there."""
+    from sage_fast.study.document import PUBLISHED_RESULTS
+    from sage_fast.study.findings import Findings, read_findings
 
-    files = {PAGE: PAGE, RESULTS: PUBLISHED_RESULTS}
-    files |= {f"{IMAGES}/{path.name}": f"{IMAGES}/{path.name}" for path in sorted((folder / IMAGES).iterdir())}
-    for source, target in files.items():
-        with replacing(docs / target) as partial:
-            partial.write_bytes((folder / source).read_bytes())
+    results = docs / PUBLISHED_RESULTS
+    measured = {row.experiment for row in findings.rows}
+    before = read_findings(results).rows if results.is_file() else []
+    _write(docs, results, Findings([*(row for row in before if row.experiment not in measured), *findings.rows]))
 
 
 def _print_verdicts(experiments: "Sequence[Experiment]", findings: "Findings") -> None:
-    from sage_fast.study.claims import judge
+    from sage_fast.study.experiments import judge
 
     for experiment in experiments:
         print(experiment.title)

@@ -17,13 +17,14 @@ COLOUR: dict[str, str] = dict(zip((*SAMPLERS, "ode"), COLOURS, strict=False))
 """Of a sampler, the same in all figures."""
 
 
-def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure | None":
-    """The figure of an experiment; None where nothing was measured yet."""
-    if not any(row.experiment == experiment.key for row in findings.rows):
-        return None
+def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure":
+    """The figure of an experiment that has findings."""
     special: dict[str, Callable[[Findings], Figure]] = {
-        **{"table1": _draw_table1, "fig1a": _draw_fig1a, "fig9": _draw_fig9, "fig2": _draw_fig2},
-        **{"base": _draw_base, "fig4": _draw_fig4},
+        "table1": _draw_table1,
+        "fig1a": _draw_fig1a,
+        "fig9": _draw_fig9,
+        "fig2": _draw_fig2,
+        "fig4": _draw_fig4,
     }
     if experiment.key in special:
         return special[experiment.key](findings)
@@ -85,30 +86,18 @@ def _draw_fig1a(findings: Findings) -> "Figure":
 
 
 def _draw_fig9(findings: Findings) -> "Figure":
-    figure, (left, right) = _panels(
-        *(9.5, 3.6),
-        ("variance from sigma 0.9 up", "shift", "variance"),
-        ("sage_grpo by the margin at sigma = 1", "step", "standard deviation"),
-    )
-    _lines_over(left, findings, "fig9", "high_noise_variance", "shift")
-    left.set_yscale("log")
-    _legend(left, loc="center right", bbox_to_anchor=(1.0, 0.36))
-    margins = findings.arms("fig9", "std", "sage_grpo, margin=")
-    for number, arm in enumerate(margins):
-        shade = str(0.75 * number / max(1, len(margins) - 1))
-        label = f"margin {arm.partition('=')[2]}"
-        parts = findings.parts("fig9", "std", arm)[:8]
-        right.plot(range(1, 9), parts, label=label, color=shade, marker="o", ms=3.5, linewidth=1.5)
-    _legend(right)
+    figure, (axes,) = _panels(6.5, 3.6, ("variance from sigma 0.9 up", "shift", "variance"))
+    _lines_over(axes, findings, "fig9", "high_noise_variance", "shift")
+    axes.set_yscale("log")
+    _legend(axes, loc="center right", bbox_to_anchor=(1.0, 0.36))
     return figure
 
 
 def _draw_fig2(findings: Findings) -> "Figure":
     steps = sorted({int(arm.split("T=")[1].split(",")[0]) for arm in findings.arms("fig2", "distance")})
-    frontiers = [(f"T = {count}", "distinct videos from one start", "distance") for count in steps[:2]]
-    last = (f"T = {steps[-1]}, eta 0.5", "distance")
-    figure, panels = _panels(12, 3.8, *frontiers, last, width_ratios=[1.1] * len(frontiers) + [0.9])
-    for axes, count in zip(panels, steps, strict=False):
+    labels = [(f"T = {count}", "distinct videos from one start", "distance") for count in steps]
+    figure, panels = _panels(9.5, 3.8, *labels)
+    for axes, count in zip(panels, steps, strict=True):
         for sampler in SAMPLERS:
             arms = findings.arms("fig2", "distance", f"{sampler}, T={count}, ")
             arms.sort(key=lambda arm: float(arm.rpartition("=")[2]))
@@ -117,33 +106,6 @@ def _draw_fig2(findings: Findings) -> "Figure":
         axes.axhline(0.02, color="#66717e", linewidth=1, linestyle="--")
         axes.set_yscale("log")
     _legend(panels[0])
-    bars = panels[-1]
-    names = ["ode", *SAMPLERS][::-1]
-    for place, sampler in enumerate(names):
-        values = [row.value for row in findings.select("fig2", "distance", f"{sampler}, T={steps[-1]}, eta=0.5")]
-        if values:
-            bars.barh(place, mean(values), color=COLOUR[sampler], height=0.65)
-            bars.text(mean(values), place, f" {mean(values):.4f}", va="center", fontsize=8)
-    bars.set_yticks(range(len(names)), names, fontsize=8)
-    bars.margins(x=0.25)
-    bars.grid(visible=False)
-    return figure
-
-
-def _draw_base(findings: Findings) -> "Figure":
-    labels = ("reward of the rollout", "standard deviation in a group", "mean"), ("distance",)
-    figure, (left, right) = _panels(9.5, 3.6, *labels)
-    for place, sampler in enumerate(SAMPLERS[::-1]):
-        dots: dict[str, Any] = {"color": COLOUR[sampler], "ms": 5, "alpha": 0.7, "markeredgewidth": 0}
-        spread, reward, distance = (
-            [row.value for row in findings.select("base", quantity, sampler)]
-            for quantity in ("group_std", "reward", "manifold_distance")
-        )
-        left.plot(spread, reward, "o", label=sampler, **dots)
-        right.plot(distance, [place] * len(distance), "o", **dots)
-    right.set_yticks(range(len(SAMPLERS)), SAMPLERS[::-1], fontsize=8)
-    # Dots lie anywhere in the panel, and those of a legend look like them.
-    figure.legend(loc="outside lower center", ncols=len(SAMPLERS), frameon=False, fontsize=8, reverse=True)
     return figure
 
 
@@ -154,8 +116,6 @@ def _draw_fig4(findings: Findings) -> "Figure":
         axes.set_yscale("log")
         for sampler in SAMPLERS:
             rows = findings.select("fig4", "spread", f"{sampler}, {kind}")
-            if not rows:
-                continue
             norms = [mean(column) for column in zip(*(_over_median(row.parts) for row in rows), strict=True)]
             _line(axes, range(1, len(norms) + 1), norms, sampler)
             if gains := findings.select("fig4", "slope", f"{sampler}, {kind}"):
@@ -172,7 +132,8 @@ def _over_median(values: Sequence[float]) -> list[float]:
 
 def _draw_arms(experiment: Experiment, findings: Findings) -> "Figure":
     quantity = experiment.drawn
-    arms = [arm for arm in reversed(experiment.trained) if findings.select(experiment.key, quantity, arm)]
+    names = experiment.arms or tuple(experiment.runs) or SAMPLERS
+    arms = [arm for arm in reversed(names) if findings.select(experiment.key, quantity, arm)]
     label = (experiment.title, quantity.removeprefix("final_").replace("_", " "))
     figure, (axes,) = _panels(8, 0.9 + 0.36 * max(2, len(arms)), label)
     if quantity == "kl_share":

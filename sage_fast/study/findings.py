@@ -3,15 +3,21 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import FREE, digest, marked_keys
+from sage_fast.tools.arms import TOLD
 
 COST = "core_seconds"
 """Quantity of an experiment's cost: seconds of one core, for all its arms and seeds."""
+
+PER_PROMPT = "final_"
+"""Begins the quantities whose parts are prompts, the same ones for every arm and seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +78,6 @@ class Findings:
             raise KeyError(f"{experiment}: no {quantity} of {arm}")
         return rows[0].parts
 
-    def extremes(self, experiment: str, quantity: str, prefix: str) -> tuple[float, float]:
-        """Smallest and largest mean of the arms whose names begin so. KeyError where there is none."""
-        values = [self.mean(experiment, quantity, arm) for arm in self.arms(experiment, quantity, prefix)]
-        if not values:
-            raise KeyError(f"{experiment}: no {quantity} of {prefix}")
-        return min(values), max(values)
-
     def arms(self, experiment: str, quantity: str, prefix: str = "") -> list[str]:
         """Measured arms whose names begin with the prefix, in the order of the file."""
         return [
@@ -110,18 +109,22 @@ def write_findings(path: Path, rows: Iterable[Finding]) -> None:
 
 
 def read_findings(path: Path) -> Findings:
-    """The inverse of `write_findings`. ConfigError names a line that is something else."""
+    """The inverse of `write_findings`."""
     rows = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        try:
-            tree = json.loads(line)
-            each = {"parts": tuple(tree.pop("parts", ())), "seed": tree.pop("seed", None), "value": tree.pop("value")}
-            seeds, values = ([v] if not isinstance(v, list) else v for v in (each["seed"], each["value"]))
-            for seed, value in zip(seeds, values, strict=True):
-                rows.append(Finding(**(tree | each | {"seed": seed, "value": value})))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigError(f"{path}:{number} is not a finding of a study: {error}") from error
+    for line in path.read_text("utf-8").splitlines():
+        tree = json.loads(line)
+        tree["parts"] = tuple(tree.get("parts", ()))
+        seeds, values = tree.pop("seed", None), tree.pop("value")
+        if not isinstance(values, list):
+            seeds, values = [seeds], [values]
+        rows += [Finding(**tree, seed=seed, value=value) for seed, value in zip(seeds, values, strict=True)]
     return Findings(rows)
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """Eight characters that differ for configurations that differ in more than place, machine and seed."""
+    ignored = {*marked_keys(RunConfig, FREE), "seed"} - TOLD
+    return digest({key: value for key, value in settings.items() if key not in ignored})[:8]
 
 
 def made_with(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -132,3 +135,9 @@ def made_with(environment: Mapping[str, Any]) -> dict[str, str]:
         "torch": packages.get("torch") or "",
         "commit": environment.get("commit") or "",
     }
+
+
+def unsteadiness(curve: Sequence[float]) -> float:
+    """Standard deviation of a curve from one update to the next, without its trend: of its differences over sqrt 2."""
+    steps = [after - before for before, after in pairwise(curve)]
+    return stdev(steps) / 2**0.5 if len(steps) > 1 else 0.0

@@ -2,11 +2,10 @@
 
 As a program it makes one such measurement in its own process:
 
-    python -m sage_fast.study.measures RESULT.json '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
+    python -m sage_fast.study.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
 """
 
 import json
-import logging
 import math
 import sys
 import time
@@ -18,11 +17,9 @@ from typing import Any
 
 import torch
 
-from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES, resolve
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.config.sections import SDEType
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
@@ -30,8 +27,9 @@ from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory
 from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.findings import Finding, made_with
+from sage_fast.study.findings import COST, Finding, made_with, settings_digest, write_findings
 from sage_fast.study.testbed import measure_testbed
+from sage_fast.tools.arms import WHOLE
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""
@@ -43,42 +41,32 @@ HIGH_NOISE = 0.9
 """Noise level from which the variances of steps are summed up as `high_noise_variance`."""
 
 
-def noise_over_steps() -> Iterator[Finding]:
-    """Noise of every step at the reference's shift, for several numbers of steps."""
-    for steps in (10, 20, 40, 100):
-        for sampler in SAMPLERS:
-            yield from _noise_of("table1", f"{sampler}, T={steps}", sampler, steps=steps)
+TABLES: Mapping[str, Mapping[str, tuple[SDEType, dict[str, Any]]]] = {
+    "table1": {f"{name}, T={steps}": (name, {"steps": steps}) for steps in (10, 20, 40, 100) for name in SAMPLERS},
+    "fig1a": {name: (name, {}) for name in SAMPLERS},
+    "fig9": {
+        **{f"{name}, shift={shift:g}": (name, {"shift": shift}) for shift in (1, 3, 5, 7, 9) for name in SAMPLERS},
+        **{
+            f"sage_grpo, margin={margin:g}": ("sage_grpo", {"sage_margin": margin})
+            for margin in (1e-3, 2e-3, SAGE_SIGMA_MARGIN, 5e-3, 1e-2)
+        },
+    },
+}
+"""Experiments that need no sample: arm -> sampler, and what differs from the reference's rollout."""
 
 
-def noise_at_the_reference() -> Iterator[Finding]:
-    """Noise of every step at the reference's settings."""
-    for sampler in SAMPLERS:
-        yield from _noise_of("fig1a", sampler, sampler)
-
-
-def noise_over_schedules() -> Iterator[Finding]:
-    """Noise over time shifts, and over the margin at sigma = 1 that only one sampler has."""
-    for shift in (1.0, 3.0, 5.0, 7.0, 9.0):
-        for sampler in SAMPLERS:
-            yield from _noise_of("fig9", f"{sampler}, shift={shift:g}", sampler, shift=shift)
-    for margin in (1e-3, 2e-3, SAGE_SIGMA_MARGIN, 5e-3, 1e-2):
-        yield from _noise_of("fig9", f"sage_grpo, margin={margin:g}", "sage_grpo", sage_margin=margin)
-
-
-def _noise_of(
-    experiment: str, arm: str, sampler: SDEType, *, steps: int = STEPS, shift: float = SHIFT, **options: float
-) -> Iterator[Finding]:
-    table = transition_table(sampler, sigma_schedule(steps, shift), ETA, **options)
-    std = tuple(table.std.tolist())
-    high = float(table.std[table.sigmas[:-1] >= HIGH_NOISE].square().sum())
-    values = {"std": max(std), "last": std[-1], "first": std[0], "high_noise_variance": high}
-    for quantity, value in values.items():
-        parts = std if quantity == "std" else ()
-        yield Finding(experiment=experiment, quantity=quantity, arm=arm, value=value, n=steps, parts=parts)
-
-
-TABLES = {"table1": noise_over_steps, "fig1a": noise_at_the_reference, "fig9": noise_over_schedules}
-"""Experiments that need no sample."""
+def noise_of_steps(experiment: str) -> Iterator[Finding]:
+    """Noise of every step of the arms of one of the `TABLES`."""
+    for arm, (sampler, options) in TABLES[experiment].items():
+        margin = {key: value for key, value in options.items() if key == "sage_margin"}
+        schedule = sigma_schedule(options.get("steps", STEPS), options.get("shift", SHIFT))
+        table = transition_table(sampler, schedule, ETA, **margin)
+        std = tuple(table.std.tolist())
+        high = float(table.std[table.sigmas[:-1] >= HIGH_NOISE].square().sum())
+        values = {"std": max(std), "last": std[-1], "first": std[0], "high_noise_variance": high}
+        for quantity, value in values.items():
+            parts = std if quantity == "std" else ()
+            yield Finding(experiment=experiment, quantity=quantity, arm=arm, value=value, n=len(std), parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------ exact policy
@@ -113,8 +101,6 @@ def measure_exact_policy(
     etas: Sequence[float] = (0.25, ETA, 0.75),
 ) -> Iterator[Finding]:
     """Samplers on the exact policy: all measures at the reference's settings, and the frontier over steps and eta."""
-    if config.model.family not in EXACT_POLICIES:
-        raise ConfigError(f"model.family {config.model.family!r} has no exact policy: leave fig2 out of --only.")
     world = resolve(config.model.family, EXACT_POLICIES, "model.family")(config.video)
     for num_steps in steps:
         for eta in etas:
@@ -211,35 +197,23 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     """Make one measurement and write its findings, with the seconds of one core that it took.
 
     Args:
-        request: `measure`, a key of `MEASURES`; `seeds`; `overrides`, `--section.key=value` words; the rest are its
-            arguments.
+        request: `measure`, a key of `MEASURES`; `seeds`; `overrides`, `--section.key=value` words; `arguments` of the
+            measurement.
 
     Raises:
-        ConfigError: the configuration cannot run, or the measurement needs what its model family does not have.
+        ConfigError: the configuration cannot run.
     """
     torch.set_num_threads(1)
-    arguments = dict(request)
-    measure, overrides = MEASURES[arguments.pop("measure")], arguments.pop("overrides", [])
-    seeds = arguments.pop("seeds")
-    config = load_config(list(files), overrides)
+    measure, arguments = MEASURES[request["measure"]], request.get("arguments", {})
+    config = load_config(list(files), request["overrides"])
     start = time.process_time()
-    rows = [asdict(row) for seed in seeds for row in measure(config, seed=seed, **arguments)]
-    seconds = time.process_time() - start
-    tree = {"core_seconds": seconds, "made_with": made_with(describe_environment()), "findings": rows}
-    with replacing(result) as partial:
-        partial.write_text(json.dumps(tree), "utf-8")
-
-
-def main(words: Sequence[str]) -> int:
-    """The program: RESULT.json REQUEST CONFIG ..."""
-    logging.basicConfig(level=logging.WARNING)
-    try:
-        make_measurement(Path(words[0]), json.loads(words[1]), words[2:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    rows = [row for seed in request["seeds"] for row in measure(config, seed=seed, **arguments)]
+    first, seconds = rows[0], time.process_time() - start
+    rows.append(Finding(experiment=first.experiment, quantity=COST, arm="all", seed=first.seed, value=seconds))
+    made: dict[str, Any] = made_with(describe_environment())
+    made["settings"] = settings_digest(by_dotted_key(to_dict(config), whole=WHOLE))
+    write_findings(result, [replace(row, **made) for row in rows])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    make_measurement(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

@@ -1,8 +1,8 @@
-"""Runs what a study is missing, some processes at a time.
+"""Runs what a study is missing, some processes at a time, and collects what is there.
 
 FOLDER/
-    study.json              base model and configuration of the study
-    measures/NAME.json      findings of a measurement
+    study.json              base model of the study
+    measures/NAME.jsonl     findings of a measurement
     trainings/ARM/seed-N/   run directories of `sage-fast train`
     logs/                   output of the processes
     results.jsonl  reproduction.md  images/     page and results
@@ -13,184 +13,203 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from sage_fast.config.errors import ConfigError, RunDirectoryError
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import EXACT_POLICIES
-from sage_fast.config.schema import by_dotted_key, to_dict
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.sections import FREE, marked_keys
+from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.models.family import open_components
 from sage_fast.policy.lora import base_digest
+from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.run.provenance import describe_environment
 from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
-from sage_fast.study.findings import COST, Finding, Findings, made_with
-from sage_fast.study.measures import TABLES
-from sage_fast.study.trainings import Trainings, settings_digest
-from sage_fast.tools.arms import WHOLE
+from sage_fast.study.findings import (
+    COST,
+    PER_PROMPT,
+    Finding,
+    Findings,
+    made_with,
+    read_findings,
+    settings_digest,
+    unsteadiness,
+)
+from sage_fast.study.measures import TABLES, noise_of_steps
+from sage_fast.tools.arms import TOLD, WHOLE, TrainedRun
 
-TAIL = 12
-"""Lines of the log of a failed job that are shown."""
+SETTLED = 4
+"""Updates before the KL's share is taken: at the first the policy is its own anchor, and the KL has no gradient."""
 
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A process that does a part of a study. saves: SIGINT makes it save its state and end.
+def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell: Tell) -> list[str]:
+    """Run commands by name, `processes` at a time, each on one thread, and return the names of those that failed.
 
-    Example: `Job(name="cps/seed-0", command=["sage-fast", "train", ...], log=Path("logs/cps-seed-0.log"), saves=True)`
+    A failed job leaves the others running. Ctrl-C interrupts all of them, so that trainings save their state; a second
+    one kills them. KeyboardInterrupt follows when they have ended.
     """
-
-    name: str
-    command: Sequence[str]
-    log: Path
-    saves: bool = False
-
-
-def run_jobs(jobs: Sequence[Job], processes: int, tell: Tell) -> list[str]:
-    """Run jobs, `processes` at a time, each on one thread, and return the names of those that failed.
-
-    A failed job leaves the others running. Ctrl-C stops all of them: trainings save their state; a second Ctrl-C ends
-    them at once. KeyboardInterrupt follows when they have ended.
-    """
-    running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
-
-    def work(job: Job) -> int:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
-            process = subprocess.Popen(
-                job.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches it once, from `_stop`, and not from the terminal too
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-            )
-        running[job.name] = (job, process)
-        return process.wait()
-
-    failed: list[str] = []
-    with ThreadPoolExecutor(processes) as pool:
-        futures = {pool.submit(work, job): job for job in jobs}
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                job = futures[future]
-                if status := future.result():
-                    failed.append(job.name)
-                    tail = "".join(
-                        f"\n    {line}" for line in job.log.read_text("utf-8", "replace").splitlines()[-TAIL:]
-                    )
-                    tell(f"{job.name} failed (status {status}); the end of {job.log}:{tail}")
+    logs.mkdir(parents=True, exist_ok=True)
+    log_of = {name: logs / f"{name.replace('/', '-')}.log" for name in jobs}
+    waiting, running = list(jobs), dict[str, subprocess.Popen[bytes]]()
+    done, failed = 0, []
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                name = waiting.pop(0)
+                running[name] = _start(jobs[name], log_of[name])
+            time.sleep(0.1)
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                status, done = running.pop(name).returncode, done + 1
+                if status:
+                    failed.append(name)
+                    lines = log_of[name].read_text("utf-8", "replace").splitlines() or [""]
+                    tell(f"{name} failed (status {status}): {lines[-1]} (all of it: {log_of[name]})")
                 else:
-                    tell(f"{number} of {len(jobs)} done: {job.name}")
-        except KeyboardInterrupt:
-            tell("Stopping: trainings save after the present update. Ctrl-C again ends them at once.")
-            _stop(list(futures), running)
-            raise
+                    tell(f"{done} of {len(jobs)} done: {name}")
+    except KeyboardInterrupt:
+        tell("Stopping: trainings save after the present update. Ctrl-C again ends them at once.")
+        _stop(list(running.values()))
+        raise
     return failed
 
 
-def _stop(futures: Sequence[Future[int]], running: dict[str, tuple[Job, subprocess.Popen[bytes]]]) -> None:
-    """End the running jobs and wait for them."""
-    for future in futures:
-        future.cancel()
-    gently, reached = True, set()
-    while not all(future.done() for future in futures):
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches it once, from `_stop`, and not from the terminal too
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+        )
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes and wait for them."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
         try:
-            for job, process in list(running.values()):
-                # A measurement has nothing to save.
-                number = signal.SIGINT if gently and job.saves else signal.SIGKILL
-                if process.poll() is None and (job.name, number) not in reached:
-                    reached.add((job.name, number))
-                    os.killpg(process.pid, number)
-            wait(futures, timeout=0.3)
+            for process in processes:
+                process.wait()
+            return
         except KeyboardInterrupt:
-            gently = False
+            continue
 
 
 class Study:
     """A folder of results for one configuration and one base model.
 
     Args:
-        files, overrides: the configuration that all experiments share.
-        launcher: words before the configuration of a training; empty for processes of this machine.
+        files, overrides: the configuration that all experiments share; the arms are laid over it.
     """
 
-    def __init__(
-        self, folder: Path, files: Sequence[str], overrides: Sequence[str] = (), launcher: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, files: Sequence[str], overrides: Sequence[str] = ()) -> None:
         self.folder = folder
         self.files = list(files)
         self.overrides = list(overrides)
         self.config = load_config(self.files, self.overrides)
-        self.digest = settings_digest(by_dotted_key(to_dict(self.config), whole=WHOLE))
-        self.trainings = Trainings(
-            folder=folder / "trainings",
-            files=self.files,
-            overrides=self.overrides,
-            launcher=launcher,
-        )
 
     def begin(self) -> None:
-        """Note the base model and the configuration. ConfigError where the folder is of others."""
+        """Note the base model. ConfigError where the folder has results of another."""
         components = open_components(self.config.model)
-        own = {"base": base_digest(components.transformer, components.weights), "settings": self.digest}
+        base = base_digest(components.transformer, components.weights)
         file = self.folder / "study.json"
-        if not file.is_file():
-            if (self.folder / "trainings").exists() or (self.folder / "measures").exists():
-                raise RunDirectoryError(f"{self.folder} holds results, but no study.json. Choose another --output.")
-            write_text(file, json.dumps(own, indent=1))
-        found = json.loads(file.read_text("utf-8"))
-        for key, name in (("base", "base model"), ("settings", "configuration")):
-            if found.get(key) != own[key]:
-                raise ConfigError(
-                    f"{self.folder} holds results of another {name}. Choose another --output, or move it away."
-                )
+        if not file.is_file() and not (self.folder / "trainings").exists() and not (self.folder / "measures").exists():
+            write_text(file, json.dumps({"base": base}))
+        elif not file.is_file() or json.loads(file.read_text("utf-8"))["base"] != base:
+            raise ConfigError(
+                f"{self.folder} holds results of another base model. Choose another --output, or move it away."
+            )
 
     def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Tell) -> list[str]:
         """Run the missing measurements, then the missing trainings; the names of those that failed."""
         for experiment in experiments:
             if not self.fits(experiment):
                 tell(f"{experiment.title}: left out, the data manifold of {self.config.model.family!r} is not known")
-        failed: list[str] = []
-        for make, name in ((self.measurements, "measurements"), (self._training_jobs, "trainings")):
-            if not failed and (jobs := make(experiments)):
+        train = [sys.executable, "-m", "sage_fast", "train"]
+        trainings = {t.name: [*train, *self.words(t)] for t in self.missing_trainings(experiments)}
+        for jobs, name in ((self.missing_measurements(experiments), "measurements"), (trainings, "trainings")):
+            if jobs:
                 tell(f"{len(jobs)} {name}, {processes} at a time")
-                failed = run_jobs(jobs, processes, tell)
-        return failed
-
-    def measurements(self, experiments: Sequence[Experiment]) -> list[Job]:
-        """Jobs of the measurements that are missing."""
-        jobs = []
-        for experiment in filter(self.fits, experiments):
-            runs = {"experiment": experiment.key, "runs": experiment.runs} if experiment.runs else {}
-            for name, seeds in experiment.measurements().items():
-                tree = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides, **runs}
-                request, result = json.dumps(tree), self.result(name)
-                command = [sys.executable, "-m", "sage_fast.study.measures", str(result), request, *self.files]
-                if not result.is_file():
-                    jobs.append(Job(name=name, command=command, log=self._log(name)))
-        return jobs
+                if failed := run_jobs(jobs, self.folder / "logs", processes, tell):
+                    return failed
+        return []
 
     def fits(self, experiment: Experiment) -> bool:
         """Return True if it can be measured with the model's family: the data manifold is known of few."""
         return not experiment.needs_manifold or self.config.model.family in EXACT_POLICIES
 
+    def missing_measurements(self, experiments: Sequence[Experiment]) -> dict[str, list[str]]:
+        """Commands of the measurements that are missing, by name."""
+        jobs = {}
+        for experiment in filter(self.fits, experiments):
+            arguments = {"experiment": experiment.key, "runs": experiment.runs} if experiment.runs else {}
+            for name, seeds in experiment.measurements().items():
+                request = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides}
+                words = [str(self._result(name)), json.dumps(request | {"arguments": arguments}), *self.files]
+                if not self.measured(name):
+                    jobs[name] = [sys.executable, "-m", "sage_fast.study.measures", *words]
+        return jobs
+
+    def measured(self, name: str) -> Sequence[Finding]:
+        """Findings of a measurement; none where it is missing. ConfigError where another configuration made it."""
+        file = self._result(name)
+        rows = read_findings(file).rows if file.is_file() else []
+        if rows and rows[0].settings != settings_digest(by_dotted_key(to_dict(self.config), whole=WHOLE)):
+            raise ConfigError(f"{file} is of another configuration. Choose another --output, or move it away.")
+        return rows
+
+    def _result(self, name: str) -> Path:
+        return self.folder / "measures" / f"{name}.jsonl"
+
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, shared ones once. ConfigError."""
         todo = {t.name: t for e in filter(self.fits, experiments) for t in e.trainings()}
-        return [t for t in todo.values() if not self.trainings.is_finished(t)]
+        return [t for t in todo.values() if not self.is_finished(t)]
 
-    def _training_jobs(self, experiments: Sequence[Experiment]) -> list[Job]:
-        trainings = self.missing_trainings(experiments)
-        return [
-            Job(name=t.name, command=self.trainings.command(t), log=self._log(t.name), saves=True) for t in trainings
-        ]
+    def words(self, training: Training) -> list[str]:
+        """Arguments of `sage-fast train`, which begin a training or go on with it."""
+        return [*self.files, *self._overrides(training), "--resume=auto"]
+
+    def _overrides(self, training: Training) -> list[str]:
+        place = f"--output_dir={self._run(training)}"
+        return [place, f"--seed={training.seed}", *self.overrides, *training.overrides]
+
+    def _run(self, training: Training) -> Path:
+        return self.folder / "trainings" / training.name
+
+    def is_finished(self, training: Training) -> bool:
+        """Return True if its last update was evaluated.
+
+        Raises:
+            ConfigError: there is a run of another configuration.
+        """
+        run = TrainedRun(self._run(training))
+        if not (run.folder / "config.yaml").is_file():
+            return False
+        config = load_config(self.files, self._overrides(training))
+        free = {*marked_keys(RunConfig, FREE)} - TOLD
+        expected = by_dotted_key(json.loads(json.dumps(to_dict(config))), whole=WHOLE)
+        for key, value in expected.items():
+            if key not in free and key in run.settings and run.settings[key] != value:
+                raise ConfigError(
+                    f"{run.folder} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
+                    "Choose another --output, or move that folder away."
+                )
+        result = run.folder / "evaluation" / "result.json"
+        return result.is_file() and json.loads(result.read_text("utf-8"))["after"] >= config.training.num_updates
 
     def findings(self) -> Findings:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
@@ -198,29 +217,34 @@ class Study:
         environment: dict[str, Any] = made_with(describe_environment())
         for experiment in filter(self.fits, EXPERIMENTS):
             if experiment.key in TABLES:
-                rows += [replace(row, **environment) for row in TABLES[experiment.key]()]
+                rows += [replace(row, **environment) for row in noise_of_steps(experiment.key)]
             for name in experiment.measurements():
-                rows += self.measured(name, experiment.key)
-            for each in experiment.trainings():
-                if self.trainings.is_finished(each):
-                    rows += self.trainings.findings(experiment.key, each)
+                rows += self.measured(name)
+            for training in experiment.trainings():
+                if self.is_finished(training):
+                    rows += self.trained(training, experiment.key)
         return Findings(rows)
 
-    def measured(self, name: str, experiment: str) -> list[Finding]:
-        """Findings of a measurement, with its cost; none where it is missing."""
-        file = self.result(name)
-        if not file.is_file():
-            return []
-        tree = json.loads(file.read_text("utf-8"))
-        common = {"settings": self.digest, **tree["made_with"]}
-        rows = [Finding(**(row | {"parts": tuple(row["parts"])} | common)) for row in tree["findings"]]
-        seed, seconds = rows[0].seed, tree["core_seconds"]
-        cost = Finding(experiment=experiment, quantity=COST, arm="all", seed=seed, value=seconds, **common)
-        return [*rows, cost]
+    def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
+        """Findings of a finished training."""
+        run = TrainedRun(self._run(training))
+        environment = run.folder / ENVIRONMENT
+        made = made_with(json.loads(environment.read_text("utf-8"))) if environment.is_file() else {}
+        common: dict[str, Any] = {"experiment": experiment, "arm": training.arm, "seed": training.seed}
+        common |= made | {"settings": settings_digest(run.settings)}
 
-    def result(self, name: str) -> Path:
-        """File of a measurement."""
-        return self.folder / "measures" / f"{name}.json"
+        def found(quantity: str, value: float, parts: Sequence[float] = (), **more: Any) -> Finding:
+            numbers = {"n": max(1, len(parts)), "parts": tuple(parts), **more}
+            return Finding(quantity=quantity, value=value, **common, **numbers)
 
-    def _log(self, name: str) -> Path:
-        return self.folder / "logs" / f"{name.replace('/', '-')}.log"
+        for column, values in run.evaluation(max(run.evaluations)).columns().items():
+            name = {REWARD: "reward", OVERALL: "overall"}.get(column, column)
+            yield found(PER_PROMPT + name, fmean(values), values, stderr=stdev(values) / len(values) ** 0.5)
+        curve = list(run.curve("reward/mean").values())
+        yield found("area", fmean(curve), curve)
+        yield found("unsteadiness", unsteadiness(curve), n=len(curve))
+        if position := list(run.curve("kl/position").values()):
+            yield found("kl_position", max(position), position)
+        if shares := [share for update, share in run.curve("kl/grad_share").items() if update > SETTLED]:
+            yield found("kl_share", fmean(shares), shares)
+        yield found(COST, sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation")))

@@ -22,9 +22,7 @@ from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
 from sage_fast.forward_process import forward_loss
 from sage_fast.objective import ADVANTAGE_CLIP, ObjectiveConfig, anchor_kind, group_advantages, policy_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.claims import PER_PROMPT
-from sage_fast.study.findings import Finding
-from sage_fast.study.trainings import unsteadiness
+from sage_fast.study.findings import PER_PROMPT, Finding, unsteadiness
 
 LearnablePolicy = Any
 """Result of `learnable` of an entry of `EXACT_POLICIES`; a study names no family."""
@@ -69,11 +67,6 @@ class ExactTraining:
     spacing: Literal["shifted", "uniform"] = "shifted"
     beta: float = 1.0
     old_decay: float = 0.0
-
-    @property
-    def objective(self) -> ObjectiveConfig:
-        """Terms of the loss of `reverse`."""
-        return ObjectiveConfig(equalizer=self.equalizer, clip_range=self.clip_range, kl_mode=self.kl_mode)
 
 
 class Rollout(NamedTuple):
@@ -172,6 +165,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     # Two generators: settings that draw more noise are asked for the same captions.
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
     psi = policy.initial().requires_grad_()
+    objective = ObjectiveConfig(equalizer=settings.equalizer, clip_range=settings.clip_range, kl_mode=settings.kl_mode)
     old, anchor, optimizer = policy.initial(), policy.initial(), torch.optim.Adam([psi], lr=settings.learning_rate)
     sampler = settings.sampler if settings.update == "reverse" else "ode"
     table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
@@ -193,7 +187,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
                 loss = noised_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, process)
             else:
                 kl: dict[str, Any] = {"kl_weight": settings.kl_weight, "anchor": None if kind == "none" else anchor}
-                objective, steps = settings.objective, [int(step) for step in part]
+                steps = [int(step) for step in part]
                 loss = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
             optimizer.zero_grad()
             loss.backward()
@@ -236,15 +230,12 @@ def measure_testbed(
     """Trainings of the exact policy with one seed: the arms of an experiment by name."""
     for arm, options in runs.items():
         settings = ExactTraining(**options)
-        sizes = (config.video.num_frames, config.video.height, config.video.width)
-        result = train(_policy(config.model.family, sizes, settings.rotated), settings, seed)
+        result = train(_policy(config.model.family, config.video, settings.rotated), settings, seed)
         common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
         for quantity, value in result.items():
             yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
 
 
 @lru_cache
-def _policy(family: str, sizes: tuple[int, int, int], rotated: bool) -> LearnablePolicy:
-    frames, height, width = sizes
-    video = VideoConfig(num_frames=frames, height=height, width=width)
+def _policy(family: str, video: VideoConfig, rotated: bool) -> LearnablePolicy:
     return resolve(family, EXACT_POLICIES, "model.family")(video).learnable(rotated=rotated)

@@ -126,10 +126,6 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
-def test_the_readme_is_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 120
-
-
 def subparsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command."""
     added = argparse.ArgumentParser().add_subparsers()
@@ -199,5 +195,5 @@ def test_every_block_stands_in_a_document() -> None:
 
 def test_the_documented_tables_are_what_the_code_gives() -> None:
     document = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
-    for rows in (leftover_rows(), dispersion_rows(0.5), dispersion_rows(0.1)):
+    for rows in (leftover_rows(), dispersion_rows(0.1)):
         assert "\n".join(rows) in document

@@ -13,7 +13,6 @@ import yaml
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.objective import weighted_advantages
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.run import build_trainer
 
@@ -93,15 +92,3 @@ def test_every_option_is_documented(name: str) -> None:
 
 def test_every_reward_is_listed() -> None:
     assert {row[0].strip("`") for row in table_below("## What ships")} == set(REWARDS)
-
-
-def test_the_worked_example_of_advantages() -> None:
-    rows = torch.tensor(
-        [[float(cell) for cell in row] for row in table_below("One group of four")], dtype=torch.float64
-    )
-    components = {name: rows[None, :, i] for i, name in enumerate(("VQ", "MQ", "TA"))}
-    weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
-    reward = sum(weight * components[name][0] for name, weight in weights.items())
-    torch.testing.assert_close(torch.as_tensor(reward), rows[:, 3])
-    advantages = weighted_advantages(components, weights, normalization="sum").advantages[0]
-    torch.testing.assert_close(advantages, rows[:, 4].float(), atol=5e-4, rtol=0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from sage_fast.config.sections import ForwardProcessConfig, VideoConfig
 from sage_fast.models.toy.exact_policy import ExactWorld, LearnablePolicy
 from sage_fast.objective import ObjectiveConfig
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.document import score_table
 from sage_fast.study.experiments import EXPERIMENTS, Experiment
 from sage_fast.study.findings import read_findings
 from sage_fast.study.testbed import ExactTraining, noised_loss, reverse_loss, sample, train
@@ -165,15 +164,6 @@ def test_trainings_are_repeatable_and_paired() -> None:
     assert other["area"] == train(policy, replace(short, num_updates=1), 0)["area"]
 
 
-def test_kl_modes_hold_what_they_say() -> None:
-    policy, free = world().learnable(), ExactTraining(num_updates=12, updates_per_rollout=2, exploit=2.0, quality=0.0)
-    drift = {
-        mode: train(policy, replace(free, kl_mode=mode, kl_weight=3.0), 0)["final_drift"] for mode in ("none", "fixed")
-    }
-    assert drift["fixed"] < 0.5 * drift["none"]
-    assert train(policy, replace(free, kl_mode="fixed"), 0)["final_drift"] == pytest.approx(drift["none"], rel=1e-3)
-
-
 FOUND = read_findings(ROOT / "docs/results/reproduction.jsonl")
 
 
@@ -193,23 +183,9 @@ def test_the_committed_results_are_what_the_trainings_give(experiment: Experimen
         assert result["final_aligned"] == pytest.approx(values[3], abs=0.5 * stdev(values)), arm
 
 
-def test_the_order_of_samplers() -> None:
-    """At 8 steps, and the equalizer for each of them."""
-    aligned = {arm: committed("testbed3", arm) for arm in ("sage_exact", "cps", "sage_grpo", "flow_grpo", "dance_grpo")}
-    for better, worse in pairwise(aligned.values()):
-        difference = [a - b for a, b in zip(better, worse, strict=True)]
-        assert fmean(difference) > 2 * stdev(difference) / 32**0.5
-    for arm, values in aligned.items():
-        plain = committed("testbed3", f"{arm}, plain")
-        difference = [a - b for a, b in zip(values, plain, strict=True)]
-        assert fmean(difference) > 3 * stdev(difference) / 32**0.5, arm
-
-
-def test_the_page_on_objectives_has_the_table_of_the_results() -> None:
+def test_the_three_updates_have_equal_counted_compute() -> None:
+    """In forwards of a video at T = 8: a backward counts as two."""
     experiment = next(e for e in EXPERIMENTS if e.key == "testbed_updates")
-    page = (ROOT / "docs/objectives.md").read_text("utf-8")
-    assert "\n".join(score_table(experiment, FOUND)) in page
-    # Forwards of a video at T = 8: a backward counts as two.
     costs = {"two_phase": 8 + 3 * 8, "single_pass": 3 * 8}
     for arm, options in experiment.runs.items():
         settings, update = ExactTraining(**options), arm.partition(",")[0]

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,7 +64,7 @@ class Lease:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> "Lease":
-        self._acquire(keep=True)
+        self._on_main(self._take)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -77,7 +78,7 @@ class Lease:
 
     def refuse_others(self) -> None:
         """Raise if another process holds the lease, without taking it: what is found later is found sooner."""
-        self._acquire(keep=False)
+        self._on_main(self._look)
 
     def is_own(self) -> bool:
         """True when the file in the directory is the one that this process has locked."""
@@ -98,13 +99,12 @@ class Lease:
                 "run."
             )
 
-    def _acquire(self, *, keep: bool) -> None:
-        """Lock the file on rank 0, for good or for a moment, and raise on all ranks what is in the way."""
+    def _on_main(self, step: Callable[[], None]) -> None:
+        """Do a step on rank 0, and raise on all ranks what is in the way."""
         failure: Exception | None = None
         if self._world.is_main:
             try:
-                if keep or self.path.exists():
-                    self._lock(keep)
+                step()
             except OSError as error:
                 failure = unwritable(self.directory, error)
             except RunDirectoryError as error:
@@ -113,31 +113,29 @@ class Lease:
         if failure is not None:
             raise failure
 
-    def _lock(self, keep: bool) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+b")
-        for _ in range(10):  # somebody who looks holds it for a moment
-            try:
-                if _try_lock(file, fcntl.LOCK_EX):
-                    break
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be locked (%s): a second run that writes there would not be refused. Start one at a "
-                    "time, or choose an output_dir on a file system with locks.",
-                    *(self.path, error.strerror),
-                )
-                break
-            time.sleep(0.1)
-        else:
-            holder = _read(file)
+    def _look(self) -> None:
+        holder, alive = look_at(self.directory)
+        if alive:
             stop = f"kill {holder.pid} on {holder.host}" if holder else f"see {self.path}"
             raise RunDirectoryError(
                 f"output_dir {str(self.directory)!r} is being written by another run: {holder or 'an unknown process'}."
                 f" Wait for it, stop it ({stop}, or touch {self.directory / 'STOP'}), or choose another output_dir."
             )
-        if not keep:
-            file.close()
-            return
+
+    def _take(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+b")
+        try:
+            # `check` finds out where it was deleted meanwhile.
+            while self.path.exists() and not _try_lock(file, fcntl.LOCK_EX):
+                self._look()
+                time.sleep(0.1)  # somebody who looks holds it for a moment
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): a second run that writes there would not be refused. Start one at a time, "
+                "or choose an output_dir on a file system with locks.",
+                *(self.path, error.strerror),
+            )
         own = Holder(host=platform.node(), pid=os.getpid(), since=datetime.now(UTC).isoformat(timespec="seconds"))
         file.truncate(0)
         file.write(json.dumps(asdict(own)).encode() + b"\n")

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,13 +24,12 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
-from sage_fast.config.schema import to_dict
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.plots import GREY, Line, Rows, line_chart, metric_line
-from sage_fast.run.progress import format_seconds
-from sage_fast.run.run_status import Status, read_status
+from sage_fast.run.status import Status, format_seconds, read_status
 
 FILE_NAME = "index.html"
 REFRESH_SECONDS = 60
@@ -313,7 +312,7 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
 def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:
     """The preset that a run's configuration is nearest to, and (key, value there, value here) where they differ."""
     try:
-        here = _flat(to_dict(load_config(config)))
+        here = _own_keys(load_config(config))
     except (OSError, ValueError):
         return None
     found = {}
@@ -335,16 +334,10 @@ def _presets() -> dict[str, dict[str, Any]]:
     found = {}
     for name in preset_names():
         with suppress(ConfigError):  # others are laid over one
-            found[name] = _flat(to_dict(load_config(name)))
+            found[name] = _own_keys(load_config(name))
     return found
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a configuration; without those that every run has its own of."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            result |= _flat(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in ("output_dir", "resume"):
-            result[f"{prefix}{key}"] = value
-    return result
+def _own_keys(config: RunConfig) -> dict[str, Any]:
+    """Dotted keys of a configuration, without those that every run has its own of."""
+    return {key: value for key, value in by_dotted_key(to_dict(config)).items() if key not in ("output_dir", "resume")}

@@ -13,6 +13,7 @@ runs/NAME/
 
 import json
 import logging
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,12 +31,11 @@ from sage_fast.config.fields import digest
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import describe_model, open_components
+from sage_fast.models.family import open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -46,15 +46,13 @@ from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveR
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
-from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
-from sage_fast.run.progress import EtaEstimator, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
-from sage_fast.run.run_status import State, Status
+from sage_fast.run.status import EtaEstimator, RunProgress, State, Status
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0
@@ -122,8 +120,6 @@ def build_trainer(
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
-    if world.sp > 1:
-        _check_described_heads(config, world.sp)
     try:
         components = open_components(config.model)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
@@ -136,15 +132,6 @@ def build_trainer(
         return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_described_heads(config: RunConfig, sp: int) -> None:
-    """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    try:
-        description = describe_model(config.model)
-    except ConfigError:
-        return  # nothing is known before it is loaded; then `shard_sequence` asks
-    check_heads(sp, description.transformer["num_attention_heads"])
 
 
 def train(
@@ -260,10 +247,7 @@ class Run:
             if self.world.is_main:
                 environment = json.loads(self._environment.read_text("utf-8"))
                 settings = {"config": to_dict(self.config), "environment": environment}
-                try:
-                    self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                except ValueError as error:
-                    raise ConfigError(f"logging.*: {error}") from error
+                self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             if resumed and self.world.is_main:
@@ -366,20 +350,14 @@ class Run:
 
     def _show_evaluation(self, metrics: Mapping[str, Any]) -> None:
         """Hand the evaluation that has just been made to trackers and callbacks."""
-        if not self.world.is_main:
-            return
-        page, update = self.directory / PAGE, self.trainer.update
-        self.metrics.show(update, self.evaluation.media(page if page.exists() else None))
-        assert self.evaluation.latest is not None and self.evaluation.baseline is not None
-        self.callbacks.tell(
-            "on_evaluation",
-            EvaluationRecord(
-                update=update,
-                metrics=metrics,
-                evaluation=self.evaluation.latest[1],
-                baseline=self.evaluation.baseline,
-            ),
+        evaluation, update = self.evaluation, self.trainer.update
+        if samples := evaluation.samples(update):
+            self.metrics.show(update, evaluation.sheet(update), samples)
+        assert evaluation.latest is not None and evaluation.baseline is not None
+        record = EvaluationRecord(
+            update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
         )
+        self.callbacks.tell("on_evaluation", record)
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
@@ -489,7 +467,7 @@ class Run:
             pending = False
         if pending and not (
             self._has_logged(update, {"eval/reward_mean"})
-            and self.world.broadcast(self.world.is_main and self.evaluation.is_on_disk(update))
+            and self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
         ):
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)
@@ -547,7 +525,7 @@ class Run:
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
-                picture = to_png(reward_figure(rows, self.trainer.reward.lower_is_better))
+                picture = to_png(reward_figure(rows))
                 with replacing(self.directory / "reward.png") as partial:
                     partial.write_bytes(picture)
             test = self.evaluation.conclude(rows)
@@ -563,3 +541,10 @@ class Run:
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
     """Digest of the training and evaluation prompts with their indices and seeds."""
     return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of the device, or of this process on a CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

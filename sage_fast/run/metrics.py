@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from sage_fast.config.errors import ConfigError, RunDirectoryError
-from sage_fast.config.files import replacing, write_text
+from sage_fast.config.files import write_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -166,7 +166,8 @@ class MetricsLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if wandb_project:
             self._trackers.append(WeightsAndBiases(self.run_dir, wandb_project, settings))
-        _drop_partial_line(self.path)
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self._rewrite(read_metrics(self.path))
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -182,9 +183,7 @@ class MetricsLogger:
             OSError: it cannot be written.
         """
         values = {key: _scalar(key, value) for key, value in record.items()}
-        update = values.pop("update", None)
-        if isinstance(update, bool) or not isinstance(update, int) or update < 0:
-            raise ValueError(f"a record needs 'update', a whole number from 0 up, not {update!r}")
+        update = values.pop("update")
         row = {"update": update} | dict(sorted(values.items()))
         self._append((json.dumps(row, allow_nan=False) + "\n").encode())
         for tracker in self._trackers:
@@ -205,7 +204,7 @@ class MetricsLogger:
         kept = [row for row in rows if row["update"] <= update]
         self._file.close()
         if len(kept) < len(rows):
-            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+            self._rewrite(kept)
         self._file = self.path.open("ab", buffering=0)
         for tracker in self._trackers:
             tracker.truncate_after(update)
@@ -215,6 +214,9 @@ class MetricsLogger:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def _append(self, line: bytes) -> None:
         start = os.fstat(self._file.fileno()).st_size
@@ -262,30 +264,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _scalar(key: str, value: Any) -> Scalar:
-    if not isinstance(value, int | float | str | None) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"metric {key!r} must be one number, not {tuple(value.shape)} of them; reduce it"
-            ) from error
-    if not isinstance(value, int | float | str | None):
-        raise ValueError(f"metric {key!r} must be a number, a string or a boolean, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"metric {key!r} is {value}: something went wrong in the computation before it")
-    return value
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts a new one."""
-    data = path.read_bytes() if path.exists() else b""
-    if not data or data.endswith(b"\n"):
-        return
-    whole = data[: data.rfind(b"\n") + 1]
-    try:
-        json.loads(data[len(whole) :])
-        whole = data + b"\n"
-    except ValueError:
-        logger.warning("%s: dropped the last line, which was cut short", path)
-    with replacing(path) as temporary:
-        temporary.write_bytes(whole)
+    scalar: Scalar = value.item() if hasattr(value, "item") else value
+    if isinstance(scalar, float) and not math.isfinite(scalar):
+        raise ValueError(f"metric {key!r} is {scalar}: something went wrong in the computation before it")
+    return scalar

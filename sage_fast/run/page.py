@@ -28,7 +28,7 @@ from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
-from sage_fast.run.plots import GREY, Line, Rows, line_chart, metric_line
+from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
 from sage_fast.run.status import Status, format_seconds, read_status
 
 FILE_NAME = "index.html"
@@ -212,23 +212,19 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
 
 
 def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
-    def scores(name: str, mean: str, std: str) -> list[Line]:
-        """A score in training and in evaluation, by the names that the metrics have."""
-        eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
-        return [
-            metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
-            metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
-        ]
-
     means = [key.removesuffix("_mean").split("/") for row in rows for key in row if key.endswith("_mean")]
     names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward"})
     gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)
     return charts(
-        ("reward", scores("reward", "reward/mean", "reward/std"), {"wide": True, "second_axis": _hours(rows)}),
+        (
+            "reward",
+            score_lines(rows, "reward", "reward/mean", "reward/std"),
+            {"wide": True, "second_axis": _hours(rows)},
+        ),
         *(
             (
                 name.replace("_", " ") + (" (lower is better)" if name in lower else ""),
-                scores(name, f"reward/{name}_mean", f"reward/{name}_std"),
+                score_lines(rows, name, f"reward/{name}_mean", f"reward/{name}_std"),
                 {},
             )
             for name in names

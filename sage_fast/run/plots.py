@@ -176,31 +176,21 @@ def _chart_figure(wide: bool) -> "Figure":
     return figure
 
 
+def score_lines(rows: Rows, name: str, mean: str, std: str) -> list[Line]:
+    """A score over the updates, in training, by its two metrics, and in evaluation."""
+    eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
+    return [
+        metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
+        metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
+    ]
+
+
 def reward_figure(rows: Rows) -> "Figure":
-    """The reward of a run over its updates, in training and evaluation.
-
-    Args:
-        rows: of its metrics.
-
-    Raises:
-        ValueError: no row holds a reward.
-    """
-    evaluated = metric_line(
-        rows, "eval/reward_mean", "evaluation (±1 standard error)", spread="eval/reward_stderr", dots=True
-    )
-    trained = metric_line(rows, "reward/mean", "training batch (±1 std)", spread="reward/std", colour=GREY)
-    name, shown = ("Evaluation", evaluated) if evaluated.x else ("Training", trained)
-    if not shown.x:
-        raise ValueError(
-            f"nothing to plot: none of {len(rows)} records holds 'eval/reward_mean' or 'reward/mean'; check that the "
-            "run has finished its first update"
-        )
+    """The reward of a run over its updates, in training and evaluation."""
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
-    change = f" ({shown.y[-1] - shown.y[0]:+.3g} over {shown.x[-1] - shown.x[0]} updates)" if len(shown.x) > 1 else ""
-    values = " → ".join(f"{value:.4g}" for value in dict.fromkeys((shown.y[0], shown.y[-1])))
-    style_axes(axes, f"{name} reward {values}{change}", "optimizer update", "reward")
-    draw_lines(axes, [trained, evaluated])
+    style_axes(axes, "Reward", "optimizer update", "reward")
+    draw_lines(axes, score_lines(rows, "reward", "reward/mean", "reward/std"))
     axes.legend(frameon=False, fontsize=9)
     return figure
 

@@ -8,7 +8,7 @@ runs/NAME/
     checkpoints/                         see `checkpoint/`
     index.html                           everything on one page, rewritten while the run goes on: look here first
     reward.png  before_after.png         the same for a document
-    status.json  lease.json              progress, and the process that writes here, for `sage-fast status`
+    status.json  lease.txt               progress, and the process that writes here, for `sage-fast status`
 """
 
 import json
@@ -84,16 +84,13 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
-    section = config.evaluation
-    if section.prompts is None:
-        prompts = _read_prompts("data.prompts", config.data.prompts)
-    else:
-        prompts = _read_prompts("evaluation.prompts", section.prompts)
-    if section.num_prompts is None:
-        return prompts
-    if section.num_prompts > len(prompts):
-        raise ConfigError(f"evaluation.num_prompts is {section.num_prompts}, but there are {len(prompts)} prompts.")
-    return prompts[: section.num_prompts]
+    key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
+    if given is None:
+        key, given = "data.prompts", config.data.prompts
+    prompts = _read_prompts(key, given)
+    if count is not None and count > len(prompts):
+        raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
+    return prompts[:count]
 
 
 def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
@@ -206,7 +203,6 @@ class Run:
             shown=world.is_main,
         )
         self._page_written = time.monotonic()
-        self._environment = self.directory / "environment.json"
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
@@ -240,28 +236,21 @@ class Run:
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         saving = self.config.checkpoint
         with ExitStack() as stack:
-            if self.world.is_main:
-                self._prepare_directory(resumed)
-            self.progress.begin(resumed)
             self.metrics: MetricsLogger | NoMetrics = NoMetrics()
             if self.world.is_main:
-                environment = json.loads(self._environment.read_text("utf-8"))
-                settings = {"config": to_dict(self.config), "environment": environment}
+                environment = self._prepare_directory(resumed)
+                self.progress.begin(resumed)
+                settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-            stack.callback(self.metrics.close)
-            self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
-            if resumed and self.world.is_main:
                 for row in read_metrics(self.directory / "metrics.jsonl"):
                     self.progress.eta.learn(row)
+            stack.callback(self.metrics.close)
+            self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
-            self.writer = stack.enter_context(
-                CheckpointWriter(
-                    self.checkpoints,
-                    keep_last=saving.keep_last,
-                    asynchronous=saving.asynchronous,
-                    world=self.world,
-                )
+            writer = CheckpointWriter(
+                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
             )
+            self.writer = stack.enter_context(writer)
             self.trainer.progress = self._tell
             self.trainer.on_rollout = partial(self.callbacks.tell, "on_rollout")
             self._begin(checkpoint)
@@ -414,8 +403,8 @@ class Run:
         except ValueError as error:
             raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
 
-    def _prepare_directory(self, resumed: int) -> None:
-        """Create the run directory, move aside what is not this run's, and record what is being run."""
+    def _prepare_directory(self, resumed: int) -> Path:
+        """Create the run directory, move aside what is not this run's, and record what is run; the file of versions."""
         if self._look() != self._contents:
             raise RunDirectoryError(
                 f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
@@ -431,7 +420,7 @@ class Run:
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
-            self._environment = write_environment(self.directory, resumed)
+            return write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.directory, error) from error
 
@@ -524,10 +513,8 @@ class Run:
         update, test = self.trainer.update, None
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
-            if rows:
-                picture = to_png(reward_figure(rows))
-                with replacing(self.directory / "reward.png") as partial:
-                    partial.write_bytes(picture)
+            with replacing(self.directory / "reward.png") as partial:
+                partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,

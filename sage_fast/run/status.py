@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from sage_fast.config.files import write_text
-from sage_fast.run.lease import Holder, look_at
+from sage_fast.run.lease import look_at
 
 FILE_NAME = "status.json"
 
@@ -262,16 +262,16 @@ class RunState:
     """Condition of a run, seen from outside.
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the process is gone without a last
-    word, `unknown` where it has no status. quiet_seconds: since its last progress.
+    word, `unknown` where it has no status. holder: the process, of `lease.txt`. quiet_seconds: since its last progress.
 
-    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder=Holder(...),
+    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder="process 4711 on node7",
     quiet_seconds=2.0)`
     """
 
     run: Path
     condition: Condition
     status: Status | None
-    holder: Holder | None
+    holder: str
     quiet_seconds: float | None
 
     @property

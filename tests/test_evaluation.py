@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
 from sage_fast.evaluation import (
@@ -33,6 +32,8 @@ def test_by_hand() -> None:
     assert (test.before, test.after, test.mean, test.wins, test.count) == (1.0, 3.0, 2.0, 1.0, 3)
     assert test.stderr == pytest.approx(1 / math.sqrt(3))
     assert test.standard_errors == pytest.approx(2 * math.sqrt(3))
+    same = paired_test([1.0, 2.0], [1.0, 2.0])
+    assert same.standard_errors == 0.0 and same.wins == 0.0
 
 
 def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
@@ -62,11 +63,6 @@ def test_the_standard_error_is_that_of_the_mean_difference() -> None:
     observed = torch.tensor(means).std()
     assert torch.tensor(errors).mean() == pytest.approx(float(observed), rel=0.12)
     assert torch.tensor(means).mean() == pytest.approx(0.3, abs=0.04)
-
-
-def test_no_difference_at_all() -> None:
-    test = paired_test([1.0, 2.0], [1.0, 2.0])
-    assert test.standard_errors == 0.0 and test.wins == 0.0
 
 
 @pytest.mark.parametrize(("before", "after"), [([1.0], [2.0]), ([1.0, 2.0], [1.0])])
@@ -145,9 +141,7 @@ def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
         paired_tests(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    "text", ["", '{"prompts": ["a"], "sco', "[]", "7", '{"prompts": ["a"], "scores": {}, "reward": []}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"prompts": ["a"], "scores": {}, "reward": []}'])
 def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "update-000000.json"
     file.write_text(text)
@@ -165,21 +159,6 @@ def test_the_evaluation_during_training_has_a_size_and_a_sampler_of_its_own(
     assert trainer.evaluate()[0] == evaluation
     calm = build_trainer(tiny_run(*own[:2])).evaluate([0])[1]
     assert calm[0].shape == videos[0].shape and not torch.equal(calm[0], videos[0])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--evaluation.sampler=cps", "--rollout.eta=1.5"], r"rollout\.eta is 1\.5, .* at most 1"),
-        (["--evaluation.height=0"], r"evaluation\.height is 0"),
-        (["--evaluation.sampler=euler"], "euler"),
-    ],
-)
-def test_a_sampler_that_cannot_be_is_refused(
-    tiny_run: Callable[..., RunConfig], words: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tiny_run(*words)
 
 
 def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[..., RunConfig]) -> None:

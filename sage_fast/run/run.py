@@ -513,8 +513,9 @@ class Run:
         update, test = self.trainer.update, None
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
-            with replacing(self.directory / "reward.png") as partial:
-                partial.write_bytes(to_png(reward_figure(rows)))
+            if rows:
+                with replacing(self.directory / "reward.png") as partial:
+                    partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,

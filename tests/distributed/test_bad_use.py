@@ -42,7 +42,7 @@ WRONG = {
     "degrees": (["--distributed.dp_shard=3"], r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
     "heads": (["--distributed.sp=3"], r"sp is 3, which does not divide .* 2 attention heads\. Set it to one of 1"),
     "groups": (["--rollout.batch_size=2"], r"batch_size 2 \* 3 .* = 6 videos .* multiple of .*num_generations = 4"),
-    "prompts": (["--data.prompts=nowhere.csv"], r"data\.prompts: nowhere\.csv: no such prompt file"),
+    "prompts": (["--data.prompts=nowhere.csv"], r"data\.prompts: nowhere\.csv: cannot be read as a prompt file"),
     "folder": (["--output_dir=/proc/run"], r"output_dir '/proc/run' cannot be written"),
     "key": (["--rollout.batchsize=2"], r"unknown key 'rollout\.batchsize'"),
     "muon": ([ZERO], r"optimizer\.name is 'muon', but distributed\.zero_stage 2"),

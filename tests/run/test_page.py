@@ -173,12 +173,3 @@ def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path:
         browser.wait_for(f"{sources}.every(source => source.includes('update-000100'))")
         browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
         assert not browser.complaints
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_page_without_its_videos_hides_their_place(long_run: Path, tmp_path: Path) -> None:
-    shutil.rmtree(long_run / "samples")
-    with Browser(tmp_path / "profile") as browser:
-        browser.open(long_run / "index.html", width=400)
-        browser.wait_for("[...document.querySelectorAll('.videos')].every(part => !part.offsetParent)")

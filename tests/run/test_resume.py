@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, RunDirectoryError
-from sage_fast.config.fields import FIXED, FREE, marked_keys
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.distributed.start import effective_resume
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.metrics import MetricsLogger, read_metrics
-from sage_fast.run.run import Run, RunResult
+from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
@@ -35,21 +35,6 @@ def damage(checkpoint: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ what may change
-
-FREE_KEYS = re.compile(
-    r"output_dir|resume|num_threads|(data|evaluation)\.prompts|distributed\..*|rollout\.(micro_)?batch_size"
-    r"|training\.(num_updates|guidance|skip_nonfinite_updates|kl_share_every)"
-    r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
-    r"|adaln)"
-    r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
-    r"|reward\.(device|on_failure|url|python)"
-)
-
-
-def test_the_keys_that_are_free_on_resume(tiny_run: MakeRun) -> None:
-    keys = by_dotted_key(to_dict(tiny_run()), whole=("reward.weights", "reward.options"))
-    assert set(marked_keys(RunConfig, FREE)) == {key for key in keys if FREE_KEYS.fullmatch(key)}
-    assert set(marked_keys(RunConfig, FIXED)) < keys.keys() - marked_keys(RunConfig, FREE).keys()
 
 
 def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: MakeRun) -> None:
@@ -73,7 +58,6 @@ def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: Make
     [
         ("lora.rank", "lora.rank cannot change within a run: the checkpoint's weights"),
         ("rollout.guidance_scale", "cannot change within a run: the evaluations before and after"),
-        ("optimizer.learning_rat", "unknown key 'optimizer.learning_rat'. Did you mean optimizer.learning_rate"),
     ],
 )
 def test_a_change_that_is_never_allowed(tiny_run: MakeRun, key: str, message: str) -> None:
@@ -81,25 +65,12 @@ def test_a_change_that_is_never_allowed(tiny_run: MakeRun, key: str, message: st
         Run(tiny_run(), allow_changes=[key])
 
 
-def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.commands import cli
-    from sage_fast.config.load import dump_config
-
+def test_the_command_line_takes_several_keys(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run()
     file = Path(config.output_dir).with_suffix(".yaml")
     file.write_text(dump_config(config))
-    asked: list[list[str]] = []
-
-    def train(config: RunConfig, allow_changes: list[str], callbacks: tuple[()] = ()) -> RunResult:
-        asked.append(allow_changes)
-        return RunResult(output_dir=Path(config.output_dir), update=1, finished=True, test=None)
-
-    monkeypatch.setattr("sage_fast.run.run.train", train)
-    assert (
-        cli.main(["train", str(file), "--allow-changes", "seed,advantage.clip", "--allow-changes=kl_weight.target"])
-        == 0
-    )
-    assert asked == [["seed", "advantage.clip", "kl_weight.target"]]
+    assert main(["train", str(file), "--allow-changes", "seed,advantage.clip", "--allow-changes=kl_weight.targt"]) == 2
+    assert "unknown key 'kl_weight.targt'. Did you mean kl_weight.target" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ a run's history is kept
@@ -134,9 +105,6 @@ def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
         assert numbers(run) == numbers(run / f"previous-{number}")
     assert {name: before[name] for name in contents(run / "previous-1")} == contents(run / "previous-1")
     assert (run / "previous-1/evaluation/result.json").exists() and (run / "previous-1/samples").is_dir()
-    # The processes of a job with `--resume restart` do not start over each time they are restarted.
-    assert effective_resume("restart", {"TORCHELASTIC_RESTART_COUNT": "1"}) == "auto"
-    assert effective_resume("restart", {}) == "restart"
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(
@@ -188,10 +156,15 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("harm", [cut, Path.unlink], ids=["cut", "deleted"])
 @pytest.mark.parametrize(
-    "name",
-    ["evaluation/update-000000.json", "evaluation/update-000002.json", "samples/update-000000.png", "metrics.jsonl"],
+    ("name", "harm"),
+    [
+        ("evaluation/update-000000.json", cut),
+        ("evaluation/update-000002.json", Path.unlink),
+        ("metrics.jsonl", cut),
+        ("metrics.jsonl", Path.unlink),
+    ],
+    ids=["baseline-cut", "scores-deleted", "metrics-cut", "metrics-deleted"],
 )
 def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
     tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]
@@ -208,16 +181,6 @@ def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
         file = f"evaluation/update-{update:06d}.json"
         assert (run / file).read_text() == (finished_run / file).read_text()
     assert numbers(run)[-1] == numbers(finished_run)[-1]
-
-
-def test_a_broken_line_of_the_metrics_is_named(tiny_run: MakeRun, finished_run: Path) -> None:
-    config = tiny_run("--resume=auto")
-    run = Path(config.output_dir)
-    shutil.copytree(finished_run, run)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([lines[0], '{"update": 1, \n', *lines[1:]]))
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
-        Run(config).train()
 
 
 # ------------------------------------------------------------------------------------------ reasons that come back
@@ -330,6 +293,3 @@ def test_an_adapter_that_does_not_fit(tiny_run: MakeRun, finished_run: Path, ove
     lora = list_checkpoints(finished_run / "checkpoints")[-1] / "lora"
     with pytest.raises(ConfigError, match=message):
         Run(tiny_run(f"--model.adapter={lora}", override))
-
-
-# ------------------------------------------------------------------------------------------ documentation

@@ -3,9 +3,6 @@
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,11 +13,19 @@ import pytest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run import progress
+from sage_fast.run import status as run_status
 from sage_fast.run.lease import Lease
-from sage_fast.run.progress import EtaEstimator, RunProgress, format_seconds
 from sage_fast.run.run import Run
-from sage_fast.run.run_status import FILE_NAME, Status, look_at_run, patience, read_status
+from sage_fast.run.status import (
+    FILE_NAME,
+    EtaEstimator,
+    RunProgress,
+    Status,
+    format_seconds,
+    look_at_run,
+    patience,
+    read_status,
+)
 
 MakeRun = Callable[..., RunConfig]
 
@@ -35,16 +40,6 @@ def make_run(directory: Path, status: Status | None) -> Path:
     return directory
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from sage_fast.run.lease import Lease
-with Lease(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder of five: a finished run, one that failed, one that was killed, one that goes on, one that hangs."""
@@ -52,11 +47,7 @@ def runs(tmp_path: Path) -> Path:
     folder.mkdir()
     make_run(folder / "done", replace(GOING, state="finished", update=60, phase=""))
     make_run(folder / "fails", replace(GOING, state="failed", error="The reward failed.\nSee above."))
-    killed = make_run(folder / "gone", GOING)
-    command = [sys.executable, "-c", HOLD, str(killed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        process.send_signal(signal.SIGKILL)
+    make_run(folder / "gone", GOING)
     make_run(folder / "goes", GOING)
     hanging = make_run(folder / "hangs", GOING)
     long_ago = time.time() - 100
@@ -64,7 +55,6 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Lease(runs / "goes"), Lease(runs / "hangs"):
         assert main(["status", str(runs)]) == 1
@@ -79,7 +69,7 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
     assert f"sage-fast train {runs / 'gone'} --resume auto" in notes
     assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
     assert [run["condition"] for run in found] == ["running", "finished"]
-    assert found[0]["status"]["update"] == 4 and found[0]["holder"]["pid"] == os.getpid()
+    assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(f"process {os.getpid()} on")
 
 
 def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
@@ -131,8 +121,8 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
     run = Run(tiny_run())
 
     def lose() -> None:
-        (run.directory / "lease.json").unlink()
-        (run.directory / "lease.json").write_text("{}")
+        (run.directory / "lease.txt").unlink()
+        (run.directory / "lease.txt").write_text("{}")
         (run.directory / FILE_NAME).write_text("another run's")
         raise TrainingError("lost")
 
@@ -166,22 +156,19 @@ def test_a_status_that_cannot_be_written_is_one_warning(
 
 
 def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
-    now = [0.0]
-    eta = EtaEstimator(total=100, step=2, evaluation_every=30, clock=lambda: now[0])
+    eta = EtaEstimator(total=100, step=2, evaluation_every=30)
     assert eta.seconds_left(0) is None
     eta.learn({"update": 0, "time/evaluation": 50.0})
     eta.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
     assert eta.seconds_left(2) == 49 * 10 + 4 * 50
-    now[0] = 6.0
-    assert eta.seconds_left(2) == 49 * 10 + 4 * 50 - 6
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
-    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.2)
     eta = EtaEstimator(60, 1, 0)
     eta.learn({"update": 3, "time/iteration": 120.0})
     return RunProgress(tmp_path, replace(GOING, update=3, videos_per_rollout=128), eta, evaluation_videos=12)
@@ -195,7 +182,6 @@ def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pyt
     lines = capsys.readouterr().err.splitlines()
     assert 2 <= len(lines) <= 4
     assert lines[0] == "update 4/60  rollout  32 of 128 videos  1.9 h left"
-    assert lines[-1] == f"{lines[0]}  (1 s in this step)"
 
 
 def test_videos_of_an_evaluation_are_its_own_and_a_checkpoint_has_none(shown: RunProgress) -> None:

@@ -15,6 +15,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.distributed.start import effective_resume
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run
@@ -105,6 +106,9 @@ def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
         assert numbers(run) == numbers(run / f"previous-{number}")
     assert {name: before[name] for name in contents(run / "previous-1")} == contents(run / "previous-1")
     assert (run / "previous-1/evaluation/result.json").exists() and (run / "previous-1/samples").is_dir()
+    # The processes of a job with `--resume restart` do not start over each time they are restarted.
+    assert effective_resume("restart", {"TORCHELASTIC_RESTART_COUNT": "1"}) == "auto"
+    assert effective_resume("restart", {}) == "restart"
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(
@@ -161,10 +165,11 @@ def cut(path: Path) -> None:
     [
         ("evaluation/update-000000.json", cut),
         ("evaluation/update-000002.json", Path.unlink),
+        ("samples/update-000000.png", cut),
         ("metrics.jsonl", cut),
         ("metrics.jsonl", Path.unlink),
     ],
-    ids=["baseline-cut", "scores-deleted", "metrics-cut", "metrics-deleted"],
+    ids=["baseline-cut", "scores-deleted", "frames-cut", "metrics-cut", "metrics-deleted"],
 )
 def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
     tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
@@ -37,6 +37,8 @@ SHOWN_VIDEOS = 4
 """Prompts whose videos show the largest gains, and the largest losses."""
 SHOWN_PROMPTS = 5
 """Prompts in each of the tables of gains and losses."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +143,8 @@ def run_page(directory: Path) -> str:
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
     name = directory.resolve().name
-    ranked = sorted(compared.rows.values(), key=lambda row: row[1] - row[2]) if compared is not None else []
+    scored = list(compared.rows.values()) if compared is not None else []
+    gained, lost = _extremes(scored, lambda row: row[2] - row[1], SHOWN_PROMPTS)
     config, environment = directory / "config.yaml", directory / "environment.json"
     pictures = ("reward.png", "before_after.png", "evaluation/result.json")
     return render(
@@ -160,10 +163,7 @@ def run_page(directory: Path) -> str:
         grid="before_after.png" if (directory / "before_after.png").exists() else None,
         samples=_samples(directory, compared),
         evaluated=compared.update if compared is not None else 0,
-        prompts=[
-            ("Prompts that gained most", [row for row in ranked[:SHOWN_PROMPTS] if row[2] > row[1]]),
-            ("Prompts that lost most", [row for row in ranked[: -SHOWN_PROMPTS - 1 : -1] if row[2] < row[1]]),
-        ],
+        prompts=[("Prompts that gained most", gained), ("Prompts that lost most", lost)],
         files=[name for name in (METRICS, "config.yaml", *pictures) if (directory / name).exists()],
         config=config.read_text("utf-8") if config.exists() else "",
         differences=_differences(config),
@@ -295,14 +295,20 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
         return None
     groups = [("Samples", pairs)]
     if len(pairs) > 2 * SHOWN_VIDEOS:
-        ranked = sorted(pairs, key=lambda pair: -(pair[1] or 0.0))
-        gains = [pair for pair in ranked[:SHOWN_VIDEOS] if (pair[1] or 0.0) > 0]
-        losses = [pair for pair in ranked[: -SHOWN_VIDEOS - 1 : -1] if (pair[1] or 0.0) < 0]
+        gains, losses = _extremes(pairs, lambda pair: pair[1] or 0.0, SHOWN_VIDEOS)
         shown = [("Largest gains", gains), ("Largest losses", losses)]
         groups = [group for group in shown if group[1]] or [("Samples", pairs[:SHOWN_VIDEOS])]
     noises = compared.noises if compared is not None else 1
     updates = [int(folder.name.removeprefix("update-")) for folder in folders]
     return {"noises": noises, "updates": updates, "groups": groups}
+
+
+def _extremes(items: Sequence[T], gain: Callable[[T], float], most: int) -> tuple[list[T], list[T]]:
+    """The items that gained most and those that lost most, the largest change first."""
+    ranked = sorted(items, key=gain, reverse=True)
+    return [item for item in ranked[:most] if gain(item) > 0], [
+        item for item in ranked[: -most - 1 : -1] if gain(item) < 0
+    ]
 
 
 def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:

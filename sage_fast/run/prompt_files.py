@@ -128,11 +128,8 @@ def _read_csv(path: Path, text: str) -> Iterator[_Row]:
 
 def _header(cells: list[str], where: str) -> list[str]:
     header = [cell.strip().lower() for cell in cells]
-    if "prompt" not in header:
-        raise ValueError(f"{where}: no column named 'prompt'; found {', '.join(map(repr, header))}")
-    for name in ("prompt", "index", "seed"):
-        if header.count(name) > 1:
-            raise ValueError(f"{where}: {header.count(name)} columns are named {name!r}; keep one")
+    if header.count("prompt") != 1:
+        raise ValueError(f"{where}: expected one column named 'prompt', found {', '.join(map(repr, header))}")
     return header
 
 
@@ -169,18 +166,14 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _integer(value: object, name: str, where: str) -> int | None:
     """An index or seed from a cell (text) or a JSON value; None where it was left out."""
-    if value is None or (isinstance(value, str) and not value.strip()):
+    text = "" if value is None else str(value).strip()
+    if not text:
         return None
-    number: int | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    elif isinstance(value, str) and re.fullmatch("[0-9]{1,30}", value.strip()):
-        number = int(value)
-    if number is None or not 0 <= number <= MAX_INTEGER:
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_INTEGER:
         raise ValueError(
             f"{where}: {name} must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
         )
-    return number
+    return int(text)
 
 
 def _shown(value: object) -> str:

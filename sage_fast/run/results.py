@@ -198,12 +198,9 @@ class RunEvaluation:
         )
         cells = []
         for row in self._sample_rows:
-            files = [self._video_file(0, row), self._video_file(update, row)]
-            if not all(file.exists() for file in files):
-                continue
             marks = [bool(first[row]), bool(last[row])] if row in first and row in last else []
             try:
-                videos = [read_video(file) for file in files]
+                videos = [read_video(self._video_file(at, row)) for at in (0, update)]
             except OSError as error:
                 logger.warning("before_after.png has a prompt less: %s", error)
                 continue

@@ -10,14 +10,11 @@ the run stops and asks for `--resume restart`.
 """
 
 import difflib
-import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,6 @@ from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
-
-HISTORY = "history.jsonl"
-"""Events of a run other than training, one JSON object per line: changed keys, folders moved aside."""
 
 MOVED_ASIDE = ("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml")
 MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png", "index.html", "status.json")
@@ -191,8 +185,8 @@ def check_same_run(
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def move_aside(directory: Path) -> Path:
-    """Move what a run has left into a new folder previous-N of its directory, and say so in the history.
+def move_aside(directory: Path) -> None:
+    """Move what a run has left into a new folder previous-N of its directory.
 
     Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts nothing.
     """
@@ -206,9 +200,7 @@ def move_aside(directory: Path) -> Path:
     for path in found:
         if path.exists():
             path.rename(aside / path.name)
-    append_history(directory, {"update": 0, "moved_to": aside.name})
     logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
-    return aside
 
 
 def abandon_after(checkpoints: Path, update: int) -> None:
@@ -224,15 +216,6 @@ def abandon_after(checkpoints: Path, update: int) -> None:
 def describe_changes(changes: Changes) -> str:
     """Example: "optimizer.learning_rate 0.001 -> 0.0005"."""
     return "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())
-
-
-def append_history(directory: Path, event: Mapping[str, Any]) -> None:
-    """Add a line to the run's history, with the time, and wait until it is on disk."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event}
-    with (directory / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def split_keys(words: Sequence[str]) -> list[str]:

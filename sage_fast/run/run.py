@@ -51,8 +51,8 @@ from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
-from sage_fast.run.status import EtaEstimator, RunProgress, State, Status
+from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
+from sage_fast.run.status import RunProgress, State, Status
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0
@@ -198,7 +198,8 @@ class Run:
         self.progress = RunProgress(
             self.directory,
             Status(num_updates=training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout),
-            EtaEstimator(training.num_updates, training.updates_per_rollout, config.evaluation.every),
+            step=training.updates_per_rollout,
+            evaluation_every=config.evaluation.every,
             evaluation_videos=len(self.trainer.eval_prompts),
             shown=world.is_main,
         )
@@ -243,7 +244,7 @@ class Run:
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
                 for row in read_metrics(self.directory / "metrics.jsonl"):
-                    self.progress.eta.learn(row)
+                    self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
@@ -351,7 +352,7 @@ class Run:
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
         self.guard.progress()
-        self.progress.phase(phase, done, total, self.trainer.update)
+        self.progress.phase(phase, done, total)
 
     def _write_page(self) -> None:
         """Write the page of the run."""
@@ -415,8 +416,6 @@ class Run:
                 move_aside(self.directory)
             elif self.config.resume not in ("none", "auto"):
                 abandon_after(self.checkpoints, resumed)
-            if self._changes:
-                append_history(self.directory, {"update": resumed, "changes": self._changes})
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
@@ -451,12 +450,13 @@ class Run:
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        if pending and not self.config.evaluation.every:
-            logger.info("evaluation.every is 0: the evaluation that was due at update %d is left out.", update)
-            pending = False
-        if pending and not (
-            self._has_logged(update, {"eval/reward_mean"})
-            and self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
+        if (
+            pending
+            and self.config.evaluation.every
+            and not (
+                self._has_logged(update, {"eval/reward_mean"})
+                and self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
+            )
         ):
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)

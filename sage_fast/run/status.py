@@ -82,38 +82,6 @@ class Status:
 # ------------------------------------------------------------------------------------------ what the run tells
 
 
-class EtaEstimator:
-    """Time left, by the measured seconds of an update and of an evaluation, and how many are left of each.
-
-    Args:
-        total: updates of the run.
-        step: updates of an iteration.
-        evaluation_every: updates between two evaluations, 0 for none.
-    """
-
-    def __init__(self, total: int, step: int, evaluation_every: int) -> None:
-        self._total, self._step, self._every = total, step, evaluation_every
-        self._iterations: deque[float] = deque(maxlen=RECENT)
-        self._evaluations: deque[float] = deque(maxlen=RECENT)
-
-    def learn(self, record: Mapping[str, Any]) -> None:
-        """Take over the times of an update's record."""
-        if "time/iteration" in record:
-            self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
-        if "time/evaluation" in record:
-            self._evaluations.append(record["time/evaluation"])
-
-    def seconds_left(self, update: int) -> float | None:
-        """From the end of an update to the end of the run; None as long as nothing has been measured."""
-        if not self._iterations:
-            return None
-        seconds = math.ceil(max(0, self._total - update) / self._step) * fmean(self._iterations)
-        if self._every and self._evaluations:
-            # One at every multiple, and one at the end.
-            seconds += (math.ceil(self._total / self._every) - update // self._every) * fmean(self._evaluations)
-        return seconds
-
-
 class RunProgress:
     """Shows the progress of a run, and keeps its `status.json` for a look from outside.
 
@@ -123,18 +91,27 @@ class RunProgress:
     Args:
         directory: of the run. A status that cannot be written there is a warning: a run does not end for it.
         status: what is known before the run begins.
-        eta: for the time left.
+        step: updates of an iteration.
+        evaluation_every: updates between two evaluations, 0 for none.
         evaluation_videos: of one evaluation, on all ranks.
         shown: whether this rank shows and writes anything.
     """
 
     def __init__(
-        self, directory: Path, status: Status, eta: EtaEstimator, *, evaluation_videos: int, shown: bool = True
+        self,
+        directory: Path,
+        status: Status,
+        *,
+        step: int,
+        evaluation_every: int,
+        evaluation_videos: int,
+        shown: bool = True,
     ) -> None:
         self.path = directory / FILE_NAME
-        self.status, self.eta, self.shown = status, eta, shown
-        self._evaluation_videos = evaluation_videos
-        self._working_on = 0
+        self.status, self.shown = status, shown
+        self._step, self._evaluation_every, self._evaluation_videos = step, evaluation_every, evaluation_videos
+        self._iterations: deque[float] = deque(maxlen=RECENT)
+        self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._begun = self._failed = False
         self._last_step = self._last_line = time.monotonic()
         self._last_write = -math.inf
@@ -145,9 +122,27 @@ class RunProgress:
     def begin(self, update: int) -> None:
         """The run goes on from this update, and owns the directory."""
         self._begun = True
-        self._working_on, self._last_step = update, time.monotonic()
+        self._last_step = time.monotonic()
         self.status = replace(self.status, update=update, started=_utc_now())
         self._write()
+
+    def learn(self, record: Mapping[str, Any]) -> None:
+        """Take over the times of an update's record."""
+        if "time/iteration" in record:
+            self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
+        if "time/evaluation" in record:
+            self._evaluations.append(record["time/evaluation"])
+
+    def seconds_left(self) -> float | None:
+        """From the last update to the end of the run, by the measured times; None as long as there are none."""
+        update, total, every = self.status.update, self.status.num_updates, self._evaluation_every
+        if not self._iterations:
+            return None
+        seconds = math.ceil(max(0, total - update) / self._step) * fmean(self._iterations)
+        if every and self._evaluations:
+            # One at every multiple, and one at the end.
+            seconds += (math.ceil(total / every) - update // every) * fmean(self._evaluations)
+        return seconds
 
     def __enter__(self) -> "RunProgress":
         if self.shown:
@@ -159,27 +154,22 @@ class RunProgress:
         if self._thread.is_alive():
             self._thread.join()
 
-    def phase(self, name: str, done: int, total: int, updates: int) -> None:
-        """Take note of where the run is.
-
-        Args:
-            updates: that are done; those before an evaluation or a checkpoint are, although nothing of them is shown.
-        """
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Take note of where the run is."""
         now, before = time.monotonic(), self.status
         longest = max(before.longest_seconds, now - self._last_step)
         self._last_step = now
         phase, videos, videos_done = before.phase, before.videos, before.videos_done
         if name != "decode":  # it comes between the batches of a rollout or an evaluation and belongs to it
-            by_phase = {"checkpoint": 0, "evaluation": self._evaluation_videos}
-            phase, videos = name, by_phase.get(name, before.videos_per_rollout)
+            of_phase = {"checkpoint": 0, "evaluation": self._evaluation_videos}
+            phase, videos = name, of_phase.get(name, before.videos_per_rollout)
             videos_done = videos * done // max(1, total)
-            self._working_on = updates + (name not in by_phase)
         self.status = replace(
             before,
             phase=phase,
             videos_done=videos_done,
             videos=videos,
-            seconds_left=self.eta.seconds_left(before.update),
+            seconds_left=self.seconds_left(),
             longest_seconds=longest,
         )
         # The phases of a quick run are over before anybody could read them.
@@ -188,7 +178,7 @@ class RunProgress:
 
     def finished(self, record: Mapping[str, Any]) -> None:
         """Show the result of an iteration."""
-        self.eta.learn(record)
+        self.learn(record)
         update, parts = record["update"], []
         scores: dict[str, Any] = {}
         if "reward/mean" in record:
@@ -198,7 +188,8 @@ class RunProgress:
         if "eval/reward_mean" in record:
             scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
-        self.status = replace(self.status, update=update, seconds_left=self.eta.seconds_left(update), **scores)
+        self.status = replace(self.status, update=update, **scores)
+        self.status = replace(self.status, seconds_left=self.seconds_left())
         self._print(f"update {update}/{self.status.num_updates}  {'  '.join(parts)}")
 
     def end(self, state: State, error: BaseException | None = None) -> None:
@@ -237,7 +228,7 @@ class RunProgress:
                 continue
             of_videos = f"  {status.videos_done} of {status.videos} videos" if status.videos else ""
             try:
-                self._print(f"update {self._working_on}/{status.num_updates}  {status.phase}{of_videos}")
+                self._print(f"update {status.update + 1}/{status.num_updates}  {status.phase}{of_videos}")
             except OSError:  # nobody reads any more; the run's own next line says so
                 return
 

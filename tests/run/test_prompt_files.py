@@ -41,8 +41,8 @@ def test_txt_is_one_prompt_a_line(tmp_path):
 
 
 MISTAKES = {
-    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt'; found 'text', 'id'"),
-    "prompt-column-twice": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: 2 columns"),
+    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'"),
+    "prompt-column-twice": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: expected one column named 'prompt'"),
     "empty-prompt-cell": ("p.csv", "prompt,index\na,0\n  ,1\n", r"p\.csv:3: the prompt is empty"),
     "duplicate-index": ("p.csv", "prompt,index\na,5\nb,5\n", r"p\.csv:3: index 5 is taken by line 2"),
     "index-not-integer": ("p.csv", "prompt,index\na,1.5\n", r"p\.csv:2: index .* not '1\.5'"),

@@ -18,7 +18,6 @@ from sage_fast.run.lease import Lease
 from sage_fast.run.run import Run
 from sage_fast.run.status import (
     FILE_NAME,
-    EtaEstimator,
     RunProgress,
     Status,
     format_seconds,
@@ -135,7 +134,7 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
 def test_a_status_that_cannot_be_written_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=12)
+    file = RunProgress(tmp_path, GOING, step=1, evaluation_every=0, evaluation_videos=12)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -155,13 +154,14 @@ def test_a_status_that_cannot_be_written_is_one_warning(
 # ------------------------------------------------------------------------------------------ lines of a log
 
 
-def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
-    eta = EtaEstimator(total=100, step=2, evaluation_every=30)
-    assert eta.seconds_left(0) is None
-    eta.learn({"update": 0, "time/evaluation": 50.0})
-    eta.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
+def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> None:
+    begun = replace(GOING, update=0, num_updates=100)
+    shown = RunProgress(tmp_path, begun, step=2, evaluation_every=30, evaluation_videos=4)
+    assert shown.seconds_left() is None
+    shown.finished({"update": 0, "time/evaluation": 50.0})
+    shown.finished({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
-    assert eta.seconds_left(2) == 49 * 10 + 4 * 50
+    assert shown.seconds_left() == shown.status.seconds_left == 49 * 10 + 4 * 50
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 
@@ -169,15 +169,16 @@ def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
     monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.2)
-    eta = EtaEstimator(60, 1, 0)
-    eta.learn({"update": 3, "time/iteration": 120.0})
-    return RunProgress(tmp_path, replace(GOING, update=3, videos_per_rollout=128), eta, evaluation_videos=12)
+    status = replace(GOING, update=3, videos_per_rollout=128)
+    progress = RunProgress(tmp_path, status, step=1, evaluation_every=0, evaluation_videos=12)
+    progress.learn({"update": 3, "time/iteration": 120.0})
+    return progress
 
 
 def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
     with shown:
-        shown.phase("rollout", 1, 4, 3)
-        shown.phase("decode", 0, 32, 3)
+        shown.phase("rollout", 1, 4)
+        shown.phase("decode", 0, 32)
         time.sleep(0.85)
     lines = capsys.readouterr().err.splitlines()
     assert 2 <= len(lines) <= 4
@@ -186,16 +187,16 @@ def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pyt
 
 def test_videos_of_an_evaluation_are_its_own_and_a_checkpoint_has_none(shown: RunProgress) -> None:
     seen = []
-    for name, done, total, updates in (("update", 1, 4, 3), ("checkpoint", 0, 1, 4), ("evaluation", 1, 2, 4)):
-        shown.phase(name, done, total, updates)
+    for name, done, total in (("update", 1, 4), ("checkpoint", 0, 1), ("evaluation", 1, 2)):
+        shown.phase(name, done, total)
         seen.append((shown.status.phase, shown.status.videos_done, shown.status.videos))
     assert seen == [("update", 32, 128), ("checkpoint", 0, 0), ("evaluation", 6, 12)]
 
 
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=8, shown=False) as other:
+    with RunProgress(tmp_path, GOING, step=1, evaluation_every=0, evaluation_videos=8, shown=False) as other:
         other.begin(3)
-        other.phase("rollout", 0, 4, 3)
+        other.phase("rollout", 0, 4)
         other.finished({"update": 4, "reward/mean": 0.5})
         other.end("finished")
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())

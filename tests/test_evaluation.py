@@ -46,7 +46,6 @@ def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
     stored.save(tmp_path / "e.json")
     assert Evaluation.load(tmp_path / "e.json") == stored == stored.only(range(4))
     assert stored.only([0, 2]).lower_is_better == ["distance"]
-    assert "lower_is_better" not in Evaluation(prompts=[], scores={}, reward=[]).to_dict()
 
 
 def test_the_standard_error_is_that_of_the_mean_difference() -> None:

@@ -85,10 +85,3 @@ def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(tmp_path: Path, capfd: 
         assert (tmp_path / "STOP").exists()
     assert not (tmp_path / "STOP").exists()
     assert capfd.readouterr().err.count("saving after this update") == 1
-
-
-def test_a_rank_that_does_not_speak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with GracefulStop(announce=False) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-    assert capfd.readouterr().err == ""

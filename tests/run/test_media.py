@@ -135,13 +135,9 @@ def test_wrong_videos_are_refused(tmp_path, video, message):
         write_video(tmp_path / "v.mp4", video, fps=8)
     with pytest.raises(ValueError, match=rf"'a fox'.*{message}"):
         contact_sheet(tmp_path / "s.png", [Cell(caption="a fox", videos=[good, video])])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("fps", [0, float("nan")])
-def test_wrong_frame_rates_are_refused(tmp_path, fps):
     with pytest.raises(ValueError, match="fps must be a positive number"):
-        write_video(tmp_path / "v.mp4", colour_blocks(2, 16, 16), fps=fps)
+        write_video(tmp_path / "v.mp4", good, fps=float("nan"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(tmp_path):
@@ -199,21 +195,6 @@ def test_an_unwritable_directory_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(OSError, match="choose another output directory"):
         contact_sheet(tmp_path / "file" / "s.png", [Cell(caption="a", videos=[colour_blocks(2, 16, 16)])])
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "v.mp4"
-    write_video(path, colour_blocks(2, 16, 16), fps=8)
-    before = path.read_bytes()
-
-    def fail(*_, **__):
-        raise RuntimeError("encoder gone")
-
-    monkeypatch.setattr(av.VideoFrame, "from_ndarray", fail)
-    with pytest.raises(RuntimeError, match="encoder gone"):
-        write_video(path, colour_blocks(4, 16, 16), fps=8)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["v.mp4"]
 
 
 def test_the_reward_of_a_run_as_a_picture():

@@ -132,15 +132,6 @@ def test_a_page_that_cannot_be_written_is_a_warning(
         write_run_page(long_run)
     assert "No space left on device" in caplog.text
     assert (long_run / "index.html").read_bytes() == before
-    monkeypatch.undo()
-    (long_run / "environment.json").write_text("[]")
-    with caplog.at_level(logging.WARNING):
-        write_run_page(long_run)
-    assert "is not up to date" in caplog.text
-
-
-def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
-    Page(run_page(tmp_path))
 
 
 @pytest.mark.slow

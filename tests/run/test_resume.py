@@ -17,7 +17,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import effective_resume
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.metrics import MetricsLogger, read_metrics
+from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
@@ -107,49 +107,7 @@ def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
     assert effective_resume("restart", {}) == "restart"
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(
-    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = ("--checkpoint.every=10", "--evaluation.every=10", "--training.num_updates=3")
-    first = Run(tiny_run(*words))
-    iterate = first.trainer.iterate
-
-    def killed() -> dict[str, float]:
-        if first.trainer.update == 2:
-            raise KeyboardInterrupt
-        return iterate()
-
-    first.trainer.iterate = killed  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    begun = contents(first.directory)
-    assert Run(tiny_run(*words, "--resume=auto")).train().finished
-    assert "stopped before its first checkpoint" in caplog.text
-    kept = contents(first.directory / "previous-1")
-    assert [row["update"] for row in read_metrics(first.directory / "previous-1/metrics.jsonl")] == [0, 1, 2]
-    assert kept.items() <= begun.items()
-
-
 # ------------------------------------------------------------------------------------------ metrics and evaluations
-
-
-def test_a_kill_between_checkpoint_and_log_loses_no_row(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Run(tiny_run()).train().output_dir
-    expected = numbers(whole)
-    log = MetricsLogger.log
-    for update in (0, 1, 2):
-        shutil.rmtree(whole)
-
-        def killed(self: MetricsLogger, record: dict[str, Any], update: int = update) -> None:
-            if record["update"] == update:
-                raise KeyboardInterrupt
-            log(self, record)
-
-        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            context.setattr(MetricsLogger, "log", killed)
-            Run(tiny_run()).train()
-        Run(tiny_run("--resume=auto")).train()
-        assert numbers(whole) == expected, update
 
 
 def cut(path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sage_fast.checkpoint import list_checkpoints, open_checkpoint
 from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.models.toy.components import WEIGHTS_NAME
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
@@ -88,17 +91,6 @@ def ask_to_stop_in_update_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.trainer, "iterate", interrupted)
 
 
-def test_who_stops_in_the_last_update_is_told_that_its_evaluation_waits(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tiny_run())
-    ask_to_stop_in_update_2(run, monkeypatch)
-    result = run.train()
-    assert (result.update, result.finished, result.test) == (2, False, None)
-    result = Run(tiny_run("--resume=auto")).train()
-    assert result.finished and result.test is not None
-
-
 def test_only_the_last_checkpoints_and_the_best_are_kept(tiny_run: MakeRun) -> None:
     """Update 2 is evaluated, and the best until update 4, which is the last, has been."""
     result = Run(tiny_run("--training.num_updates=4", "--checkpoint.keep_last=1")).train()
@@ -158,34 +150,16 @@ def test_a_step_wise_kl_alone_is_said_to_hold_nothing(tiny_run: MakeRun, caplog:
     assert "holds nothing" in caplog.text
 
 
-def test_generate_and_evaluate_a_finished_run_wherever_it_lies(
-    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_evaluated_generated_and_shipped_is_the_average_wherever_the_run_lies(
+    tiny_run: MakeRun, tmp_path: Path
 ) -> None:
-    run = str(Run(tiny_run("--optimizer.learning_rate=0.05")).train().output_dir.rename(tmp_path / "moved"))
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("a blue square moving up\na red circle moving left\n")
-    videos = tmp_path / "videos"
-    arguments = ["--prompts", str(prompts), "--output", str(videos)]
-    assert main(["generate", run, *arguments, "--num_videos", "2", "--sampler", "sage_grpo"]) == 0
-    assert len(list(videos.glob("*.mp4"))) == 4 and (videos / "contact_sheet.png").exists()
-    assert main(["evaluate", run, "--output", str(tmp_path / "scores")]) == 0
-    printed = capsys.readouterr().out
-    assert "4 prompts, same noise, sampler ode" in printed
-    after = json.loads((tmp_path / "scores/after.json").read_text())
-    assert after == json.loads((Path(run) / "evaluation/update-000002.json").read_text())
-    before = json.loads((tmp_path / "scores/before.json").read_text())
-    assert before == json.loads((Path(run) / "evaluation/update-000000.json").read_text())
-    assert before["reward"] != after["reward"]
-
-
-def test_with_an_average_it_is_what_is_evaluated_generated_and_shipped(tiny_run: MakeRun, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     config = tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.05")
-    run = Run(config).train().output_dir
+    run = Run(config).train().output_dir.rename(tmp_path / "moved")
     assert main(["evaluate", str(run), "--output", str(tmp_path / "scores")]) == 0
-    after = json.loads((tmp_path / "scores/after.json").read_text())
+    before, after = (json.loads((tmp_path / f"scores/{name}.json").read_text()) for name in ("before", "after"))
     assert after == json.loads((run / "evaluation/update-000002.json").read_text())
+    assert before == json.loads((run / "evaluation/update-000000.json").read_text())
+    assert before["reward"] != after["reward"]
     newest = list_checkpoints(run / "checkpoints")[-1]
     shipped = load_file(newest / "lora/pytorch_lora_weights.safetensors")
     name = "transformer_blocks.0.attn.to_q.lora_A"
@@ -195,14 +169,17 @@ def test_with_an_average_it_is_what_is_evaluated_generated_and_shipped(tiny_run:
     assert not torch.equal(average, saved.read("weights", f"{name}.default.weight"))
 
 
-def test_a_fresh_start_does_not_trust_an_old_baseline(tiny_run: MakeRun) -> None:
-    """Stopped before the first checkpoint, then started again with another objective."""
+def test_a_run_stopped_before_its_first_checkpoint_starts_again_and_does_not_trust_its_old_baseline(
+    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
     first = Run(tiny_run("--checkpoint.every=2"))
     first.trainer.iterate = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    assert len(numbers(first.directory)) == 1
+    begun = (first.directory / "metrics.jsonl").read_bytes()
     result = Run(tiny_run("--resume=auto", "--reward.weights={MQ: 1}")).train()
+    assert "stopped before its first checkpoint" in caplog.text
+    assert len(begun.splitlines()) == 1 and (first.directory / "previous-1/metrics.jsonl").read_bytes() == begun
     rows = numbers(result.output_dir)
     assert [row["update"] for row in rows] == [0, 1, 2]
     assert rows[0]["eval/reward_mean"] == rows[0]["eval/MQ_mean"] and rows[0]["eval/paired_gain"] == 0.0
@@ -259,11 +236,6 @@ def test_what_ends_an_evaluation_loses_no_update(
 
 
 def test_the_models_folder_may_move_but_not_change(tiny_run: MakeRun, tiny_model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from sage_fast.config.errors import ConfigError
-    from sage_fast.models.toy.components import WEIGHTS_NAME
-
     config = tiny_run()
     Run(config).train()
     moved = tmp_path / "moved"

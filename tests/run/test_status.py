@@ -93,13 +93,6 @@ def test_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 # ------------------------------------------------------------------------------------------ what the run writes
 
 
-def test_a_finished_run_says_so(finished_run: Path) -> None:
-    status, _ = read_status(finished_run)
-    assert status is not None
-    assert (status.state, status.update, status.num_updates, status.videos_per_rollout) == ("finished", 2, 2, 4)
-    assert status.gain is not None and status.error is None and status.seconds_left == 0.0
-
-
 def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tiny_run())
 

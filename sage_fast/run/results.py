@@ -137,14 +137,8 @@ class RunEvaluation:
             column = torch.tensor(values, dtype=torch.float64)
             metrics[f"eval/{key}_mean"] = float(column.mean())
             metrics[f"eval/{key}_stderr"] = float(column.std()) / len(column) ** 0.5
-        every = len(self.trainer.eval_prompts)
-        if test.count < every:
+        if test.count < len(self.trainer.eval_prompts):
             metrics["eval/pairs"] = test.count
-            if self.world.is_main:
-                logger.warning(
-                    "The rewards failed on some evaluation prompts: %d of %d are compared with update 0.",
-                    *(test.count, every),
-                )
         return metrics
 
     def conclude(self, rows: Sequence[Mapping[str, Any]]) -> PairedTest | None:

@@ -200,7 +200,6 @@ class Run:
             Status(num_updates=training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout),
             step=training.updates_per_rollout,
             evaluation_every=config.evaluation.every,
-            evaluation_videos=len(self.trainer.eval_prompts),
             shown=world.is_main,
         )
         self._page_written = time.monotonic()

@@ -53,29 +53,28 @@ def _utc_now() -> str:
 class Status:
     """Status of a run.
 
-    state: stopped means on request. update, num_updates: done, and of how many. phase, videos_done, videos: what it
-    does, for how many videos that is done, and all of them. reward: of the last evaluation, or of the
-    last rollout where there is none. gain: paired, over update 0. seconds_left: by the measured pace. longest_seconds:
-    that it has gone without progress. videos_per_rollout: on all ranks. error: that ended it. started, written: UTC.
+    state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
+    how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
+    paired, over update 0. seconds_left: by the measured pace. longest_seconds: that it has gone without progress.
+    videos_per_rollout: on all ranks. error: that ended it. written: UTC.
 
-    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", videos_done=32, videos=128,
-    reward=0.41, gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
-    started="2026-01-31T12:00:00+00:00", written="2026-01-31T12:03:00+00:00")`
+    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
+    gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
+    written="2026-01-31T12:03:00+00:00")`
     """
 
     state: State = "running"
     update: int = 0
     num_updates: int
     phase: str = "start"
-    videos_done: int = 0
-    videos: int = 0
+    done: int = 0
+    total: int = 0
     reward: float | None = None
     gain: float | None = None
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
     error: str | None = None
-    started: str = field(default_factory=_utc_now)
     written: str = field(default_factory=_utc_now)
 
 
@@ -93,7 +92,6 @@ class RunProgress:
         status: what is known before the run begins.
         step: updates of an iteration.
         evaluation_every: updates between two evaluations, 0 for none.
-        evaluation_videos: of one evaluation, on all ranks.
         shown: whether this rank shows and writes anything.
     """
 
@@ -104,12 +102,11 @@ class RunProgress:
         *,
         step: int,
         evaluation_every: int,
-        evaluation_videos: int,
         shown: bool = True,
     ) -> None:
         self.path = directory / FILE_NAME
         self.status, self.shown = status, shown
-        self._step, self._evaluation_every, self._evaluation_videos = step, evaluation_every, evaluation_videos
+        self._step, self._evaluation_every = step, evaluation_every
         self._iterations: deque[float] = deque(maxlen=RECENT)
         self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._begun = self._failed = False
@@ -123,7 +120,7 @@ class RunProgress:
         """The run goes on from this update, and owns the directory."""
         self._begun = True
         self._last_step = time.monotonic()
-        self.status = replace(self.status, update=update, started=_utc_now())
+        self.status = replace(self.status, update=update)
         self._write()
 
     def learn(self, record: Mapping[str, Any]) -> None:
@@ -156,24 +153,15 @@ class RunProgress:
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Take note of where the run is."""
-        now, before = time.monotonic(), self.status
-        longest = max(before.longest_seconds, now - self._last_step)
+        now, phase = time.monotonic(), self.status.phase
+        longest = max(self.status.longest_seconds, now - self._last_step)
         self._last_step = now
-        phase, videos, videos_done = before.phase, before.videos, before.videos_done
-        if name != "decode":  # it comes between the batches of a rollout or an evaluation and belongs to it
-            of_phase = {"checkpoint": 0, "evaluation": self._evaluation_videos}
-            phase, videos = name, of_phase.get(name, before.videos_per_rollout)
-            videos_done = videos * done // max(1, total)
+        left = self.seconds_left()
         self.status = replace(
-            before,
-            phase=phase,
-            videos_done=videos_done,
-            videos=videos,
-            seconds_left=self.seconds_left(),
-            longest_seconds=longest,
+            self.status, phase=name, done=done, total=total, seconds_left=left, longest_seconds=longest
         )
         # The phases of a quick run are over before anybody could read them.
-        if now - self._last_write >= (SECONDS_BETWEEN_WRITES if phase == before.phase else 1.0):
+        if now - self._last_write >= (SECONDS_BETWEEN_WRITES if name == phase else 1.0):
             self._write()
 
     def finished(self, record: Mapping[str, Any]) -> None:
@@ -196,9 +184,7 @@ class RunProgress:
         """Write the last word of the run."""
         text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
         left = 0.0 if state == "finished" else None
-        self.status = replace(
-            self.status, state=state, phase="", videos_done=0, videos=0, seconds_left=left, error=text
-        )
+        self.status = replace(self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text)
         self._write()
 
     def _write(self) -> None:
@@ -226,9 +212,10 @@ class RunProgress:
             status = self.status
             if time.monotonic() < self._last_line + self._heartbeat or not status.phase:
                 continue
-            of_videos = f"  {status.videos_done} of {status.videos} videos" if status.videos else ""
             try:
-                self._print(f"update {status.update + 1}/{status.num_updates}  {status.phase}{of_videos}")
+                self._print(
+                    f"update {status.update + 1}/{status.num_updates}  {status.phase} {status.done}/{status.total}"
+                )
             except OSError:  # nobody reads any more; the run's own next line says so
                 return
 

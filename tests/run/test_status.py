@@ -28,7 +28,7 @@ from sage_fast.run.status import (
 
 MakeRun = Callable[..., RunConfig]
 
-GOING = Status(update=4, num_updates=60, phase="rollout", videos_done=32, videos=128, reward=0.41, gain=0.05)
+GOING = Status(update=4, num_updates=60, phase="rollout", done=1, total=4, reward=0.41, gain=0.05)
 
 
 def make_run(directory: Path, status: Status | None) -> Path:
@@ -62,7 +62,7 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
         found = json.loads(capsys.readouterr().out)
     assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "running", "killed", "hangs"]
     goes = lines[3].split()
-    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "32/128", "0.41", "+0.05"]
+    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "1/4", "0.41", "+0.05"]
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
     assert f"sage-fast train {runs / 'gone'} --resume auto" in notes
@@ -127,7 +127,7 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
 def test_a_status_that_cannot_be_written_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = RunProgress(tmp_path, GOING, step=1, evaluation_every=0, evaluation_videos=12)
+    file = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -149,7 +149,7 @@ def test_a_status_that_cannot_be_written_is_one_warning(
 
 def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> None:
     begun = replace(GOING, update=0, num_updates=100)
-    shown = RunProgress(tmp_path, begun, step=2, evaluation_every=30, evaluation_videos=4)
+    shown = RunProgress(tmp_path, begun, step=2, evaluation_every=30)
     assert shown.seconds_left() is None
     shown.finished({"update": 0, "time/evaluation": 50.0})
     shown.finished({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
@@ -163,7 +163,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
     monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.2)
     status = replace(GOING, update=3, videos_per_rollout=128)
-    progress = RunProgress(tmp_path, status, step=1, evaluation_every=0, evaluation_videos=12)
+    progress = RunProgress(tmp_path, status, step=1, evaluation_every=0)
     progress.learn({"update": 3, "time/iteration": 120.0})
     return progress
 
@@ -171,23 +171,14 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
 def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
     with shown:
         shown.phase("rollout", 1, 4)
-        shown.phase("decode", 0, 32)
         time.sleep(0.85)
     lines = capsys.readouterr().err.splitlines()
     assert 2 <= len(lines) <= 4
-    assert lines[0] == "update 4/60  rollout  32 of 128 videos  1.9 h left"
-
-
-def test_videos_of_an_evaluation_are_its_own_and_a_checkpoint_has_none(shown: RunProgress) -> None:
-    seen = []
-    for name, done, total in (("update", 1, 4), ("checkpoint", 0, 1), ("evaluation", 1, 2)):
-        shown.phase(name, done, total)
-        seen.append((shown.status.phase, shown.status.videos_done, shown.status.videos))
-    assert seen == [("update", 32, 128), ("checkpoint", 0, 0), ("evaluation", 6, 12)]
+    assert lines[0] == "update 4/60  rollout 1/4  1.9 h left"
 
 
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunProgress(tmp_path, GOING, step=1, evaluation_every=0, evaluation_videos=8, shown=False) as other:
+    with RunProgress(tmp_path, GOING, step=1, evaluation_every=0, shown=False) as other:
         other.begin(3)
         other.phase("rollout", 0, 4)
         other.finished({"update": 4, "reward/mean": 0.5})

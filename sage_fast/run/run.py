@@ -186,8 +186,7 @@ class Run:
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
         self._contents = self._look()
-        start = find_start(config, world, allow_changes)
-        self.checkpoint, self._sets_aside, self._changes = start.checkpoint, start.sets_aside, start.changes
+        self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
         self.trainer = build_trainer(config, self.world, lambda phase, done, total, subject: self.guard.progress())
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         # A path may name other files on another node.
@@ -264,13 +263,14 @@ class Run:
         """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
         if checkpoint is None:
             self.metrics.truncate_after(-1)
-            self._measure_baseline(None, trust_files=False)
+            self._measure_baseline()  # scores on disk are not this run's
             return
         state = checkpoint.state
         self.metrics.truncate_after(int(state["trainer"]["update"]))
         is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
-        self._measure_baseline(state["baseline"] if is_own else None, trust_files=True)
+        self.evaluation.restore_baseline(state["baseline"] if is_own else None)
+        self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
         # A checkpoint of another directory has its records there.
         self._restore_record(state["record"] if is_own else None, pending=state["pending"])
@@ -422,15 +422,8 @@ class Run:
         except OSError as error:
             raise unwritable(self.directory, error) from error
 
-    def _measure_baseline(self, saved: Mapping[str, Any] | None, *, trust_files: bool) -> None:
-        """Have the scores of update 0, and their record in the metrics, before the first update.
-
-        Args:
-            saved: the scores from a checkpoint of this run.
-            trust_files: whether scores on disk are this run's; a fresh start trusts nothing that it finds.
-        """
-        if trust_files:
-            self.evaluation.restore_baseline(saved)
+    def _measure_baseline(self) -> None:
+        """Have the scores of update 0, and their record in the metrics, before the first update."""
         if not self.config.evaluation.every:
             return
         if self.evaluation.baseline is None:
@@ -449,14 +442,9 @@ class Run:
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        if (
-            pending
-            and self.config.evaluation.every
-            and not (
-                self._has_logged(update, {"eval/reward_mean"})
-                and self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
-            )
-        ):
+        scored = self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
+        evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
+        if pending and self.config.evaluation.every and not evaluated:
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)
         elif record is not None and not self._has_logged(update, record.keys()):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sage_fast.run.status import RunState
+    from sage_fast.run.run_status import RunState
 USAGE = "RUN [RUN ...] [--json]"
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table; 1 where a run needs somebody's attention."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.status import look_at_run
+    from sage_fast.run.run_status import look_at_run
 
     if overrides:
         raise ConfigError(f"status takes no keys of a configuration, such as {overrides[0]}.")
@@ -55,7 +55,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         ConfigError: a path is neither.
     """
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.status import is_run
+    from sage_fast.run.run_status import is_run
 
     runs: list[Path] = []
     for path in paths:
@@ -85,7 +85,7 @@ def to_text(states: Sequence["RunState"]) -> str:
 
 
 def _cells(state: "RunState") -> tuple[str, ...]:
-    from sage_fast.run.status import format_seconds
+    from sage_fast.run.run_status import format_seconds
 
     status = state.status
     if status is None:

@@ -29,7 +29,7 @@ from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
-from sage_fast.run.status import Status, format_seconds, read_status
+from sage_fast.run.run_status import Status, format_seconds, read_status
 
 FILE_NAME = "index.html"
 REFRESH_SECONDS = 60

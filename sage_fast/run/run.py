@@ -52,7 +52,7 @@ from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
-from sage_fast.run.status import RunProgress, State, Status
+from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0

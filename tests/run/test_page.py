@@ -18,7 +18,7 @@ from sage_fast.models.video_files import read_video, write_video
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import run_page, write_run_page
 from sage_fast.run.plots import Line, line_chart
-from sage_fast.run.status import Status
+from sage_fast.run.run_status import Status
 from tests.browser import CHROMIUM, Browser, Page, wide_elements
 
 PROMPTS = ["一只红色的圆圈向左移动", "a cat & a <b>dog</b> 🐱", *(f"prompt number {i}" for i in range(58))]

@@ -13,10 +13,10 @@ import pytest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run import status as run_status
+from sage_fast.run import run_status
 from sage_fast.run.lease import Lease
 from sage_fast.run.run import Run
-from sage_fast.run.status import (
+from sage_fast.run.run_status import (
     FILE_NAME,
     RunProgress,
     Status,

@@ -183,7 +183,7 @@ class MetricsLogger:
             OSError: it cannot be written.
         """
         values = {key: _scalar(key, value) for key, value in record.items()}
-        update = values.pop("update")
+        update: Any = values.pop("update")
         row = {"update": update} | dict(sorted(values.items()))
         self._append((json.dumps(row, allow_nan=False) + "\n").encode())
         for tracker in self._trackers:

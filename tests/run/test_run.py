@@ -136,14 +136,6 @@ def test_a_restarted_job_does_not_begin_again_where_it_was_told_to(
     assert [begins_after("1", 2), begins_after("2", 4), begins_after("0", 2)] == [1, 2, 1]
 
 
-def test_a_finished_run_resumes_to_its_result(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    first = Run(tiny_run()).train()
-    before = numbers(first.output_dir)
-    again = Run(tiny_run("--resume=auto")).train()
-    assert again == first and numbers(first.output_dir) == before
-    assert capsys.readouterr().out.count("Paired evaluation: 4 prompts") == 2
-
-
 def test_a_step_wise_kl_alone_is_said_to_hold_nothing(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         Run(tiny_run("--objective.kl_mode=stepwise"))

@@ -96,13 +96,7 @@ class RunProgress:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        status: Status,
-        *,
-        step: int,
-        evaluation_every: int,
-        shown: bool = True,
+        self, directory: Path, status: Status, *, step: int, evaluation_every: int, shown: bool = True
     ) -> None:
         self.path = directory / FILE_NAME
         self.status, self.shown = status, shown
@@ -212,10 +206,9 @@ class RunProgress:
             status = self.status
             if time.monotonic() < self._last_line + self._heartbeat or not status.phase:
                 continue
+            update = min(status.update + 1, status.num_updates)
             try:
-                self._print(
-                    f"update {status.update + 1}/{status.num_updates}  {status.phase} {status.done}/{status.total}"
-                )
+                self._print(f"update {update}/{status.num_updates}  {status.phase} {status.done}/{status.total}")
             except OSError:  # nobody reads any more; the run's own next line says so
                 return
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class Evaluation:
         return "same noise" if self.noises == 1 else f"the same {self.noises} noises of each"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; of the fields with a default those that say something."""
-        plain: dict[str, Any] = {"noises": 1, "left_out": [], "lower_is_better": [], "shown": {}}
-        return {key: value for key, value in asdict(self).items() if key not in plain or value != plain[key]}
+        """As JSON has it."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
@@ -102,16 +101,13 @@ class Evaluation:
     def only(self, numbers: Collection[int]) -> "Evaluation":
         """The scores of some prompts, by their numbers among all."""
         rows = [row for row, number in enumerate(self.numbers()) if number in numbers]
-        if len(rows) == len(self.prompts):
-            return self
         every = len(self.prompts) + len(self.left_out)
-        return Evaluation(
+        return replace(
+            self,
             prompts=[self.prompts[row] for row in rows],
             scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
             reward=[self.reward[row] for row in rows],
-            noises=self.noises,
             left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
-            lower_is_better=self.lower_is_better,
             shown={name: [column[row] for row in rows] for name, column in self.shown.items()},
         )
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.fields import Section, require
-from sage_fast.config.sections import Inside, Natural, NotNegative, Positive, Share
+from sage_fast.config.sections import Inside, Natural, NotNegative, Positive, Section, Share, require
 from sage_fast.kernels import LossSettings, PolicyTerms, StepColumns, policy_loss_of_noise
 
 KLMode = Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"]

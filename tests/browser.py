@@ -145,14 +145,6 @@ class Browser:
             assert time.monotonic() < deadline, f"{expression} was not true within {seconds} s"
             time.sleep(0.05)
 
-    def screenshot(self, file: Path) -> None:
-        """Write the whole page as a PNG."""
-        width, height = self.evaluate("[innerWidth, document.documentElement.scrollHeight]")
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **metrics)
-        answer = self.send("Page.captureScreenshot")
-        file.write_bytes(base64.b64decode(answer["data"]))
-
 
 def wide_elements(browser: Browser) -> Sequence[str]:
     """Elements that make a page scroll sideways."""

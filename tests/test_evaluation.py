@@ -32,6 +32,8 @@ def test_by_hand() -> None:
     assert (test.before, test.after, test.mean, test.wins, test.count) == (1.0, 3.0, 2.0, 1.0, 3)
     assert test.stderr == pytest.approx(1 / math.sqrt(3))
     assert test.standard_errors == pytest.approx(2 * math.sqrt(3))
+    same = paired_test([1.0, 2.0], [1.0, 2.0])
+    assert same.standard_errors == 0.0 and same.wins == 0.0
 
 
 def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
@@ -44,7 +46,6 @@ def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
     stored.save(tmp_path / "e.json")
     assert Evaluation.load(tmp_path / "e.json") == stored == stored.only(range(4))
     assert stored.only([0, 2]).lower_is_better == ["distance"]
-    assert "lower_is_better" not in Evaluation(prompts=[], scores={}, reward=[]).to_dict()
 
 
 def test_the_standard_error_is_that_of_the_mean_difference() -> None:
@@ -61,11 +62,6 @@ def test_the_standard_error_is_that_of_the_mean_difference() -> None:
     observed = torch.tensor(means).std()
     assert torch.tensor(errors).mean() == pytest.approx(float(observed), rel=0.12)
     assert torch.tensor(means).mean() == pytest.approx(0.3, abs=0.04)
-
-
-def test_no_difference_at_all() -> None:
-    test = paired_test([1.0, 2.0], [1.0, 2.0])
-    assert test.standard_errors == 0.0 and test.wins == 0.0
 
 
 @pytest.mark.parametrize(("before", "after"), [([1.0], [2.0]), ([1.0, 2.0], [1.0])])
@@ -144,9 +140,7 @@ def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
         paired_tests(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    "text", ["", '{"prompts": ["a"], "sco', "[]", "7", '{"prompts": ["a"], "scores": {}, "reward": []}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"prompts": ["a"], "scores": {}, "reward": []}'])
 def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "update-000000.json"
     file.write_text(text)

@@ -85,19 +85,18 @@ def to_text(states: Sequence["RunState"]) -> str:
 
 
 def _cells(state: "RunState") -> tuple[str, ...]:
-    from sage_fast.run.progress import format_seconds
+    from sage_fast.run.run_status import format_seconds
 
     status = state.status
     if status is None:
         return (str(state.run), state.condition, *[""] * 6)
     going = state.condition in ("running", "hangs", "killed")
-    videos = f" {status.videos_done}/{status.videos}" if status.videos else ""
     quiet = "" if state.quiet_seconds is None else f"{format_seconds(state.quiet_seconds)} ago"
     return (
         str(state.run),
         state.condition,
         f"{status.update}/{status.num_updates}" if status.num_updates else str(status.update),
-        f"{status.phase}{videos}" if going else "",
+        f"{status.phase} {status.done}/{status.total}" if going else "",
         "" if status.reward is None else f"{status.reward:.4g}",
         "" if status.gain is None else f"{status.gain:+.3g}",
         format_seconds(status.seconds_left) if state.condition == "running" and status.seconds_left else "",

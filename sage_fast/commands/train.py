@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY,KEY",
         help="configuration keys that may differ from those of the checkpoint which --resume goes on from; what has "
-        "changed is recorded in metrics.jsonl and history.jsonl",
+        "changed is recorded in metrics.jsonl",
     )
     parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help="list configuration keys and exit")
     parser.add_argument("--gpus", type=int, metavar="N", help="start N processes on this node by torchrun")

@@ -82,12 +82,7 @@ class GracefulStop:
                 raise KeyboardInterrupt
             return
         self._signalled = now
-        hint = ""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-            hint = f" torchrun waits {seconds} s for that, unless its --shutdown-timeout says otherwise."
-        elif number == signal.SIGINT:
-            hint = " Press Ctrl-C again to stop at once."
+        hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{hint}")
 
     def _leave_terminal(self) -> None:

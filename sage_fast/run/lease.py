@@ -1,12 +1,11 @@
 """One writer per run directory: a lock that the kernel frees when its process ends, however it ends."""
 
 import fcntl
-import json
 import logging
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -14,37 +13,22 @@ from typing import IO
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
-FILE_NAME = "lease.json"
-"""The locked file. It stays after the run: removing it would let two others lock two files of this name."""
+FILE_NAME = "lease.txt"
+"""The locked file, which says who writes. It stays after the run: removing it would let two others lock two files."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """The process that writes a run directory, or wrote it last.
-
-    Example: `Holder(host="node7", pid=4711, since="2026-01-31T12:00:00+00:00")`
-    """
-
-    host: str
-    pid: int
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
-
-
-def look_at(directory: Path) -> tuple[Holder | None, bool]:
+def look_at(directory: Path) -> tuple[str, bool]:
     """The process that writes a run directory, or wrote it last, and True where it lives.
 
     A file system without locks tells of none; then nobody is said to live.
     """
     try:
         with (directory / FILE_NAME).open("rb") as file:
-            return _read(file), not _try_lock(file, fcntl.LOCK_SH)
+            return file.read().decode(errors="replace").strip(), not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
-        return None, False
+        return "", False
 
 
 class Lease:
@@ -63,7 +47,7 @@ class Lease:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> "Lease":
-        self._acquire(keep=True)
+        self._on_main(self._take)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -77,7 +61,7 @@ class Lease:
 
     def refuse_others(self) -> None:
         """Raise if another process holds the lease, without taking it: what is found later is found sooner."""
-        self._acquire(keep=False)
+        self._on_main(self._look)
 
     def is_own(self) -> bool:
         """True when the file in the directory is the one that this process has locked."""
@@ -98,13 +82,12 @@ class Lease:
                 "run."
             )
 
-    def _acquire(self, *, keep: bool) -> None:
-        """Lock the file on rank 0, for good or for a moment, and raise on all ranks what is in the way."""
+    def _on_main(self, step: Callable[[], None]) -> None:
+        """Do a step on rank 0, and raise on all ranks what is in the way."""
         failure: Exception | None = None
         if self._world.is_main:
             try:
-                if keep or self.path.exists():
-                    self._lock(keep)
+                step()
             except OSError as error:
                 failure = unwritable(self.directory, error)
             except RunDirectoryError as error:
@@ -113,34 +96,31 @@ class Lease:
         if failure is not None:
             raise failure
 
-    def _lock(self, keep: bool) -> None:
+    def _look(self) -> None:
+        holder, alive = look_at(self.directory)
+        if alive:
+            raise RunDirectoryError(
+                f"output_dir {str(self.directory)!r} is being written by another run: {holder}. Wait for it, stop it "
+                f"(kill it, or touch {self.directory / 'STOP'}), or choose another output_dir."
+            )
+
+    def _take(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
-        for _ in range(10):  # somebody who looks holds it for a moment
-            try:
-                if _try_lock(file, fcntl.LOCK_EX):
-                    break
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be locked (%s): a second run that writes there would not be refused. Start one at a "
-                    "time, or choose an output_dir on a file system with locks.",
-                    *(self.path, error.strerror),
-                )
-                break
-            time.sleep(0.1)
-        else:
-            holder = _read(file)
-            stop = f"kill {holder.pid} on {holder.host}" if holder else f"see {self.path}"
-            raise RunDirectoryError(
-                f"output_dir {str(self.directory)!r} is being written by another run: {holder or 'an unknown process'}."
-                f" Wait for it, stop it ({stop}, or touch {self.directory / 'STOP'}), or choose another output_dir."
+        try:
+            # `check` finds out where it was deleted meanwhile.
+            while self.path.exists() and not _try_lock(file, fcntl.LOCK_EX):
+                self._look()
+                time.sleep(0.1)  # somebody who looks holds it for a moment
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): a second run that writes there would not be refused. Start one at a time, "
+                "or choose an output_dir on a file system with locks.",
+                *(self.path, error.strerror),
             )
-        if not keep:
-            file.close()
-            return
-        own = Holder(host=platform.node(), pid=os.getpid(), since=datetime.now(UTC).isoformat(timespec="seconds"))
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         file.truncate(0)
-        file.write(json.dumps(asdict(own)).encode() + b"\n")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n".encode())
         file.flush()
         self._file = file
 
@@ -152,15 +132,6 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _read(file: IO[bytes]) -> Holder | None:
-    """The holder that a file names; None where it was cut short."""
-    file.seek(0)
-    try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
-        return None
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:

@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object per line of ``metrics.jsonl``, and trackers on request (`trackers.py`).
+"""The metrics of a run: one JSON object per line of ``metrics.jsonl``, TensorBoard and Weights & Biases on request.
 
 A record is ``{"update": 3, "reward/mean": 0.41, "time/rollout": 1.9, ...}``: ``update`` counts optimizer
 updates, every other key is ``group/name``. Several records may share an update (training and evaluation).
@@ -8,18 +8,113 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sage_fast.config.errors import RunDirectoryError
-from sage_fast.config.files import replacing, write_text
-from sage_fast.run.trackers import EvaluationMedia, Scalar, TensorBoard, WeightsAndBiases
+import numpy as np
+from PIL import Image
+
+from sage_fast.config.errors import ConfigError, RunDirectoryError
+from sage_fast.config.files import write_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 FILE_NAME = "metrics.jsonl"
 
+Scalar = int | float | bool | str | None
+Samples = Sequence[tuple[str, Path]]
+"""Prompts, and the mp4 of each."""
+
 logger = logging.getLogger(__name__)
+
+
+class TensorBoard:
+    """Curves in ``<run_dir>/tensorboard``, with the settings as text and a contact sheet of each evaluation."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = run_dir / "tensorboard"
+        self._settings = settings
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    def log(self, update: int, values: Mapping[str, Scalar]) -> None:
+        """Add a point to the curve of every number."""
+        writer = self._open()
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(key, value, update)
+        writer.flush()
+
+    def show(self, update: int, sheet: Path, samples: Samples) -> None:
+        """Add the contact sheet."""
+        with Image.open(sheet) as image:
+            self._open().add_image("samples", np.asarray(image), update, dataformats="HWC")
+        self._open().flush()
+
+    def truncate_after(self, update: int) -> None:
+        """Have TensorBoard hide what earlier event files hold of later updates."""
+        self._purge_step = update + 1
+        self.close()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> "SummaryWriter":
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            for name, tree in self._settings.items():
+                text = json.dumps(tree, indent=1, ensure_ascii=False)
+                self._writer.add_text(name, f"```json\n{text}\n```")
+        return self._writer
+
+
+class WeightsAndBiases:
+    """A run of a project. Its identity is kept in ``<run_dir>/wandb_run_id``, so that a resumed run goes on with it.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, run_dir: Path, project: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or unset it."
+            ) from error
+        id_file = run_dir / "wandb_run_id"
+        run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
+        self._run: Any = wandb.init(
+            project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(settings)
+        )
+        if run_id is None:
+            write_text(id_file, f"{self._run.id}\n")
+
+    def log(self, update: int, values: Mapping[str, Scalar]) -> None:
+        """Add a row to the history."""
+        self._run.log({"update": update, **values}, step=update)
+
+    def show(self, update: int, sheet: Path, samples: Samples) -> None:
+        """Add the videos to the row of their update."""
+        import wandb
+
+        videos = {file.stem: wandb.Video(str(file), caption=prompt, format="mp4") for prompt, file in samples}
+        self._run.log({f"samples/{name}": video for name, video in videos.items()}, step=update)
+
+    def truncate_after(self, update: int) -> None:
+        """Nothing: it keeps the first value that a step was given."""
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self._run.finish()
 
 
 class NoMetrics:
@@ -28,7 +123,7 @@ class NoMetrics:
     def log(self, record: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def show(self, update: int, shown: EvaluationMedia) -> None:
+    def show(self, update: int, sheet: Path, samples: Samples) -> None:
         """Nothing."""
 
     def truncate_after(self, update: int) -> None:
@@ -51,7 +146,7 @@ class MetricsLogger:
         settings: what the run is made with, which trackers keep with its curves: name -> JSON values.
 
     Raises:
-        ValueError: a tracker was asked for whose package is not installed.
+        ConfigError: wandb was asked for and is not installed.
         OSError: the directory cannot be created or written to.
     """
 
@@ -71,7 +166,8 @@ class MetricsLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if wandb_project:
             self._trackers.append(WeightsAndBiases(self.run_dir, wandb_project, settings))
-        _drop_partial_line(self.path)
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self._rewrite(read_metrics(self.path))
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -87,22 +183,20 @@ class MetricsLogger:
             OSError: it cannot be written.
         """
         values = {key: _scalar(key, value) for key, value in record.items()}
-        update = values.pop("update", None)
-        if isinstance(update, bool) or not isinstance(update, int) or update < 0:
-            raise ValueError(f"a record needs 'update', a whole number from 0 up, not {update!r}")
+        update: Any = values.pop("update")
         row = {"update": update} | dict(sorted(values.items()))
         self._append((json.dumps(row, allow_nan=False) + "\n").encode())
         for tracker in self._trackers:
             tracker.log(update, values)
 
-    def show(self, update: int, shown: EvaluationMedia) -> None:
-        """Hand what an evaluation shows to the trackers. Where one does not take it there is a warning, no error."""
+    def show(self, update: int, sheet: Path, samples: Samples) -> None:
+        """Hand the samples of an evaluation to the trackers. Where one does not take them, that is a warning."""
         for tracker in self._trackers:
             try:
-                tracker.show(update, shown)
+                tracker.show(update, sheet, samples)
             # Whatever a tracker raises: the numbers are safe, and a run does not end for a picture.
             except Exception as error:  # noqa: BLE001
-                logger.warning("%s has no media of update %d: %s", type(tracker).__name__, update, error)
+                logger.warning("%s has no samples of update %d: %s", type(tracker).__name__, update, error)
 
     def truncate_after(self, update: int) -> None:
         """Drop the records of updates after ``update``: a resumed run writes those again."""
@@ -110,7 +204,7 @@ class MetricsLogger:
         kept = [row for row in rows if row["update"] <= update]
         self._file.close()
         if len(kept) < len(rows):
-            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+            self._rewrite(kept)
         self._file = self.path.open("ab", buffering=0)
         for tracker in self._trackers:
             tracker.truncate_after(update)
@@ -120,6 +214,9 @@ class MetricsLogger:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def _append(self, line: bytes) -> None:
         start = os.fstat(self._file.fileno()).st_size
@@ -167,30 +264,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _scalar(key: str, value: Any) -> Scalar:
-    if not isinstance(value, int | float | str | None) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"metric {key!r} must be one number, not {tuple(value.shape)} of them; reduce it"
-            ) from error
-    if not isinstance(value, int | float | str | None):
-        raise ValueError(f"metric {key!r} must be a number, a string or a boolean, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"metric {key!r} is {value}: something went wrong in the computation before it")
-    return value
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts a new one."""
-    data = path.read_bytes() if path.exists() else b""
-    if not data or data.endswith(b"\n"):
-        return
-    whole = data[: data.rfind(b"\n") + 1]
-    try:
-        json.loads(data[len(whole) :])
-        whole = data + b"\n"
-    except ValueError:
-        logger.warning("%s: dropped the last line, which was cut short", path)
-    with replacing(path) as temporary:
-        temporary.write_bytes(whole)
+    scalar: Scalar = value.item() if hasattr(value, "item") else value
+    if isinstance(scalar, float) and not math.isfinite(scalar):
+        raise ValueError(f"metric {key!r} is {scalar}: something went wrong in the computation before it")
+    return scalar

@@ -9,12 +9,12 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
@@ -24,13 +24,12 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
-from sage_fast.config.schema import to_dict
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
-from sage_fast.run.plots import GREY, Line, Rows, line_chart, metric_line
-from sage_fast.run.progress import format_seconds
-from sage_fast.run.run_status import Status, read_status
+from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
+from sage_fast.run.run_status import Status, format_seconds, read_status
 
 FILE_NAME = "index.html"
 REFRESH_SECONDS = 60
@@ -38,6 +37,8 @@ SHOWN_VIDEOS = 4
 """Prompts whose videos show the largest gains, and the largest losses."""
 SHOWN_PROMPTS = 5
 """Prompts in each of the tables of gains and losses."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,8 @@ def run_page(directory: Path) -> str:
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
     name = directory.resolve().name
-    ranked = sorted(compared.rows.values(), key=lambda row: row[1] - row[2]) if compared is not None else []
+    scored = list(compared.rows.values()) if compared is not None else []
+    gained, lost = _extremes(scored, lambda row: row[2] - row[1], SHOWN_PROMPTS)
     config, environment = directory / "config.yaml", directory / "environment.json"
     pictures = ("reward.png", "before_after.png", "evaluation/result.json")
     return render(
@@ -161,10 +163,7 @@ def run_page(directory: Path) -> str:
         grid="before_after.png" if (directory / "before_after.png").exists() else None,
         samples=_samples(directory, compared),
         evaluated=compared.update if compared is not None else 0,
-        prompts=[
-            ("Prompts that gained most", [row for row in ranked[:SHOWN_PROMPTS] if row[2] > row[1]]),
-            ("Prompts that lost most", [row for row in ranked[: -SHOWN_PROMPTS - 1 : -1] if row[2] < row[1]]),
-        ],
+        prompts=[("Prompts that gained most", gained), ("Prompts that lost most", lost)],
         files=[name for name in (METRICS, "config.yaml", *pictures) if (directory / name).exists()],
         config=config.read_text("utf-8") if config.exists() else "",
         differences=_differences(config),
@@ -213,23 +212,19 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
 
 
 def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
-    def scores(name: str, mean: str, std: str) -> list[Line]:
-        """A score in training and in evaluation, by the names that the metrics have."""
-        eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
-        return [
-            metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
-            metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
-        ]
-
     means = [key.removesuffix("_mean").split("/") for row in rows for key in row if key.endswith("_mean")]
     names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward"})
     gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)
     return charts(
-        ("reward", scores("reward", "reward/mean", "reward/std"), {"wide": True, "second_axis": _hours(rows)}),
+        (
+            "reward",
+            score_lines(rows, "reward", "reward/mean", "reward/std"),
+            {"wide": True, "second_axis": _hours(rows)},
+        ),
         *(
             (
                 name.replace("_", " ") + (" (lower is better)" if name in lower else ""),
-                scores(name, f"reward/{name}_mean", f"reward/{name}_std"),
+                score_lines(rows, name, f"reward/{name}_mean", f"reward/{name}_std"),
                 {},
             )
             for name in names
@@ -300,9 +295,7 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
         return None
     groups = [("Samples", pairs)]
     if len(pairs) > 2 * SHOWN_VIDEOS:
-        ranked = sorted(pairs, key=lambda pair: -(pair[1] or 0.0))
-        gains = [pair for pair in ranked[:SHOWN_VIDEOS] if (pair[1] or 0.0) > 0]
-        losses = [pair for pair in ranked[: -SHOWN_VIDEOS - 1 : -1] if (pair[1] or 0.0) < 0]
+        gains, losses = _extremes(pairs, lambda pair: pair[1] or 0.0, SHOWN_VIDEOS)
         shown = [("Largest gains", gains), ("Largest losses", losses)]
         groups = [group for group in shown if group[1]] or [("Samples", pairs[:SHOWN_VIDEOS])]
     noises = compared.noises if compared is not None else 1
@@ -310,10 +303,18 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
     return {"noises": noises, "updates": updates, "groups": groups}
 
 
+def _extremes(items: Sequence[T], gain: Callable[[T], float], most: int) -> tuple[list[T], list[T]]:
+    """The items that gained most and those that lost most, the largest change first."""
+    ranked = sorted(items, key=gain, reverse=True)
+    return [item for item in ranked[:most] if gain(item) > 0], [
+        item for item in ranked[: -most - 1 : -1] if gain(item) < 0
+    ]
+
+
 def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:
     """The preset that a run's configuration is nearest to, and (key, value there, value here) where they differ."""
     try:
-        here = _flat(to_dict(load_config(config)))
+        here = _own_keys(load_config(config))
     except (OSError, ValueError):
         return None
     found = {}
@@ -335,16 +336,10 @@ def _presets() -> dict[str, dict[str, Any]]:
     found = {}
     for name in preset_names():
         with suppress(ConfigError):  # others are laid over one
-            found[name] = _flat(to_dict(load_config(name)))
+            found[name] = _own_keys(load_config(name))
     return found
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a configuration; without those that every run has its own of."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            result |= _flat(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in ("output_dir", "resume"):
-            result[f"{prefix}{key}"] = value
-    return result
+def _own_keys(config: RunConfig) -> dict[str, Any]:
+    """Dotted keys of a configuration, without those that every run has its own of."""
+    return {key: value for key, value in by_dotted_key(to_dict(config)).items() if key not in ("output_dir", "resume")}

@@ -4,11 +4,10 @@ A figure in a page is inline SVG whose colours are the page's CSS variables, so 
 """
 
 import io
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,24 +93,24 @@ def style_axes(axes: "Axes", title: str = "", x: str = "", y: str = "") -> None:
     axes.set_ylabel(y)
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Colour and dashes of the line with this number."""
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if number >= len(COLOURS) else "-"}
-
-
 def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
     """Draw lines with their bands; empty ones are left out."""
     for line in lines:
         if not line.x:
             continue
         x, y = _thinned(line.x), _thinned(line.y)
-        style = line_style(line.colour)
         # Dots vanish into the line where there are many of them, and a line of one point is nothing without.
         marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
-        axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, **style)
-        if any(line.spread):
-            spread = _thinned(line.spread)
-            axes.fill_between(x, y - spread, y + spread, color=style["color"], alpha=0.16, linewidth=0)
+        colour, dashes = COLOURS[line.colour % len(COLOURS)], "--" if line.colour >= len(COLOURS) else "-"
+        axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, color=colour, linestyle=dashes)
+        _draw_band(axes, line)
+
+
+def _draw_band(axes: "Axes", line: Line) -> None:
+    if any(line.spread):
+        y, spread = _thinned(line.y), _thinned(line.spread)
+        colour = COLOURS[line.colour % len(COLOURS)]
+        axes.fill_between(_thinned(line.x), y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
 
 
 def _thinned(values: Sequence[float]) -> np.ndarray:
@@ -143,19 +142,14 @@ def line_chart(
         artist.remove()
     axes.relim()
     axes.autoscale()
-    draw_lines(axes, lines)
+    context = [line for line in lines if line.colour == GREY and len(lines) > 1]
+    draw_lines(axes, [replace(line, spread=()) if line in context else line for line in lines])
+    limits = axes.get_ylim()
+    for line in context:
+        _draw_band(axes, line)
+        axes.set_ylim(limits)
     if wide:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" + (f"\n{second_axis(x)}" if second_axis else ""))
-    if any(line.colour == GREY and any(line.spread) for line in lines) and len([line for line in lines if line.x]) > 1:
-        ends = [
-            value + side * (0.0 if line.colour == GREY else spread)
-            for line in lines
-            for value, spread in zip(line.y, line.spread or [0.0] * len(line.y), strict=True)
-            for side in (-1, 1)
-        ]
-        low, high = min(ends), max(ends)
-        if high > low:
-            axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     if level is not None:
         axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
     if from_zero and min(min(line.y, default=0.0) for line in lines) >= 0:
@@ -182,42 +176,22 @@ def _chart_figure(wide: bool) -> "Figure":
     return figure
 
 
-def reward_figure(rows: Rows, lower_is_better: Collection[str] = ()) -> "Figure":
-    """The reward of a run over its updates, in training and evaluation, and a small panel for each of its scores.
+def score_lines(rows: Rows, name: str, mean: str, std: str) -> list[Line]:
+    """A score over the updates, in training, by its two metrics, and in evaluation."""
+    eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
+    return [
+        metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
+        metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
+    ]
 
-    Args:
-        rows: of its metrics. lower_is_better: names of the scores that fall as videos get better; their panels say so.
 
-    Raises:
-        ValueError: no row holds a reward.
-    """
-    evaluated = metric_line(
-        rows, "eval/reward_mean", "evaluation (±1 standard error)", spread="eval/reward_stderr", dots=True
-    )
-    trained = metric_line(rows, "reward/mean", "training batch (±1 std)", spread="reward/std", colour=GREY)
-    shown = evaluated if evaluated.x else trained
-    if not shown.x:
-        raise ValueError(
-            f"nothing to plot: none of {len(rows)} records holds 'eval/reward_mean' or 'reward/mean'; check that the "
-            "run has finished its first update"
-        )
-    names = sorted({key[5:-5] for row in rows for key in row if re.fullmatch("eval/.*_mean", key)} - {"reward"})
-    columns = min(len(names), 4) or 1
-    below = math.ceil(len(names) / columns)
-    figure = new_figure(9, 4.6 + 2.1 * below)
-    grid = figure.add_gridspec(1 + below, columns, height_ratios=[2.2] + [1] * below)
-    axes = figure.add_subplot(grid[0, :])
-    change = f" ({shown.y[-1] - shown.y[0]:+.3g} over {shown.x[-1] - shown.x[0]} updates)" if len(shown.x) > 1 else ""
-    values = " → ".join(f"{value:.4g}" for value in dict.fromkeys((shown.y[0], shown.y[-1])))
-    name = "Evaluation" if shown is evaluated else "Training"
-    style_axes(axes, f"{name} reward {values}{change}", "optimizer update", "reward")
-    draw_lines(axes, [trained, evaluated])
+def reward_figure(rows: Rows) -> "Figure":
+    """The reward of a run over its updates, in training and evaluation."""
+    figure = new_figure(9, 4.6)
+    axes = figure.subplots()
+    style_axes(axes, "Reward", "optimizer update", "reward")
+    draw_lines(axes, score_lines(rows, "reward", "reward/mean", "reward/std"))
     axes.legend(frameon=False, fontsize=9)
-    for place, name in enumerate(names):
-        panel = figure.add_subplot(grid[1 + place // columns, place % columns])
-        style_axes(panel, name.replace("_", " ") + (" ↓" if name in lower_is_better else ""), "update")
-        draw_lines(panel, [metric_line(rows, f"eval/{name}_mean", spread=f"eval/{name}_stderr", dots=True)])
-        panel.tick_params(labelsize=8)
     return figure
 
 

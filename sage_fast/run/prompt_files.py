@@ -1,20 +1,18 @@
-"""Prompt files: ``.csv``, ``.jsonl``, ``.json`` and ``.txt``, UTF-8 with or without a byte order mark.
+"""Prompt files: ``.csv``, ``.jsonl`` and ``.txt``, UTF-8 with or without a byte order mark.
 
     prompts.csv                             prompts.jsonl                              prompts.txt
     prompt,index,seed                       {"prompt": "a red circle", "seed": 7}      a red circle
     "a red circle, moving left",0,7         "a blue square"                            a blue square
 
 ``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names;
-``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is. The column
-or key may also be named ``prompt_en`` or ``caption``, as in the files of VBench and of other trainers; ``.json`` is a
-list of such objects or of strings.
+``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is.
 """
 
 import csv
 import io
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sage_fast.config.files import read_json, read_text
@@ -31,7 +29,7 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
     """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
 
     Args:
-        path: a ``.csv``, ``.jsonl``, ``.json`` or ``.txt`` file as above, or the texts themselves.
+        path: a ``.csv``, ``.jsonl`` or ``.txt`` file as above, or the texts themselves.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.
@@ -52,13 +50,11 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
         )
     try:
         content = read_text(path, MAX_BYTES)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}: no such prompt file; check the path, which is relative to the YAML that names it, or to the "
-            "working directory"
-        ) from error
     except OSError as error:
-        raise type(error)(f"{path}: cannot be read as a prompt file: {error.strerror}; check the path") from error
+        raise type(error)(
+            f"{path}: cannot be read as a prompt file: {error.strerror}; check the path, which is relative to the YAML "
+            "that names it, or to the working directory"
+        ) from error
 
     prompts: list[Prompt] = []
     line_of_index: dict[int, int] = {}
@@ -100,29 +96,25 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" or character == "\0" for character in text)
 
 
-TEXT_KEYS = ("prompt", "prompt_en", "caption")
-"""Names of the prompt's column, the first that is there."""
-
 # A reader yields (line number from 1, prompt, raw index or None, raw seed or None).
 _Row = tuple[int, str, object, object]
 
 
 def _read_csv(path: Path, text: str) -> Iterator[_Row]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] | None = None
-    start = 1
+    header: list[str] = []
     while True:
         # A quoted cell may span lines, so a row is named by the line it starts on.
         start = reader.line_num + 1
         try:
-            cells = next(reader)
-        except StopIteration:
-            break
+            cells = next(reader, None)
         except csv.Error as error:
             raise ValueError(f'{path}:{start}: not valid CSV ({error}); a quote inside quotes is written ""') from error
+        if cells is None:
+            return
         if not any(cell.strip() for cell in cells):
             continue
-        if header is None:
+        if not header:
             header = _header(cells, f"{path}:{start}")
             continue
         if len(cells) > len(header):
@@ -131,51 +123,30 @@ def _read_csv(path: Path, text: str) -> Iterator[_Row]:
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
         row = dict(zip(header, cells, strict=False))
-        yield start, row.get(_text_key(header) or "", ""), row.get("index"), row.get("seed")
+        yield start, row.get("prompt", ""), row.get("index"), row.get("seed")
 
 
 def _header(cells: list[str], where: str) -> list[str]:
     header = [cell.strip().lower() for cell in cells]
-    if _text_key(header) is None:
-        raise ValueError(f"{where}: no column named 'prompt'; found {', '.join(map(repr, header))}")
-    for name in (*TEXT_KEYS, "index", "seed"):
-        if header.count(name) > 1:
-            raise ValueError(f"{where}: {header.count(name)} columns are named {name!r}; keep one")
+    if header.count("prompt") != 1:
+        raise ValueError(f"{where}: expected one column named 'prompt', found {', '.join(map(repr, header))}")
     return header
-
-
-def _text_key(names: Collection[str]) -> str | None:
-    return next((key for key in TEXT_KEYS if key in names), None)
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[_Row]:
     hint = '; each line is one object with "prompt", or one string in double quotes'
     for line, content in _lines(text):
-        yield line, *_json_row(read_json(content, f"{path}:{line}", hint), f"{path}:{line}")
-
-
-def _read_json(path: Path, text: str) -> Iterator[_Row]:
-    rows = read_json(text, str(path), '; the file is one list of objects with "prompt", or of strings')
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"{path}: expected a list of prompts, found {_shown(rows)}; one object a line is a .jsonl file"
-        )
-    for number, row in enumerate(rows, start=1):
-        yield number, *_json_row(row, f"{path}, entry {number}")
-
-
-def _json_row(row: object, where: str) -> tuple[str, object, object]:
-    """Prompt, raw index and raw seed of an object, or of a string alone."""
-    if isinstance(row, str):
-        return row, None, None
-    if not isinstance(row, dict):
-        raise ValueError(f'{where}: expected an object with "prompt" or a string, found {_shown(row)}')
-    key = _text_key(row)
-    if key is None:
-        raise ValueError(f"{where}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}")
-    if not isinstance(row[key], str):
-        raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
-    return row[key], row.get("index"), row.get("seed")
+        where = f"{path}:{line}"
+        row = read_json(content, where, hint)
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, dict):
+            raise ValueError(f'{where}: expected an object with "prompt" or a string, found {_shown(row)}')
+        if "prompt" not in row:
+            raise ValueError(f"{where}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}")
+        if not isinstance(row["prompt"], str):
+            raise ValueError(f"{where}: 'prompt' must be a string, not {_shown(row['prompt'])}")
+        yield line, row["prompt"], row.get("index"), row.get("seed")
 
 
 def _read_txt(path: Path, text: str) -> Iterator[_Row]:
@@ -183,7 +154,7 @@ def _read_txt(path: Path, text: str) -> Iterator[_Row]:
         yield line, content, None, None
 
 
-_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_json, ".txt": _read_txt}
+_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".txt": _read_txt}
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -195,18 +166,14 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _integer(value: object, name: str, where: str) -> int | None:
     """An index or seed from a cell (text) or a JSON value; None where it was left out."""
-    if value is None or (isinstance(value, str) and not value.strip()):
+    text = "" if value is None else str(value).strip()
+    if not text:
         return None
-    number: int | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    elif isinstance(value, str) and re.fullmatch("[0-9]{1,30}", value.strip()):
-        number = int(value)
-    if number is None or not 0 <= number <= MAX_INTEGER:
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_INTEGER:
         raise ValueError(
             f"{where}: {name} must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
         )
-    return number
+    return int(text)
 
 
 def _shown(value: object) -> str:

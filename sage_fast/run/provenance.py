@@ -59,26 +59,19 @@ def git_commit(root: Path) -> str | None:
     # Without this, a package installed inside somebody's repository would report their commit.
     if not (root / ".git").exists():
         return given
+    # The hash alone, whatever tags there are.
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit = _git(root, "rev-parse", "--verify", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return given
-    return f"{commit}-dirty" if changed else commit
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text("utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
 
 
 def _describe_gpu() -> dict[str, Any] | None:

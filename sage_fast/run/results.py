@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import write_text
@@ -31,11 +30,10 @@ from sage_fast.evaluation import (
 )
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.run.trackers import EvaluationMedia, SampleVideo
 from sage_fast.trainer import Trainer
 
 MOST_SHOWN = 8
-"""Samples on the contact sheet of an evaluation, and in trackers."""
+"""Samples on the contact sheet of an evaluation, and in Weights & Biases."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +52,11 @@ class RunEvaluation:
         self.directory = directory
         self.baseline: Evaluation | None = None
         """The scores of update 0, on all ranks; None where there was no evaluation."""
-        self.latest: tuple[int, Evaluation] | None = None
-        """Update and scores of the evaluation that `run` made last."""
-        self._videos: Mapping[int, Tensor] = {}
+        self.latest: Evaluation | None = None
+        """The scores that `run` has made last."""
         # Spread over the file: neighbouring prompts are often variations of one another.
         count, wanted = len(trainer.eval_prompts), trainer.config.evaluation.num_samples
         self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
-        self._shown_rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
         """Take the scores of update 0 from a checkpoint, or from their file where it has none. Collective.
@@ -68,15 +64,22 @@ class RunEvaluation:
         A file that is missing or was cut short is written again, from the checkpoint.
         """
         if saved is None:
-            self.baseline = self.world.broadcast(self._load(0) if self.world.is_main else None)
+            self.baseline = self.world.broadcast(self.load(0) if self.world.is_main else None)
             return
         self.baseline = Evaluation.from_dict(saved)
-        if self.world.is_main and self._load(0) != self.baseline:
+        if self.world.is_main and self.load(0) != self.baseline:
             self.baseline.save(self._scores_file(0))
 
-    def is_on_disk(self, update: int) -> bool:
-        """Try to read back the scores of an update."""
-        return self._load(update) is not None
+    def load(self, update: int) -> Evaluation | None:
+        """The scores of an update from their file; None, with a warning, where it cannot be used."""
+        file = self._scores_file(update)
+        if not file.exists():
+            return None
+        try:
+            return Evaluation.load(file)
+        except ValueError as error:
+            logger.warning("%s", error)
+            return None
 
     def run(self) -> dict[str, float]:
         """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone.
@@ -96,48 +99,29 @@ class RunEvaluation:
         seconds = time.perf_counter() - start
         if update == 0:
             self.baseline = evaluation
-        self.latest = update, evaluation
+        self.latest = evaluation
         metrics = self.metrics(evaluation) | {"time/evaluation": seconds}
         if not self.world.is_main:
             return {}
         evaluation.save(self._scores_file(update))
-        self._videos = videos
         for row, video in videos.items():
             write_video(self._video_file(update, row), video, trainer.config.video.fps)
         if videos:
-            rows = [(trainer.eval_prompts[row].text, {"": videos[row]}) for row in self._shown_rows]
-            media.contact_sheet(self.directory / "samples" / f"update-{update:06d}.png", rows, f"update {update}")
+            cells = [media.Cell(caption=prompt, videos=[videos[row]]) for row, prompt in self._shown_prompts()]
+            media.contact_sheet(self.sheet(update), cells, f"update {update}")
         return metrics
 
-    def media(self, page: Path | None = None) -> EvaluationMedia:
-        """The content of the last evaluation for trackers; on rank 0 alone. The videos are let go of.
+    def sheet(self, update: int) -> Path:
+        """The contact sheet of an evaluation."""
+        return self.directory / "samples" / f"update-{update:06d}.png"
 
-        Args:
-            page: of the run.
-        """
-        assert self.baseline is not None and self.latest is not None
-        update, evaluation = self.latest
-        videos, self._videos = self._videos, {}
-        before = dict(zip(self.baseline.prompts, self.baseline.reward, strict=True))
-        columns = evaluation.columns()
-        return EvaluationMedia(
-            videos=[
-                SampleVideo(
-                    prompt=self.trainer.eval_prompts[row].text,
-                    video=video,
-                    fps=self.trainer.config.video.fps,
-                    file=self._video_file(update, row),
-                )
-                for row, video in videos.items()
-                if row in self._shown_rows
-            ],
-            head=["prompt", "Reward at update 0", *columns],
-            rows=[
-                [prompt, before.get(prompt, math.nan), *(column[row] for column in columns.values())]
-                for row, prompt in enumerate(evaluation.prompts)
-            ],
-            page=page,
-        )
+    def samples(self, update: int) -> list[tuple[str, Path]]:
+        """The prompts on the contact sheet of an evaluation, and the mp4 of each."""
+        return [(prompt, self._video_file(update, row)) for row, prompt in self._shown_prompts()]
+
+    def _shown_prompts(self) -> list[tuple[int, str]]:
+        rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
+        return [(row, self.trainer.eval_prompts[row].text) for row in rows]
 
     def metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """Means and standard errors of an evaluation, and of its pairs with the scores of update 0. RewardError."""
@@ -153,14 +137,8 @@ class RunEvaluation:
             column = torch.tensor(values, dtype=torch.float64)
             metrics[f"eval/{key}_mean"] = float(column.mean())
             metrics[f"eval/{key}_stderr"] = float(column.std()) / len(column) ** 0.5
-        every = len(self.trainer.eval_prompts)
-        if test.count < every:
+        if test.count < len(self.trainer.eval_prompts):
             metrics["eval/pairs"] = test.count
-            if self.world.is_main:
-                logger.warning(
-                    "The rewards failed on some evaluation prompts: %d of %d are compared with update 0.",
-                    *(test.count, every),
-                )
         return metrics
 
     def conclude(self, rows: Sequence[Mapping[str, Any]]) -> PairedTest | None:
@@ -169,10 +147,11 @@ class RunEvaluation:
         Args:
             rows: the run's metrics. On rank 0 alone.
         """
-        last = self._last(sorted((row["update"] for row in rows if "eval/reward_mean" in row), reverse=True))
-        if self.baseline is None or last is None:
+        updates = sorted({row["update"] for row in rows if "eval/reward_mean" in row} - {0}, reverse=True)
+        found = ((update, self.load(update)) for update in updates)
+        update, evaluation = next(((update, scores) for update, scores in found if scores is not None), (0, None))
+        if self.baseline is None or evaluation is None:
             return None
-        update, evaluation = last
         tests = paired_tests(self.baseline, evaluation)
         test = tests[REWARD]
         result = {
@@ -202,27 +181,6 @@ class RunEvaluation:
         name = video_file_name(row, self.trainer.eval_prompts[row].text)
         return self.directory / "samples" / f"update-{update:06d}" / name
 
-    def _load(self, update: int) -> Evaluation | None:
-        """The scores of an update from their file; None, with a warning, where it cannot be used."""
-        file = self._scores_file(update)
-        if not file.exists():
-            return None
-        try:
-            return Evaluation.load(file)
-        except ValueError as error:
-            logger.warning("%s", error)
-            return None
-
-    def _last(self, updates: Sequence[int]) -> tuple[int, Evaluation] | None:
-        """The latest of these evaluations after update 0 whose scores are in memory or on disk."""
-        for update in updates:
-            if self.latest is not None and self.latest[0] == update > 0:
-                return self.latest
-            evaluation = self._load(update) if update > 0 else None
-            if evaluation is not None:
-                return update, evaluation
-        return None
-
     def _before_after(self, update: int, after: Evaluation) -> None:
         """Write a grid of the samples of update 0 and of this one, as far as both are there."""
         assert self.baseline is not None
@@ -233,23 +191,20 @@ class RunEvaluation:
         )
         cells = []
         for row in self._sample_rows:
-            files = [self._video_file(0, row), self._video_file(update, row)]
-            if not all(file.exists() for file in files):
-                continue
-            marks = (bool(first[row]), bool(last[row])) if row in first and row in last else None
+            marks = [bool(first[row]), bool(last[row])] if row in first and row in last else []
             try:
-                before, after_ = map(read_video, files)
+                videos = [read_video(self._video_file(at, row)) for at in (0, update)]
             except OSError as error:
                 logger.warning("before_after.png has a prompt less: %s", error)
                 continue
             caption = self.trainer.eval_prompts[row].text
-            cells.append(media.GridCell(caption=caption, before=before, after=after_, marks=marks))
+            cells.append(media.Cell(caption=caption, videos=videos, marks=marks))
         if cells:
             title = f"Same prompt, same noise: above before training, below after update {update}."
-            if marked := [cell.marks for cell in cells if cell.marks is not None]:
+            if marked := [cell.marks for cell in cells if cell.marks]:
                 was, now = (sum(column) for column in zip(*marked, strict=True))
                 title += f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
                 if after.noises > 1 and name is not None:
                     shares = [sum(e.scores[name]) / len(e.prompts) for e in (self.baseline, after)]
                     title += f" Over {after.noises} noises: {shares[0]:.0%} and then {shares[1]:.0%}."
-            media.before_after_grid(self.directory / "before_after.png", cells, title)
+            media.contact_sheet(self.directory / "before_after.png", cells, title, grid=True)

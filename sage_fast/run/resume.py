@@ -10,14 +10,10 @@ the run stops and asks for `--resume restart`.
 """
 
 import difflib
-import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +29,11 @@ from sage_fast.run.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
 
-HISTORY = "history.jsonl"
-"""Events of a run other than training, one JSON object per line: changed keys, folders moved aside."""
-
-MOVED_ASIDE = ("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml")
-MOVED_ASIDE_PATTERNS = ("environment*.json", "reward.png", "before_after.png", "index.html", "status.json")
+# Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts nothing.
+MOVED_ASIDE = (
+    *("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml"),
+    *("environment*.json", "reward.png", "before_after.png", "index.html", "status.json"),
+)
 
 # Weights and options of rewards are one value each: there a missing entry is a difference.
 WHOLE = ("reward.weights", "reward.options")
@@ -46,26 +42,17 @@ Changes = Mapping[str, tuple[Any, Any]]
 """Dotted key -> (value in the checkpoint, value now)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where a run begins.
-
-    checkpoint: None for update 0. sets_aside: whether an earlier run's files have to be moved out of the way first.
-    changes: keys that the user allowed to differ from the checkpoint's.
-
-    Example: `Start(checkpoint=None, sets_aside=True)` begins again and keeps what is there.
-    """
-
-    checkpoint: Checkpoint | None
-    sets_aside: bool = False
-    changes: Changes = field(default_factory=dict)
-
-
-def find_start(config: RunConfig, world: World, allow_changes: Collection[str] = ()) -> Start:
+def find_start(
+    config: RunConfig, world: World, allow_changes: Collection[str] = ()
+) -> tuple[Checkpoint | None, bool, Changes]:
     """Decide where a run begins; nothing is touched. Collective.
 
     Args:
         allow_changes: dotted keys that may differ from the checkpoint's, in addition to the free ones.
+
+    Returns:
+        The checkpoint, None for update 0; whether an earlier run's files have to be moved out of the way first; and the
+        keys that the user allowed to differ from the checkpoint's.
 
     Raises:
         ConfigError: a new run would start where there is one already, or the checkpoint is of another configuration.
@@ -82,15 +69,15 @@ def find_start(config: RunConfig, world: World, allow_changes: Collection[str] =
             "start anew by --resume restart, or choose another output_dir."
         )
     if resume == "restart":
-        return Start(checkpoint=None, sets_aside=has_run)
+        return None, has_run, {}
     checkpoint = _checkpoint_of_this_job(resume, checkpoints, world) or find_checkpoint(resume, checkpoints, world)
     if checkpoint is None:
         if has_run:
-            _check_may_start_again(config, world)
-        return Start(checkpoint=None, sets_aside=has_run)
+            agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
+        return None, has_run, {}
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
     logger.info("Going on from %s.", checkpoint.folder)
-    return Start(checkpoint=checkpoint, changes=changes)
+    return checkpoint, False, changes
 
 
 def _has_history(directory: Path) -> bool:
@@ -106,30 +93,24 @@ def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Che
     return newest if newest is not None and newest.state["config"]["resume"] == resume else None
 
 
-def _check_may_start_again(config: RunConfig, world: World) -> None:
+def _check_may_start_again(config: RunConfig) -> None:
     """CheckpointError unless a run without a usable checkpoint was stopped before it had saved its first one.
 
     The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first.
     """
     directory = Path(config.output_dir)
-
-    def check() -> None:
-        if not world.is_main:
-            return
-        folders = list_checkpoints(directory / "checkpoints")
-        rows = read_metrics(directory / METRICS) if _has_history(directory) else []
-        reached = max((row["update"] for row in rows), default=0)
-        if not folders and reached < 2 * config.checkpoint.every:
-            logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
-            return
-        why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
-        raise CheckpointError(
-            f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
-            f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps "
-            "what is there in a folder previous-N."
-        )
-
-    agree(world, check)
+    folders = list_checkpoints(directory / "checkpoints")
+    rows = read_metrics(directory / METRICS) if _has_history(directory) else []
+    reached = max((row["update"] for row in rows), default=0)
+    if not folders and reached < 2 * config.checkpoint.every:
+        logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
+        return
+    why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
+    raise CheckpointError(
+        f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
+        f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps what is "
+        "there in a folder previous-N."
+    )
 
 
 # ------------------------------------------------------------------------------------------ configuration
@@ -191,24 +172,17 @@ def check_same_run(
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def move_aside(directory: Path) -> Path:
-    """Move what a run has left into a new folder previous-N of its directory, and say so in the history.
-
-    Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts nothing.
-    """
+def move_aside(directory: Path) -> None:
+    """Move what a run has left into a new folder previous-N of its directory."""
     number = 1
     while (directory / f"previous-{number}").exists():
         number += 1
     aside = directory / f"previous-{number}"
     aside.mkdir()
-    found = [directory / name for name in MOVED_ASIDE]
-    found += [path for pattern in MOVED_ASIDE_PATTERNS for path in sorted(directory.glob(pattern))]
-    for path in found:
-        if path.exists():
+    for pattern in MOVED_ASIDE:
+        for path in sorted(directory.glob(pattern)):
             path.rename(aside / path.name)
-    append_history(directory, {"update": 0, "moved_to": aside.name})
     logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
-    return aside
 
 
 def abandon_after(checkpoints: Path, update: int) -> None:
@@ -224,15 +198,6 @@ def abandon_after(checkpoints: Path, update: int) -> None:
 def describe_changes(changes: Changes) -> str:
     """Example: "optimizer.learning_rate 0.001 -> 0.0005"."""
     return "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())
-
-
-def append_history(directory: Path, event: Mapping[str, Any]) -> None:
-    """Add a line to the run's history, with the time, and wait until it is on disk."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event}
-    with (directory / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def split_keys(words: Sequence[str]) -> list[str]:

@@ -8,11 +8,12 @@ runs/NAME/
     checkpoints/                         see `checkpoint/`
     index.html                           everything on one page, rewritten while the run goes on: look here first
     reward.png  before_after.png         the same for a document
-    status.json  lease.json              progress, and the process that writes here, for `sage-fast status`
+    status.json  lease.txt               progress, and the process that writes here, for `sage-fast status`
 """
 
 import json
 import logging
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,12 +30,12 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads, digest
+from sage_fast.config.sections import digest
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import describe_model, open_components
+from sage_fast.models.family import open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -45,15 +46,13 @@ from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveR
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
-from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
-from sage_fast.run.progress import EtaEstimator, RunProgress, peak_memory_gib
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, append_history, describe_changes, find_start, move_aside
-from sage_fast.run.run_status import State, Status
+from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
+from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0
@@ -85,16 +84,13 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
-    section = config.evaluation
-    if section.prompts is None:
-        prompts = _read_prompts("data.prompts", config.data.prompts)
-    else:
-        prompts = _read_prompts("evaluation.prompts", section.prompts)
-    if section.num_prompts is None:
-        return prompts
-    if section.num_prompts > len(prompts):
-        raise ConfigError(f"evaluation.num_prompts is {section.num_prompts}, but there are {len(prompts)} prompts.")
-    return prompts[: section.num_prompts]
+    key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
+    if given is None:
+        key, given = "data.prompts", config.data.prompts
+    prompts = _read_prompts(key, given)
+    if count is not None and count > len(prompts):
+        raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
+    return prompts[:count]
 
 
 def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
@@ -119,8 +115,6 @@ def build_trainer(
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
-    if world.sp > 1:
-        _check_described_heads(config, world.sp)
     try:
         components = open_components(config.model)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
@@ -133,15 +127,6 @@ def build_trainer(
         return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_described_heads(config: RunConfig, sp: int) -> None:
-    """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    try:
-        description = describe_model(config.model)
-    except ConfigError:
-        return  # nothing is known before it is loaded; then `shard_sequence` asks
-    check_heads(sp, description.transformer["num_attention_heads"])
 
 
 def train(
@@ -199,8 +184,7 @@ class Run:
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
         self._contents = self._look()
-        start = find_start(config, world, allow_changes)
-        self.checkpoint, self._sets_aside, self._changes = start.checkpoint, start.sets_aside, start.changes
+        self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
         self.trainer = build_trainer(config, self.world, lambda phase, done, total, subject: self.guard.progress())
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         # A path may name other files on another node.
@@ -211,12 +195,11 @@ class Run:
         self.progress = RunProgress(
             self.directory,
             Status(num_updates=training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout),
-            EtaEstimator(training.num_updates, training.updates_per_rollout, config.evaluation.every),
-            evaluation_videos=len(self.trainer.eval_prompts),
+            step=training.updates_per_rollout,
+            evaluation_every=config.evaluation.every,
             shown=world.is_main,
         )
         self._page_written = time.monotonic()
-        self._environment = self.directory / "environment.json"
 
     def train(self) -> RunResult:
         """Train to the last update, or until a signal to any rank asks to stop.
@@ -250,31 +233,21 @@ class Run:
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         saving = self.config.checkpoint
         with ExitStack() as stack:
-            if self.world.is_main:
-                self._prepare_directory(resumed)
-            self.progress.begin(resumed)
             self.metrics: MetricsLogger | NoMetrics = NoMetrics()
             if self.world.is_main:
-                environment = json.loads(self._environment.read_text("utf-8"))
-                settings = {"config": to_dict(self.config), "environment": environment}
-                try:
-                    self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                except ValueError as error:
-                    raise ConfigError(f"logging.*: {error}") from error
+                environment = self._prepare_directory(resumed)
+                self.progress.begin(resumed)
+                settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
+                self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
+                for row in read_metrics(self.directory / "metrics.jsonl"):
+                    self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
-            if resumed and self.world.is_main:
-                for row in read_metrics(self.directory / "metrics.jsonl"):
-                    self.progress.eta.learn(row)
             stack.enter_context(self.progress)
-            self.writer = stack.enter_context(
-                CheckpointWriter(
-                    self.checkpoints,
-                    keep_last=saving.keep_last,
-                    asynchronous=saving.asynchronous,
-                    world=self.world,
-                )
+            writer = CheckpointWriter(
+                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
             )
+            self.writer = stack.enter_context(writer)
             self.trainer.progress = self._tell
             self.trainer.on_rollout = partial(self.callbacks.tell, "on_rollout")
             self._begin(checkpoint)
@@ -288,13 +261,14 @@ class Run:
         """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
         if checkpoint is None:
             self.metrics.truncate_after(-1)
-            self._measure_baseline(None, trust_files=False)
+            self._measure_baseline()  # scores on disk are not this run's
             return
         state = checkpoint.state
         self.metrics.truncate_after(int(state["trainer"]["update"]))
         is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
-        self._measure_baseline(state["baseline"] if is_own else None, trust_files=True)
+        self.evaluation.restore_baseline(state["baseline"] if is_own else None)
+        self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
         # A checkpoint of another directory has its records there.
         self._restore_record(state["record"] if is_own else None, pending=state["pending"])
@@ -363,25 +337,19 @@ class Run:
 
     def _show_evaluation(self, metrics: Mapping[str, Any]) -> None:
         """Hand the evaluation that has just been made to trackers and callbacks."""
-        if not self.world.is_main:
-            return
-        page, update = self.directory / PAGE, self.trainer.update
-        self.metrics.show(update, self.evaluation.media(page if page.exists() else None))
-        assert self.evaluation.latest is not None and self.evaluation.baseline is not None
-        self.callbacks.tell(
-            "on_evaluation",
-            EvaluationRecord(
-                update=update,
-                metrics=metrics,
-                evaluation=self.evaluation.latest[1],
-                baseline=self.evaluation.baseline,
-            ),
+        evaluation, update = self.evaluation, self.trainer.update
+        if samples := evaluation.samples(update):
+            self.metrics.show(update, evaluation.sheet(update), samples)
+        assert evaluation.latest is not None and evaluation.baseline is not None
+        record = EvaluationRecord(
+            update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
         )
+        self.callbacks.tell("on_evaluation", record)
 
     def _tell(self, phase: str, done: int, total: int, subject: str) -> None:
         """Pass on what the trainer is doing."""
         self.guard.progress()
-        self.progress.phase(phase, done, total, self.trainer.update)
+        self.progress.phase(phase, done, total)
 
     def _write_page(self) -> None:
         """Write the page of the run."""
@@ -433,8 +401,8 @@ class Run:
         except ValueError as error:
             raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
 
-    def _prepare_directory(self, resumed: int) -> None:
-        """Create the run directory, move aside what is not this run's, and record what is being run."""
+    def _prepare_directory(self, resumed: int) -> Path:
+        """Create the run directory, move aside what is not this run's, and record what is run; the file of versions."""
         if self._look() != self._contents:
             raise RunDirectoryError(
                 f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
@@ -445,24 +413,15 @@ class Run:
                 move_aside(self.directory)
             elif self.config.resume not in ("none", "auto"):
                 abandon_after(self.checkpoints, resumed)
-            if self._changes:
-                append_history(self.directory, {"update": resumed, "changes": self._changes})
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
             save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
-            self._environment = write_environment(self.directory, resumed)
+            return write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.directory, error) from error
 
-    def _measure_baseline(self, saved: Mapping[str, Any] | None, *, trust_files: bool) -> None:
-        """Have the scores of update 0, and their record in the metrics, before the first update.
-
-        Args:
-            saved: the scores from a checkpoint of this run.
-            trust_files: whether scores on disk are this run's; a fresh start trusts nothing that it finds.
-        """
-        if trust_files:
-            self.evaluation.restore_baseline(saved)
+    def _measure_baseline(self) -> None:
+        """Have the scores of update 0, and their record in the metrics, before the first update."""
         if not self.config.evaluation.every:
             return
         if self.evaluation.baseline is None:
@@ -481,13 +440,9 @@ class Run:
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        if pending and not self.config.evaluation.every:
-            logger.info("evaluation.every is 0: the evaluation that was due at update %d is left out.", update)
-            pending = False
-        if pending and not (
-            self._has_logged(update, {"eval/reward_mean"})
-            and self.world.broadcast(self.world.is_main and self.evaluation.is_on_disk(update))
-        ):
+        scored = self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
+        evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
+        if pending and self.config.evaluation.every and not evaluated:
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)
         elif record is not None and not self._has_logged(update, record.keys()):
@@ -544,9 +499,8 @@ class Run:
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
-                picture = to_png(reward_figure(rows, self.trainer.reward.lower_is_better))
                 with replacing(self.directory / "reward.png") as partial:
-                    partial.write_bytes(picture)
+                    partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,
@@ -560,3 +514,10 @@ class Run:
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
     """Digest of the training and evaluation prompts with their indices and seeds."""
     return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of the device, or of this process on a CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

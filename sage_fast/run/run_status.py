@@ -1,21 +1,37 @@
-"""The status of a run in `status.json`, and the condition of a run as it and the lease show it from outside.
+"""The status of a run: in lines on a terminal or in a log, in `status.json`, and as it is seen from outside.
 
-The run (`progress.py`) writes the file when a phase begins and every few seconds within one; it appears whole. Somebody
+The run writes the file when a phase begins and every few seconds within one; it appears whole. With the lease somebody
 else can then tell apart a run that goes on, one that makes no progress any more although its process lives, and one
 whose process is gone without a last word, as after a `kill -9`.
 """
 
 import json
 import logging
+import math
+import sys
+import threading
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
-from sage_fast.run.lease import Holder, look_at
+from sage_fast.config.files import write_text
+from sage_fast.run.lease import look_at
 
 FILE_NAME = "status.json"
+
+HEARTBEAT_SECONDS, TERMINAL_SECONDS = 60.0, 10.0
+"""There is a line at least so often, in a log and on a terminal."""
+SECONDS_BETWEEN_WRITES = 5.0
+"""Of the file, within a phase."""
+MAX_ERROR = 500
+"""Characters of an error that the status keeps."""
+RECENT = 20
+"""Iterations and evaluations that the pace is measured by."""
 
 QUIET_SECONDS = 60.0
 """A run may go at least so long without progress."""
@@ -29,8 +45,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 logger = logging.getLogger(__name__)
 
 
-def utc_now() -> str:
-    """The time as a status has it."""
+def _utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -38,30 +53,176 @@ def utc_now() -> str:
 class Status:
     """Status of a run.
 
-    state: stopped means on request. update, num_updates: done, and of how many. phase, videos_done, videos: what it
-    does, for how many videos that is done, and all of them. reward: of the last evaluation, or of the
-    last rollout where there is none. gain: paired, over update 0. seconds_left: by the measured pace. longest_seconds:
-    that it has gone without progress. videos_per_rollout: on all ranks. error: that ended it. started, written: UTC.
+    state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
+    how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
+    paired, over update 0. seconds_left: by the measured pace. longest_seconds: that it has gone without progress.
+    videos_per_rollout: on all ranks. error: that ended it. written: UTC.
 
-    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", videos_done=32, videos=128,
-    reward=0.41, gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
-    started="2026-01-31T12:00:00+00:00", written="2026-01-31T12:03:00+00:00")`
+    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
+    gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
+    written="2026-01-31T12:03:00+00:00")`
     """
 
     state: State = "running"
     update: int = 0
     num_updates: int
     phase: str = "start"
-    videos_done: int = 0
-    videos: int = 0
+    done: int = 0
+    total: int = 0
     reward: float | None = None
     gain: float | None = None
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
     error: str | None = None
-    started: str = field(default_factory=utc_now)
-    written: str = field(default_factory=utc_now)
+    written: str = field(default_factory=_utc_now)
+
+
+# ------------------------------------------------------------------------------------------ what the run tells
+
+
+class RunProgress:
+    """Shows the progress of a run, and keeps its `status.json` for a look from outside.
+
+    There is a line for each update, and between them one a minute, or every ten seconds on a terminal. A thread prints
+    those because the step that they tell of may take longer.
+
+    Args:
+        directory: of the run. A status that cannot be written there is a warning: a run does not end for it.
+        status: what is known before the run begins.
+        step: updates of an iteration.
+        evaluation_every: updates between two evaluations, 0 for none.
+        shown: whether this rank shows and writes anything.
+    """
+
+    def __init__(
+        self, directory: Path, status: Status, *, step: int, evaluation_every: int, shown: bool = True
+    ) -> None:
+        self.path = directory / FILE_NAME
+        self.status, self.shown = status, shown
+        self._step, self._evaluation_every = step, evaluation_every
+        self._iterations: deque[float] = deque(maxlen=RECENT)
+        self._evaluations: deque[float] = deque(maxlen=RECENT)
+        self._begun = self._failed = False
+        self._last_step = self._last_line = time.monotonic()
+        self._last_write = -math.inf
+        self._heartbeat = TERMINAL_SECONDS if sys.stderr.isatty() else HEARTBEAT_SECONDS
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._print_heartbeats, name="progress", daemon=True)
+
+    def begin(self, update: int) -> None:
+        """The run goes on from this update, and owns the directory."""
+        self._begun = True
+        self._last_step = time.monotonic()
+        self.status = replace(self.status, update=update)
+        self._write()
+
+    def learn(self, record: Mapping[str, Any]) -> None:
+        """Take over the times of an update's record."""
+        if "time/iteration" in record:
+            self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
+        if "time/evaluation" in record:
+            self._evaluations.append(record["time/evaluation"])
+
+    def seconds_left(self) -> float | None:
+        """From the last update to the end of the run, by the measured times; None as long as there are none."""
+        update, total, every = self.status.update, self.status.num_updates, self._evaluation_every
+        if not self._iterations:
+            return None
+        seconds = math.ceil(max(0, total - update) / self._step) * fmean(self._iterations)
+        if every and self._evaluations:
+            # One at every multiple, and one at the end.
+            seconds += (math.ceil(total / every) - update // every) * fmean(self._evaluations)
+        return seconds
+
+    def __enter__(self) -> "RunProgress":
+        if self.shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Take note of where the run is."""
+        now, phase = time.monotonic(), self.status.phase
+        longest = max(self.status.longest_seconds, now - self._last_step)
+        self._last_step = now
+        left = self.seconds_left()
+        self.status = replace(
+            self.status, phase=name, done=done, total=total, seconds_left=left, longest_seconds=longest
+        )
+        # The phases of a quick run are over before anybody could read them.
+        if now - self._last_write >= (SECONDS_BETWEEN_WRITES if name == phase else 1.0):
+            self._write()
+
+    def finished(self, record: Mapping[str, Any]) -> None:
+        """Show the result of an iteration."""
+        self.learn(record)
+        update, parts = record["update"], []
+        scores: dict[str, Any] = {}
+        if "reward/mean" in record:
+            parts.append(f"reward {record['reward/mean']:.4g}")
+            if self.status.gain is None:
+                scores = {"reward": record["reward/mean"]}
+        if "eval/reward_mean" in record:
+            scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
+            parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
+        self.status = replace(self.status, update=update, **scores)
+        self.status = replace(self.status, seconds_left=self.seconds_left())
+        self._print(f"update {update}/{self.status.num_updates}  {'  '.join(parts)}")
+
+    def end(self, state: State, error: BaseException | None = None) -> None:
+        """Write the last word of the run."""
+        text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
+        left = 0.0 if state == "finished" else None
+        self.status = replace(self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text)
+        self._write()
+
+    def _write(self) -> None:
+        # Who has deleted the directory does not want it back.
+        if not (self.shown and self._begun and self.path.parent.exists()):
+            return
+        self._last_write = time.monotonic()
+        self.status = replace(self.status, written=_utc_now())
+        try:
+            write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s is not up to date: %s", self.path, error)
+            self._failed = True
+
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        left = self.status.seconds_left
+        if self.shown:
+            print(text + (f"  {format_seconds(left)} left" if left else ""), file=sys.stderr, flush=True)
+
+    def _print_heartbeats(self) -> None:
+        while not self._closed.wait(max(0.1, self._last_line + self._heartbeat - time.monotonic())):
+            status = self.status
+            if time.monotonic() < self._last_line + self._heartbeat or not status.phase:
+                continue
+            update = min(status.update + 1, status.num_updates)
+            try:
+                self._print(f"update {update}/{status.num_updates}  {status.phase} {status.done}/{status.total}")
+            except OSError:  # nobody reads any more; the run's own next line says so
+                return
+
+
+def format_seconds(seconds: float) -> str:
+    """Example: `format_seconds(200)` is `3.3 min`, `format_seconds(9000)` is `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+# ------------------------------------------------------------------------------------------ seen from outside
 
 
 Condition = Literal["running", "hangs", "killed", "finished", "stopped", "failed", "unknown"]
@@ -72,16 +233,16 @@ class RunState:
     """Condition of a run, seen from outside.
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the process is gone without a last
-    word, `unknown` where it has no status. quiet_seconds: since its last progress.
+    word, `unknown` where it has no status. holder: the process, of `lease.txt`. quiet_seconds: since its last progress.
 
-    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder=Holder(...),
+    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder="process 4711 on node7",
     quiet_seconds=2.0)`
     """
 
     run: Path
     condition: Condition
     status: Status | None
-    holder: Holder | None
+    holder: str
     quiet_seconds: float | None
 
     @property

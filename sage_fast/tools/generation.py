@@ -191,8 +191,8 @@ def generate(
                     logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    rows = [(prompt.text, {"": video_files.read_video(path)}) for (prompt, _), path in shown]
-    media.contact_sheet(output / "contact_sheet.png", rows)
+    cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
+    media.contact_sheet(output / "contact_sheet.png", cells)
     return paths
 
 

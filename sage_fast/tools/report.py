@@ -4,7 +4,7 @@ evaluation.json     every number, also per prompt
 evaluation.md       the tables, for a README or an issue
 evaluation.html     one page with everything, which opens offline, in light and dark; it plays the videos of base/ and
                     trained/ beside it, two at a time
-contact_sheet.png   frames of both models, side by side
+contact_sheet.png   frames of both models, base above trained
 """
 
 import base64
@@ -97,15 +97,12 @@ def write_report(folder: Path, report: Report) -> list[Path]:
         write_text(folder / name, text)
     paths = [folder / name for name in texts]
     if report.videos:
-        rows = [
-            (
-                shown.prompt,
-                {model: read_video(path) for model, path in (("base", shown.base), ("trained", shown.trained))},
-            )
+        cells = [
+            media.Cell(caption=shown.prompt, videos=[read_video(shown.base), read_video(shown.trained)])
             for shown in report.videos
         ]
         paths.append(folder / "contact_sheet.png")
-        media.contact_sheet(paths[-1], rows, title="same prompt, same noise: base and trained")
+        media.contact_sheet(paths[-1], cells, title="same prompt, same noise: base above trained")
     return paths
 
 

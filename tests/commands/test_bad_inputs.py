@@ -35,7 +35,7 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("gone.csv", None, ["data.prompts", "gone.csv", "no such prompt file"]),
+        ("gone.csv", None, ["data.prompts", "gone.csv", "cannot be read as a prompt file"]),
         ("empty.txt", "", ["data.prompts", "no prompts"]),
         ("columns.csv", "words\na red circle moving left\n", ["columns.csv:1", "prompt", "words"]),
         ("twice.csv", "prompt,index\na red circle moving up,1\na red circle moving up,1\n", ["twice.csv:3", "index 1"]),

@@ -76,17 +76,6 @@ def test_one_key_press_that_comes_twice_is_one(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.count("finishing this update") == 1
 
 
-@pytest.mark.signals
-def test_torchrun_is_known_to_wait_only_so_long(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with GracefulStop():
-        os.kill(os.getpid(), signal.SIGINT)
-    text = capfd.readouterr().err
-    assert "torchrun waits 30 s" in text and "again" not in text
-
-
 def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "STOP").touch()  # of another time
     with GracefulStop(tmp_path) as stop:
@@ -96,10 +85,3 @@ def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(tmp_path: Path, capfd: 
         assert (tmp_path / "STOP").exists()
     assert not (tmp_path / "STOP").exists()
     assert capfd.readouterr().err.count("saving after this update") == 1
-
-
-def test_a_rank_that_does_not_speak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with GracefulStop(announce=False) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-    assert capfd.readouterr().err == ""

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.config.errors import CheckpointError, RunDirectoryError
+from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.lease import FILE_NAME, Lease, look_at
 from sage_fast.run.run import Run
@@ -63,14 +62,14 @@ def test_a_holder_is_named_as_long_as_it_lives(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         holder, alive = look_at(tmp_path)
-        assert alive and holder is not None and holder.pid == process.pid
-        with pytest.raises(RunDirectoryError, match=rf"kill {process.pid} on"):
+        assert alive and holder.startswith(f"process {process.pid} on ")
+        with pytest.raises(RunDirectoryError, match=rf"another run: process {process.pid} on"):
             Lease(tmp_path).refuse_others()
         process.kill()
     assert look_at(tmp_path) == (holder, False)
     with Lease(tmp_path) as lease:
         lease.check()
-        assert json.loads((tmp_path / FILE_NAME).read_text())["pid"] == os.getpid()
+        assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
         assert look_at(tmp_path)[1]
     assert not look_at(tmp_path)[1]
 
@@ -85,13 +84,6 @@ def test_a_file_system_without_locks_is_a_warning(
     with Lease(tmp_path) as lease:
         lease.check()
     assert "cannot be locked (No locks available): a second run" in caplog.text
-
-
-def test_a_file_cut_short_names_nobody(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"host": "no')
-    assert look_at(tmp_path) == (None, False)
-    with Lease(tmp_path) as lease:
-        lease.check()
 
 
 def test_a_directory_that_another_run_has_made_again_is_not_written(tmp_path: Path) -> None:
@@ -121,10 +113,3 @@ def test_a_directory_that_is_deleted_is_named_as_that(tiny_run: MakeRun, asynchr
     run.trainer.iterate = delete  # type: ignore[method-assign]
     with pytest.raises(RunDirectoryError, match="was deleted or moved while the run was writing"):
         run.train()
-
-
-def test_other_failures_keep_their_message(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="disk full"), Lease(tmp_path):
-        raise CheckpointError("disk full")
-    with Lease(tmp_path):
-        pass

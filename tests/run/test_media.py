@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
-from sage_fast.run import media
-from sage_fast.run.media import GAP, MARGIN, GridCell, before_after_grid, contact_sheet, filmstrip
+from sage_fast.run.media import MARGIN, Cell, contact_sheet, filmstrip
 from sage_fast.run.plots import reward_figure, to_png
 
 
@@ -39,8 +38,8 @@ def decode(path) -> tuple[np.ndarray, av.VideoStream]:
 
 @pytest.mark.parametrize(
     ("height", "width", "factor"),
-    [(16, 16, 8), (16, 24, 8), (120, 200, 2), (128, 160, 1), (131, 135, 1)],
-    ids=["tiny", "tiny-wide", "below-128", "exact", "odd"],
+    [(16, 24, 8), (120, 200, 2), (131, 135, 1)],
+    ids=["tiny", "below-128", "odd"],
 )
 def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor):
     video = colour_blocks(6, height, width)
@@ -71,9 +70,7 @@ def test_video_frame_rates_that_are_no_integers(tmp_path):
         ("A red circle, moving LEFT!", "03-a-red-circle-moving-left.mp4"),
         ("一只猫在雪地里奔跑，阳光", "03-一只猫在雪地里奔跑-阳光.mp4"),
         ("قطة حمراء", "03-قطة-حمراء.mp4"),
-        ("नमस्ते दुनिया", "03-नमस्ते-दुनिया.mp4"),
         ("cafe\u0301", "03-café.mp4"),
-        ("🦊", "03-🦊.mp4"),
         ("../\u202e\n\0", "03-prompt.mp4"),
         ("x" * 500, f"03-{'x' * 60}.mp4"),
         ("猫" * 500, f"03-{'猫' * 30}.mp4"),
@@ -87,15 +84,9 @@ def test_file_names_keep_every_script_and_fit_on_a_disk(tmp_path, prompt, name):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-def test_single_frame_video(tmp_path):
-    write_video(tmp_path / "v.mp4", colour_blocks(1, 16, 16), fps=24)
-    assert len(decode(tmp_path / "v.mp4")[0]) == 1
-
-
 BAD_VIDEOS = {
     "batch": (torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), r"\(F, 3, H, W\).*\(1, 2, 3, 8, 8\)"),
     "channels-last": (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), r"not \(2, 8, 8, 3\)"),
-    "no-frames": (torch.zeros(0, 3, 8, 8, dtype=torch.uint8), r"not \(0, 3, 8, 8\)"),
     "float": (torch.zeros(2, 3, 8, 8), "must be uint8.*float32"),
 }
 
@@ -128,19 +119,13 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path):
         read_video(tmp_path / "gone.mp4")
 
 
-@pytest.mark.parametrize(
-    ("shape", "cell"),
-    [((9, 16, 24), (192, 128)), ((3, 480, 832), (250, 144)), ((1, 128, 128), (128, 128))],
-    ids=["small", "large", "one-frame"],
-)
-def test_a_filmstrip_has_its_frames_side_by_side(shape, cell):
-    video = torch.zeros(shape[0], 3, *shape[1:], dtype=torch.uint8)
+def test_a_filmstrip_has_its_frames_side_by_side():
+    video = torch.zeros(9, 3, 16, 24, dtype=torch.uint8)
     video[-1] = 200
     image = Image.open(io.BytesIO(filmstrip(video)))
-    shown = min(8, shape[0])
-    assert image.format == "JPEG" and image.size == (shown * (cell[0] + 2) - 2, cell[1])
-    assert abs(np.asarray(image)[:, -cell[0] // 2].mean() - 200) < 4, "the last frame stands last"
-    assert shown == 1 or np.asarray(image)[:, cell[0] // 2].mean() < 4
+    assert image.format == "JPEG" and image.size == (8 * (192 + 2) - 2, 128)
+    assert abs(np.asarray(image)[:, -96].mean() - 200) < 4, "the last frame stands last"
+    assert np.asarray(image)[:, 96].mean() < 4
 
 
 @pytest.mark.parametrize(("video", "message"), BAD_VIDEOS.values(), ids=BAD_VIDEOS.keys())
@@ -148,31 +133,17 @@ def test_wrong_videos_are_refused(tmp_path, video, message):
     good = colour_blocks(2, 8, 8)
     with pytest.raises(ValueError, match=message):
         write_video(tmp_path / "v.mp4", video, fps=8)
-    with pytest.raises(ValueError, match=rf"'caption' \(after\).*{message}"):
-        contact_sheet(tmp_path / "s.png", [("caption", {"before": good, "after": video})])
+    with pytest.raises(ValueError, match=rf"'a fox'.*{message}"):
+        contact_sheet(tmp_path / "s.png", [Cell(caption="a fox", videos=[good, video])])
+    with pytest.raises(ValueError, match="fps must be a positive number"):
+        write_video(tmp_path / "v.mp4", good, fps=float("nan"))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf")])
-def test_wrong_frame_rates_are_refused(tmp_path, fps):
-    with pytest.raises(ValueError, match="fps must be a positive number"):
-        write_video(tmp_path / "v.mp4", colour_blocks(2, 16, 16), fps=fps)
-
-
-def test_a_sheet_shows_the_first_and_last_frame_enlarged_without_blur(tmp_path, monkeypatch):
-    monkeypatch.setattr(media, "SHOWN_FRAMES", 3)
-    video = colour_blocks(9, 16, 16)
-    contact_sheet(tmp_path / "s.png", [("a red circle", {"": video})])
-    sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
-    # 16 pixels become 128; frames 0, 4 and 8 follow each other with a gap.
-    top = sheet.shape[0] - MARGIN - GAP - 128
-    for column, frame in enumerate((0, 4, 8)):
-        x = MARGIN + column * (128 + GAP)
-        expected = video[frame].permute(1, 2, 0).numpy().repeat(8, 0).repeat(8, 1)
-        np.testing.assert_array_equal(sheet[top : top + 128, x : x + 128], expected)
-
-
-def test_a_sheet_of_large_and_unlike_videos_and_captions_of_any_script_stays_small(tmp_path):
+def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(tmp_path):
+    before = torch.zeros(9, 3, 16, 16, dtype=torch.uint8)
+    after = before.clone()
+    after[-1, 1] = 200
     captions = [
         "word " * 200,
         "x" * 500,
@@ -181,22 +152,15 @@ def test_a_sheet_of_large_and_unlike_videos_and_captions_of_any_script_stays_sma
         "\U0001f600 \ue000",
         "",
     ]
-    sizes = [(5, 480, 832), (2, 64, 32), *[(1, 16, 16)] * 4]
-    rows = [(caption, {"": colour_blocks(*size)}) for caption, size in zip(captions, sizes, strict=True)]
-    contact_sheet(tmp_path / "s.png", rows, title="title " * 100)
-    width, height = Image.open(tmp_path / "s.png").size
-    assert width < 1400 and height < 1400
-
-
-def test_the_second_strip_is_under_the_first(tmp_path):
-    before = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
-    after = before.clone()
-    after[:, 1] = 200
-    rows = [(caption, {"before": before, "after": after}) for caption in ("one", "two")]
-    contact_sheet(tmp_path / "s.png", rows, title="Run")
-    column = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))[:, -MARGIN - 10]
-    filled = [colour for colour in map(tuple, column.tolist()) if colour in {(0, 0, 0), (0, 200, 0)}]
-    assert filled == ([(0, 0, 0)] * 128 + [(0, 200, 0)] * 128) * 2
+    contact_sheet(tmp_path / "s.png", [Cell(caption=caption, videos=[before, after]) for caption in captions], "title")
+    sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
+    side = (1660 - 2 * MARGIN - 24) // 8 - 2
+    assert sheet.shape[1] == 1660
+    first, last = (sheet[:, MARGIN + place * (side + 2) + 5] for place in (0, 7))
+    black, green = ((0, 0, 0), (0, 200, 0))
+    assert (first == black).all(1).sum() == 2 * len(captions) * side, "the first frames are black"
+    filled = [colour for colour in map(tuple, last.tolist()) if colour in (black, green)]
+    assert filled == ([black] * side + [green] * side) * len(captions), "after is below before"
 
 
 @pytest.mark.parametrize(("count", "columns"), [(1, 1), (4, 2), (60, 6)])
@@ -205,10 +169,9 @@ def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, coun
     after = before.clone()
     after[:, 2] = 200
     cells = [
-        GridCell(caption=f"prompt {i}", before=before, after=after, marks=(False, True) if i else None)
-        for i in range(count)
+        Cell(caption=f"prompt {i}", videos=[before, after], marks=[False, True] if i else []) for i in range(count)
     ]
-    before_after_grid(tmp_path / "g.png", cells, "title")
+    contact_sheet(tmp_path / "g.png", cells, "title", grid=True)
     picture = np.asarray(Image.open(tmp_path / "g.png").convert("RGB")).astype(int)
     assert picture.shape[1] == 1660
     side = ((1660 - 2 * MARGIN + 24) // columns - 48) // 3 - 2
@@ -222,12 +185,7 @@ def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, coun
     )
     assert (red.sum() > 20, green.sum() > 20) == (count > 1, count > 1)
     with pytest.raises(ValueError, match="at least one prompt"):
-        before_after_grid(tmp_path / "g.png", [], "title")
-
-
-def test_a_sheet_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one row"):
-        contact_sheet(tmp_path / "s.png", [])
+        contact_sheet(tmp_path / "g.png", [])
 
 
 def test_an_unwritable_directory_is_named_and_nothing_is_left(tmp_path):
@@ -235,48 +193,13 @@ def test_an_unwritable_directory_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(OSError, match="choose another output directory"):
         write_video(tmp_path / "file" / "v.mp4", colour_blocks(2, 16, 16), fps=8)
     with pytest.raises(OSError, match="choose another output directory"):
-        contact_sheet(tmp_path / "file" / "s.png", [("a", {"": colour_blocks(2, 16, 16)})])
+        contact_sheet(tmp_path / "file" / "s.png", [Cell(caption="a", videos=[colour_blocks(2, 16, 16)])])
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "v.mp4"
-    write_video(path, colour_blocks(2, 16, 16), fps=8)
-    before = path.read_bytes()
-
-    def fail(*_, **__):
-        raise RuntimeError("encoder gone")
-
-    monkeypatch.setattr(av.VideoFrame, "from_ndarray", fail)
-    with pytest.raises(RuntimeError, match="encoder gone"):
-        write_video(path, colour_blocks(4, 16, 16), fps=8)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["v.mp4"]
-
-
-METRICS = {
-    "training-only": [{"update": u, "reward/mean": u / 9, "reward/std": 0.1} for u in range(9)],
-    "evaluation-only": [{"update": u, "eval/reward_mean": u / 9} for u in range(3)],
-    "one-point": [{"update": 0, "eval/reward_mean": 0.3, "eval/reward_stderr": 0.02}],
-    "components": [
-        {"update": u, "eval/reward_mean": u, "eval/reward_stderr": 0.1} | {f"eval/c{i}_mean": u * i for i in range(6)}
-        for u in range(3)
-    ],
-    "gaps": [
-        {"update": 0, "reward/mean": 0.1},
-        {"update": 1, "time/rollout": 2.0},
-        {"update": 2, "reward/mean": None},
-    ],
-}
-
-
-@pytest.mark.parametrize("metrics", METRICS.values(), ids=METRICS.keys())
-def test_the_reward_of_a_run_as_a_picture(metrics):
-    image = np.asarray(Image.open(io.BytesIO(to_png(reward_figure(metrics, ["c1"])))).convert("RGB"))
-    assert image.shape[1] == 1350
-    assert (image != 255).any(axis=2).mean() > 0.01
-
-
-def test_a_run_without_a_reward_has_no_picture():
-    with pytest.raises(ValueError, match="nothing to plot"):
-        reward_figure([{"update": 1, "time/rollout": 1.0}])
+def test_the_reward_of_a_run_as_a_picture():
+    evaluated = [{"update": u, "eval/reward_mean": u / 9, "eval/reward_stderr": 0.1} for u in range(3)]
+    gaps = [{"update": 0, "reward/mean": 0.1}, {"update": 1, "time/rollout": 2.0}, {"update": 2, "reward/mean": None}]
+    for metrics in (evaluated, gaps, evaluated[:1]):
+        image = np.asarray(Image.open(io.BytesIO(to_png(reward_figure(metrics)))).convert("RGB"))
+        assert image.shape[1] == 1350 and (image != 255).any(axis=2).mean() > 0.01

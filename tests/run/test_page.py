@@ -132,15 +132,6 @@ def test_a_page_that_cannot_be_written_is_a_warning(
         write_run_page(long_run)
     assert "No space left on device" in caplog.text
     assert (long_run / "index.html").read_bytes() == before
-    monkeypatch.undo()
-    (long_run / "environment.json").write_text("[]")
-    with caplog.at_level(logging.WARNING):
-        write_run_page(long_run)
-    assert "is not up to date" in caplog.text
-
-
-def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
-    Page(run_page(tmp_path))
 
 
 @pytest.mark.slow
@@ -173,12 +164,3 @@ def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path:
         browser.wait_for(f"{sources}.every(source => source.includes('update-000100'))")
         browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
         assert not browser.complaints
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_page_without_its_videos_hides_their_place(long_run: Path, tmp_path: Path) -> None:
-    shutil.rmtree(long_run / "samples")
-    with Browser(tmp_path / "profile") as browser:
-        browser.open(long_run / "index.html", width=400)
-        browser.wait_for("[...document.querySelectorAll('.videos')].every(part => !part.offsetParent)")

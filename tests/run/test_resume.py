@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, RunDirectoryError
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.config.sections import FIXED, FREE, marked_keys
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import effective_resume
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.metrics import MetricsLogger, read_metrics
-from sage_fast.run.run import Run, RunResult
+from sage_fast.run.metrics import read_metrics
+from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
@@ -36,21 +37,6 @@ def damage(checkpoint: Path) -> None:
 
 # ------------------------------------------------------------------------------------------ what may change
 
-FREE_KEYS = re.compile(
-    r"output_dir|resume|(data|evaluation)\.prompts|distributed\..*|rollout\.(micro_)?batch_size"
-    r"|training\.(num_updates|guidance|skip_nonfinite_updates|kl_share_every)"
-    r"|model\.(path|device|cache_dir|decode_memory_gib|vae_dtype|forward|kernels|attention|deterministic|checkpointing"
-    r"|adaln)"
-    r"|checkpoint\..*|logging\..*|evaluation\.(every|num_samples|batch_size)"
-    r"|reward\.(on_failure|url|python)"
-)
-
-
-def test_the_keys_that_are_free_on_resume(tiny_run: MakeRun) -> None:
-    keys = by_dotted_key(to_dict(tiny_run()), whole=("reward.weights", "reward.options"))
-    assert set(marked_keys(RunConfig, FREE)) == {key for key in keys if FREE_KEYS.fullmatch(key)}
-    assert set(marked_keys(RunConfig, FIXED)) < keys.keys() - marked_keys(RunConfig, FREE).keys()
-
 
 def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: MakeRun) -> None:
     run = Run(tiny_run(QUIET)).train().output_dir
@@ -62,8 +48,6 @@ def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: Make
     assert [row["update"] for row in rows] == [1, 2, 2, 3]
     assert rows[2]["config/changes"] == "optimizer.learning_rate 0.001 -> 0.0005"
     assert [row.get("learning_rate") for row in rows] == [1e-3, 1e-3, None, 5e-4]
-    (event,) = map(json.loads, (run / "history.jsonl").read_text().splitlines())
-    assert event["update"] == 2 and event["changes"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
     # From here on it is the run's own value.
     assert Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update == 4
 
@@ -73,7 +57,6 @@ def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: Make
     [
         ("lora.rank", "lora.rank cannot change within a run: the checkpoint's weights"),
         ("rollout.guidance_scale", "cannot change within a run: the evaluations before and after"),
-        ("optimizer.learning_rat", "unknown key 'optimizer.learning_rat'. Did you mean optimizer.learning_rate"),
     ],
 )
 def test_a_change_that_is_never_allowed(tiny_run: MakeRun, key: str, message: str) -> None:
@@ -81,24 +64,12 @@ def test_a_change_that_is_never_allowed(tiny_run: MakeRun, key: str, message: st
         Run(tiny_run(), allow_changes=[key])
 
 
-def test_the_command_line_takes_several_keys(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.commands import cli
-    from sage_fast.config.load import dump_config
-
+def test_the_command_line_takes_several_keys(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run()
     file = Path(config.output_dir).with_suffix(".yaml")
     file.write_text(dump_config(config))
-    asked: list[list[str]] = []
-
-    def train(config: RunConfig, allow_changes: list[str], callbacks: tuple[()] = ()) -> RunResult:
-        asked.append(allow_changes)
-        return RunResult(output_dir=Path(config.output_dir), update=1, finished=True, test=None)
-
-    monkeypatch.setattr("sage_fast.run.run.train", train)
-    assert (
-        cli.main(["train", str(file), "--allow-changes", "seed,advantage.std", "--allow-changes=kl_weight.target"]) == 0
-    )
-    assert asked == [["seed", "advantage.std", "kl_weight.target"]]
+    assert main(["train", str(file), "--allow-changes", "seed,advantage.std", "--allow-changes=kl_weight.targt"]) == 2
+    assert "unknown key 'kl_weight.targt'. Did you mean kl_weight.target" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ a run's history is kept
@@ -120,8 +91,6 @@ def test_a_run_without_a_usable_checkpoint_is_not_started_over(tiny_run: MakeRun
     assert {name: before[name] for name in moved} == moved
     assert {"metrics.jsonl", "config.yaml", "environment.json"} <= moved.keys()
     assert any(name.startswith("checkpoints/") for name in moved) == (how == "damaged")
-    (event,) = map(json.loads, (run / "history.jsonl").read_text().splitlines())
-    assert event["moved_to"] == "previous-1"
     assert "resume: auto" in (run / "config.yaml").read_text()
 
 
@@ -138,59 +107,23 @@ def test_restarting_a_run_that_is_well_keeps_it_too(tiny_run: MakeRun) -> None:
     assert effective_resume("restart", {}) == "restart"
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(
-    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = ("--checkpoint.every=10", "--evaluation.every=10", "--training.num_updates=3")
-    first = Run(tiny_run(*words))
-    iterate = first.trainer.iterate
-
-    def killed() -> dict[str, float]:
-        if first.trainer.update == 2:
-            raise KeyboardInterrupt
-        return iterate()
-
-    first.trainer.iterate = killed  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    begun = contents(first.directory)
-    assert Run(tiny_run(*words, "--resume=auto")).train().finished
-    assert "stopped before its first checkpoint" in caplog.text
-    kept = contents(first.directory / "previous-1")
-    assert [row["update"] for row in read_metrics(first.directory / "previous-1/metrics.jsonl")] == [0, 1, 2]
-    assert kept.items() <= begun.items()
-
-
 # ------------------------------------------------------------------------------------------ metrics and evaluations
-
-
-def test_a_kill_between_checkpoint_and_log_loses_no_row(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Run(tiny_run()).train().output_dir
-    expected = numbers(whole)
-    log = MetricsLogger.log
-    for update in (0, 1, 2):
-        shutil.rmtree(whole)
-
-        def killed(self: MetricsLogger, record: dict[str, Any], update: int = update) -> None:
-            if record["update"] == update:
-                raise KeyboardInterrupt
-            log(self, record)
-
-        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            context.setattr(MetricsLogger, "log", killed)
-            Run(tiny_run()).train()
-        Run(tiny_run("--resume=auto")).train()
-        assert numbers(whole) == expected, update
 
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("harm", [cut, Path.unlink], ids=["cut", "deleted"])
 @pytest.mark.parametrize(
-    "name",
-    ["evaluation/update-000000.json", "evaluation/update-000002.json", "samples/update-000000.png", "metrics.jsonl"],
+    ("name", "harm"),
+    [
+        ("evaluation/update-000000.json", cut),
+        ("evaluation/update-000002.json", Path.unlink),
+        ("samples/update-000000.png", cut),
+        ("metrics.jsonl", cut),
+        ("metrics.jsonl", Path.unlink),
+    ],
+    ids=["baseline-cut", "scores-deleted", "frames-cut", "metrics-cut", "metrics-deleted"],
 )
 def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
     tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]
@@ -207,16 +140,6 @@ def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
         file = f"evaluation/update-{update:06d}.json"
         assert (run / file).read_text() == (finished_run / file).read_text()
     assert numbers(run)[-1] == numbers(finished_run)[-1]
-
-
-def test_a_broken_line_of_the_metrics_is_named(tiny_run: MakeRun, finished_run: Path) -> None:
-    config = tiny_run("--resume=auto")
-    run = Path(config.output_dir)
-    shutil.copytree(finished_run, run)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([lines[0], '{"update": 1, \n', *lines[1:]]))
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
-        Run(config).train()
 
 
 # ------------------------------------------------------------------------------------------ reasons that come back
@@ -329,6 +252,3 @@ def test_an_adapter_that_does_not_fit(tiny_run: MakeRun, finished_run: Path, ove
     lora = list_checkpoints(finished_run / "checkpoints")[-1] / "lora"
     with pytest.raises(ConfigError, match=message):
         Run(tiny_run(f"--model.adapter={lora}", override))
-
-
-# ------------------------------------------------------------------------------------------ documentation

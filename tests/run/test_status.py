@@ -3,9 +3,6 @@
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,15 +13,22 @@ import pytest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run import progress
+from sage_fast.run import run_status
 from sage_fast.run.lease import Lease
-from sage_fast.run.progress import EtaEstimator, RunProgress, format_seconds
 from sage_fast.run.run import Run
-from sage_fast.run.run_status import FILE_NAME, Status, look_at_run, patience, read_status
+from sage_fast.run.run_status import (
+    FILE_NAME,
+    RunProgress,
+    Status,
+    format_seconds,
+    look_at_run,
+    patience,
+    read_status,
+)
 
 MakeRun = Callable[..., RunConfig]
 
-GOING = Status(update=4, num_updates=60, phase="rollout", videos_done=32, videos=128, reward=0.41, gain=0.05)
+GOING = Status(update=4, num_updates=60, phase="rollout", done=1, total=4, reward=0.41, gain=0.05)
 
 
 def make_run(directory: Path, status: Status | None) -> Path:
@@ -35,16 +39,6 @@ def make_run(directory: Path, status: Status | None) -> Path:
     return directory
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from sage_fast.run.lease import Lease
-with Lease(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder of five: a finished run, one that failed, one that was killed, one that goes on, one that hangs."""
@@ -52,11 +46,7 @@ def runs(tmp_path: Path) -> Path:
     folder.mkdir()
     make_run(folder / "done", replace(GOING, state="finished", update=60, phase=""))
     make_run(folder / "fails", replace(GOING, state="failed", error="The reward failed.\nSee above."))
-    killed = make_run(folder / "gone", GOING)
-    command = [sys.executable, "-c", HOLD, str(killed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        process.send_signal(signal.SIGKILL)
+    make_run(folder / "gone", GOING)
     make_run(folder / "goes", GOING)
     hanging = make_run(folder / "hangs", GOING)
     long_ago = time.time() - 100
@@ -64,7 +54,6 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Lease(runs / "goes"), Lease(runs / "hangs"):
         assert main(["status", str(runs)]) == 1
@@ -73,13 +62,13 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
         found = json.loads(capsys.readouterr().out)
     assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "running", "killed", "hangs"]
     goes = lines[3].split()
-    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "32/128", "0.41", "+0.05"]
+    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "1/4", "0.41", "+0.05"]
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
     assert f"sage-fast train {runs / 'gone'} --resume auto" in notes
     assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
     assert [run["condition"] for run in found] == ["running", "finished"]
-    assert found[0]["status"]["update"] == 4 and found[0]["holder"]["pid"] == os.getpid()
+    assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(f"process {os.getpid()} on")
 
 
 def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
@@ -104,13 +93,6 @@ def test_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 # ------------------------------------------------------------------------------------------ what the run writes
 
 
-def test_a_finished_run_says_so(finished_run: Path) -> None:
-    status, _ = read_status(finished_run)
-    assert status is not None
-    assert (status.state, status.update, status.num_updates, status.videos_per_rollout) == ("finished", 2, 2, 4)
-    assert status.gain is not None and status.error is None and status.seconds_left == 0.0
-
-
 def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tiny_run())
 
@@ -131,8 +113,8 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
     run = Run(tiny_run())
 
     def lose() -> None:
-        (run.directory / "lease.json").unlink()
-        (run.directory / "lease.json").write_text("{}")
+        (run.directory / "lease.txt").unlink()
+        (run.directory / "lease.txt").write_text("{}")
         (run.directory / FILE_NAME).write_text("another run's")
         raise TrainingError("lost")
 
@@ -145,7 +127,7 @@ def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
 def test_a_status_that_cannot_be_written_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=12)
+    file = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -165,51 +147,40 @@ def test_a_status_that_cannot_be_written_is_one_warning(
 # ------------------------------------------------------------------------------------------ lines of a log
 
 
-def test_the_time_left_is_that_of_updates_and_evaluations() -> None:
-    now = [0.0]
-    eta = EtaEstimator(total=100, step=2, evaluation_every=30, clock=lambda: now[0])
-    assert eta.seconds_left(0) is None
-    eta.learn({"update": 0, "time/evaluation": 50.0})
-    eta.learn({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
+def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> None:
+    begun = replace(GOING, update=0, num_updates=100)
+    shown = RunProgress(tmp_path, begun, step=2, evaluation_every=30)
+    assert shown.seconds_left() is None
+    shown.finished({"update": 0, "time/evaluation": 50.0})
+    shown.finished({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
-    assert eta.seconds_left(2) == 49 * 10 + 4 * 50
-    now[0] = 6.0
-    assert eta.seconds_left(2) == 49 * 10 + 4 * 50 - 6
+    assert shown.seconds_left() == shown.status.seconds_left == 49 * 10 + 4 * 50
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgress:
     """Of a run of 60 updates, which was at 3, with a heartbeat five times a second."""
-    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.2)
-    eta = EtaEstimator(60, 1, 0)
-    eta.learn({"update": 3, "time/iteration": 120.0})
-    return RunProgress(tmp_path, replace(GOING, update=3, videos_per_rollout=128), eta, evaluation_videos=12)
+    monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.2)
+    status = replace(GOING, update=3, videos_per_rollout=128)
+    progress = RunProgress(tmp_path, status, step=1, evaluation_every=0)
+    progress.learn({"update": 3, "time/iteration": 120.0})
+    return progress
 
 
 def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pytest.CaptureFixture[str]) -> None:
     with shown:
-        shown.phase("rollout", 1, 4, 3)
-        shown.phase("decode", 0, 32, 3)
+        shown.phase("rollout", 1, 4)
         time.sleep(0.85)
     lines = capsys.readouterr().err.splitlines()
     assert 2 <= len(lines) <= 4
-    assert lines[0] == "update 4/60  rollout  32 of 128 videos  1.9 h left"
-    assert lines[-1] == f"{lines[0]}  (1 s in this step)"
-
-
-def test_videos_of_an_evaluation_are_its_own_and_a_checkpoint_has_none(shown: RunProgress) -> None:
-    seen = []
-    for name, done, total, updates in (("update", 1, 4, 3), ("checkpoint", 0, 1, 4), ("evaluation", 1, 2, 4)):
-        shown.phase(name, done, total, updates)
-        seen.append((shown.status.phase, shown.status.videos_done, shown.status.videos))
-    assert seen == [("update", 32, 128), ("checkpoint", 0, 0), ("evaluation", 6, 12)]
+    assert lines[0] == "update 4/60  rollout 1/4  1.9 h left"
 
 
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunProgress(tmp_path, GOING, EtaEstimator(60, 1, 0), evaluation_videos=8, shown=False) as other:
+    with RunProgress(tmp_path, GOING, step=1, evaluation_every=0, shown=False) as other:
         other.begin(3)
-        other.phase("rollout", 0, 4, 3)
+        other.phase("rollout", 0, 4)
         other.finished({"update": 4, "reward/mean": 0.5})
         other.end("finished")
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ examples:
   sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
   sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864 --sampler cps
 
---output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
+--output gets evaluation.{json,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
 (before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
 """
 
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts whose videos the report shows; default 8",
     )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
-    parser.add_argument("--bootstrap-seed", type=int, default=0, help="seed of the bootstrap; default 0")
     parser.add_argument("--overwrite", action="store_true", help="evaluate again what has been evaluated there")
 
 
@@ -66,10 +65,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         lora=options.lora,
         num_videos=options.num_videos,
         resamples=options.resamples,
-        seed=options.bootstrap_seed,
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,
     )
     print(f"{len(report.base.prompts)} prompts, {report.base.noise}, sampler {config.evaluation.sampler}\n{report}")
-    print(f"Wrote evaluation.html, .md and .json, a contact sheet, scores and videos to {options.output}/")
+    print(f"Wrote evaluation.html and .json, a contact sheet, scores and videos to {options.output}/")
     return 0

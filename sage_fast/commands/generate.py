@@ -54,19 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.prompt_files import text_prompts
     from sage_fast.tools.api import generate
 
     if options.prompt and options.prompts:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
-    try:
-        given = text_prompts(options.prompt)
-    except ValueError as error:
-        raise ConfigError(f"--prompt: {error}") from error
     there = set() if options.overwrite else set(options.output.glob("*.mp4"))
     paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
-        given or None,
+        options.prompt or None,
         options.output,
         checkpoint=options.checkpoint,
         lora=options.lora,

@@ -31,7 +31,7 @@ from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
 from sage_fast.study.findings import COST, Finding, Findings, made_with
 from sage_fast.study.measures import TABLES
 from sage_fast.study.trainings import Trainings, settings_digest
-from sage_fast.tools.arms import WHOLE
+from sage_fast.tools.comparison import WHOLE
 
 TAIL = 12
 """Lines of the log of a failed job that are shown."""

@@ -18,7 +18,7 @@ from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.study.claims import PER_PROMPT
 from sage_fast.study.experiments import Training
 from sage_fast.study.findings import COST, Finding, made_with
-from sage_fast.tools.arms import TOLD, WHOLE, TrainedRun
+from sage_fast.tools.comparison import TOLD, WHOLE, TrainedRun
 
 PROGRAM = (sys.executable, "-m", "sage_fast", "train")
 

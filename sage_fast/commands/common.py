@@ -125,8 +125,15 @@ def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> None:
-    """Where to write, and which weights to sample with. base: how the base model can be asked for, where it can."""
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, base: str, sampler: str | None, num_videos: int, counted: str
+) -> None:
+    """Configuration, weights, prompts, noise and sampler of the videos that `generate` and `evaluate` make.
+
+    base: how the base model can be asked for, where it can. sampler: default of --sampler; None is that of the
+    configuration. num_videos: default of --num-videos. counted: the meaning of that number.
+    """
+    add_config_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
@@ -134,19 +141,24 @@ def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> No
     )
     weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_cpu_argument(parser)
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Prompts, and the seed of their noise."""
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
         "--seed",
-        "--noise-seed",
         dest="noise_seed",
         type=int,
         metavar="N",
         help="seed of the noise, for prompts without a seed of their own; default: evaluation.seed",
     )
+    parser.add_argument(
+        "--sampler",
+        default=sampler,
+        metavar=SAMPLERS,
+        help=f"ode, or an SDE type, with rollout.eta; default {sampler or 'evaluation.sampler of the configuration'}",
+    )
+    parser.add_argument(
+        "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="make again what is there already")
 
 
 def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":
@@ -159,12 +171,8 @@ def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "Ru
     return replace(config, evaluation=evaluation)
 
 
-def program() -> str:
-    """How this program was called, for a command that can be pasted."""
-    name = Path(sys.argv[0]).name
-    return "python -m sage_fast" if name == "__main__.py" else sys.argv[0] if name == "sage-fast" else "sage-fast"
-
-
 def command_line(*words: str) -> str:
     """A command that can be pasted, called as this program was."""
-    return f"{program()} {shlex.join(words)}"
+    name = Path(sys.argv[0]).name
+    program = "python -m sage_fast" if name == "__main__.py" else sys.argv[0] if name == "sage-fast" else "sage-fast"
+    return f"{program} {shlex.join(words)}"

@@ -26,11 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare and write the page."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.comparison import compare_runs, to_text, write_comparison
 
-    if overrides:
-        raise ConfigError(f"compare reads runs and takes no configuration keys, got {overrides[0]}.")
     comparison = compare_runs([Path(folder) for folder in options.config])
     write_comparison(options.output, comparison)
     if options.json:

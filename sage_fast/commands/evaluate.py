@@ -14,40 +14,20 @@ examples:
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import (
-    SAMPLERS,
-    add_config_argument,
-    add_prompt_arguments,
-    add_weights_arguments,
-    load_run_config,
-    with_prompt_options,
-)
+from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
 
 USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_config_argument(parser)
-    add_weights_arguments(parser)
-    add_prompt_arguments(parser)
+    add_sampling_arguments(parser, base="", sampler=None, num_videos=8, counted="prompts whose videos the report shows")
     parser.add_argument(
         "--rewards",
         metavar="NAME,NAME",
         help="rewards to measure besides those of the configuration; they have no part in the reward",
     )
-    parser.add_argument(
-        "--sampler", metavar=SAMPLERS, help="ode, or an SDE type; default evaluation.sampler of the configuration"
-    )
-    parser.add_argument(
-        "--num-videos",
-        type=int,
-        default=8,
-        metavar="N",
-        help="prompts whose videos the report shows; default 8",
-    )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
-    parser.add_argument("--overwrite", action="store_true", help="evaluate again what has been evaluated there")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

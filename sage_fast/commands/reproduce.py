@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run what is missing, and write what is there."""
     from sage_fast.config.errors import ConfigError
+    from sage_fast.study.document import PUBLISHED_RESULTS
     from sage_fast.study.experiments import chosen_experiments
     from sage_fast.study.runner import Study
 
@@ -87,9 +88,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     except KeyboardInterrupt:
         stopped = True
     findings = study.findings()
-    _write(study.folder, findings)
+    _write(study.folder, RESULTS, findings)
     if options.publish is not None:
-        _publish(study.folder, options.publish)
+        _write(options.publish, PUBLISHED_RESULTS, findings)
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
     if failed or stopped:
@@ -97,8 +98,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write(folder: Path, findings: "Findings") -> None:
-    """Page, figures and results of a study's folder."""
+def _write(folder: Path, results: str, findings: "Findings") -> None:
+    """Page, figures and results into a folder. results: name of the file of these."""
     from sage_fast.config.files import write_text
     from sage_fast.run.plots import save_figure
     from sage_fast.study.document import IMAGES, render
@@ -106,25 +107,13 @@ def _write(folder: Path, findings: "Findings") -> None:
     from sage_fast.study.experiments import EXPERIMENTS
     from sage_fast.study.findings import read_findings, write_findings
 
-    write_findings(folder / RESULTS, findings.rows)
-    kept = read_findings(folder / RESULTS)  # rounded: the page is made of what is in the file
+    write_findings(folder / results, findings.rows)
+    kept = read_findings(folder / results)  # rounded: the page is made of what is in the file
     write_text(folder / PAGE, render(kept))
     for experiment in EXPERIMENTS:
         figure = draw_experiment(experiment, kept)
         if figure is not None:
             save_figure(folder / IMAGES, experiment.key, figure)
-
-
-def _publish(folder: Path, docs: Path) -> None:
-    """Copy page, figures and results of a study's folder to where the documents are."""
-    from sage_fast.config.files import replacing
-    from sage_fast.study.document import IMAGES, PUBLISHED_RESULTS
-
-    files = {PAGE: PAGE, RESULTS: PUBLISHED_RESULTS}
-    files |= {f"{IMAGES}/{path.name}": f"{IMAGES}/{path.name}" for path in sorted((folder / IMAGES).iterdir())}
-    for source, target in files.items():
-        with replacing(docs / target) as partial:
-            partial.write_bytes((folder / source).read_bytes())
 
 
 def _print_verdicts(experiments: "Sequence[Experiment]", findings: "Findings") -> None:

@@ -1,0 +1,231 @@
+"""The paired evaluation: its numbers by hand, its page complete in itself, and what a second call keeps."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.commands.cli import main
+from sage_fast.config.registry import REWARDS
+from sage_fast.config.schema import RunConfig
+from sage_fast.evaluation import OVERALL, REWARD, Evaluation, format_comparison, paired_test, paired_tests
+from sage_fast.models import video_files
+from sage_fast.rewards.base import reward_scales
+from sage_fast.tools.paired import Report, headline, spread_over_ranks, to_html, to_json, write_report
+from tests.browser import CHROMIUM, Browser, Page, wide_elements
+
+MakeRun = Callable[..., RunConfig]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(count, generator=generator, dtype=torch.float64)
+    own = 0.3 * torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    vq, clip = common + own[:, 0] + shift, 25 + own[:, 1] - own[:, 1].mean()
+    prompts = [f"prompt <{i}> & more" for i in range(count)]
+    return Evaluation(prompts=prompts, scores={"CLIPScore": clip.tolist(), "VQ": vq.tolist()}, reward=(2 * vq).tolist())
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+def test_a_comparison_by_hand() -> None:
+    base = Evaluation(prompts=["a", "b", "c", "d"], scores={"VQ": [0.0, 1.0, 2.0, 3.0]}, reward=[0.0, 1.0, 2.0, 3.0])
+    trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
+    tests = paired_tests(base, trained)
+    assert list(tests) == ["Reward", "VQ"] and tests["Reward"] == tests["VQ"]
+    vq = tests["VQ"]
+    assert (vq.before, vq.after, vq.mean, vq.count, vq.wins, vq.ties) == (1.5, 2.0, 0.5, 4, 0.5, 0.25)
+    assert vq.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
+    assert vq.before_stderr == pytest.approx(torch.tensor(base.reward).std().item() / 2)
+    assert -1.0 <= vq.low < 0.5 < vq.high <= 2.0 and not vq.significant
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    covered = 0
+    for seed in range(200):
+        noise = torch.randn(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        test = paired_test(noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist(), resamples=500)
+        covered += test.low <= 0.3 <= test.high
+    assert 0.90 <= covered / 200 <= 0.985
+
+
+def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
+    """Table 2's row of the paper: -0.4765 - 0.2384 + 1.5216 = 0.8067, also where Setting B was trained."""
+    row = {"TA": 1.5216, "VQ": -0.4765, "MQ": -0.2384}
+    weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
+    reward = sum(weights[name] * value for name, value in row.items())
+    trained = Evaluation(prompts=["a", "b"], scores={n: [v, v] for n, v in row.items()}, reward=[reward] * 2)
+    tests = paired_tests(trained, trained, weights=weights)
+    assert list(tests) == ["Reward", OVERALL, "VQ", "MQ", "TA"] and OVERALL == "Overall (VQ + MQ + TA)"
+    assert tests[OVERALL].after == pytest.approx(0.8067) and tests[REWARD].after == pytest.approx(1.16415)
+
+
+@pytest.mark.parametrize(
+    ("differences", "count", "expected"),
+    [([0.0, 3.0, 1.0], 2, [1, 0]), ([0.0, 3.0, 1.0], 9, [1, 2, 0]), ([1.0], 0, [])],
+    ids=["ends", "all", "none"],
+)
+def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss(
+    differences: list[float], count: int, expected: list[int]
+) -> None:
+    assert spread_over_ranks(differences, count) == expected
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def report() -> Report:
+    base, trained = scores(1, 0.0), scores(2, 0.5)
+    return Report(
+        scores=paired_tests(base, trained, weights={"VQ": 2.0}),
+        base=base,
+        trained=trained,
+        weights={"VQ": 2.0},
+        resamples=10_000,
+        settings={"path": "a <b>"},
+        videos={0: "0.mp4", 1: "1.mp4"},
+        scales=reward_scales(list(REWARDS)),
+    )
+
+
+def test_the_page_needs_nothing_but_its_videos_and_has_every_prompt(report: Report) -> None:
+    page = Page(to_html(report))
+    assert page.fetched == ["base/0.mp4", "trained/0.mp4", "base/1.mp4", "trained/1.mp4"]
+    assert headline(report) in page.text and page.text.count("prompt <") >= 40
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["higher", "lower"])
+def test_a_score_that_falls_is_a_gain_where_lower_is_better(report: Report, lower: bool) -> None:
+    """CLIPScore falls on every prompt."""
+    base = replace(scores(1, 0.0), lower_is_better=["CLIPScore"] if lower else [])
+    trained = replace(base, scores=base.scores | {"CLIPScore": [value - 5 for value in base.scores["CLIPScore"]]})
+    tests = paired_tests(base, trained)
+    clip = tests["CLIPScore"]
+    assert clip.significant and clip.mean == pytest.approx(-5)
+    assert (clip.wins, clip.ties, clip.lower_is_better) == (float(lower), 0.0, lower)
+    page = to_html(replace(report, base=base, trained=trained, scores=tests, videos={}))
+    assert f'<td class="{"gain" if lower else "loss"}">-5 ' in page and ("CLIPScore ↓" in page) is lower
+    assert ("CLIPScore ↓" in format_comparison(tests)) is lower
+
+
+@pytest.mark.parametrize(("count", "enough"), [(9, False), (10, True)])
+def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
+    """Prompts that all improve leave out zero in every resample."""
+    base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
+    few = replace(report, scores=paired_tests(base, trained), base=base, trained=trained, videos={})
+    assert few.scores[REWARD].low > 0
+    assert ('<td class="gain"' in to_html(few)) is enough
+    assert ("too few prompts to tell" in headline(few)) is not enough
+
+
+def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(report: Report) -> None:
+    tree = json.loads(json.dumps(to_json(report)))
+    first = tree["per_prompt"][0]
+    assert len(tree["per_prompt"]) == 40 and first["trained"]["Reward"] == report.trained.reward[0]
+    assert set(first["base"]) == {"Reward", "VQ", "CLIPScore"} == set(tree["scores"])
+    scales = report.scales
+    assert {"VQ", "MQ", "TA", "CLIPScore", "PickScore"} == set(scales)
+    assert scales["PickScore"].factor * 19.23 == pytest.approx(0.7397, abs=1e-3)
+    assert f"{0.025 * report.scores['CLIPScore'].after:.4g}" in Page(to_html(report)).text
+    document = (ROOT / "docs/rewards.md").read_text("utf-8")
+    for name, scale in scales.items():
+        assert f"`{name}`" in document and scale.here in document and scale.published in document, name
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def test_evaluate_writes_everything_and_does_not_repeat_itself(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "scores"
+    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "2", "--resamples", "200"]
+    assert main(command) == 0
+    names = {"after.json", "base", "before.json", "contact_sheet.png", "evaluation.html", "evaluation.json", "trained"}
+    assert {p.name for p in output.iterdir()} == names
+    assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
+    printed = capsys.readouterr().out
+    assert "4 prompts, same noise, sampler ode" in printed and "Overall" in printed
+    tree = json.loads((output / "evaluation.json").read_text())
+    assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
+    reward = json.loads((output / "after.json").read_text())["reward"]
+    assert tree["scores"]["Reward"]["after"] == pytest.approx(sum(reward) / 4)
+
+    # Again: nothing is loaded, and the sheet of more videos comes from the files.
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was loaded again")
+
+    settings = (output / "base/settings.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.tools.paired.load_generator", refuse)
+        assert main([*command, "--num-videos", "4"]) == 0
+        # What changes the scores is evaluated again.
+        for other in ("--evaluation.num_steps=3", "--sampler=cps", "--model.vae_dtype=bfloat16"):
+            adapter = ["--lora", str(run / "checkpoints/update-000002/lora")] if "model" in other else []
+            (output / "base/settings.json").write_text(settings)
+            with pytest.raises(AssertionError, match="loaded again"):
+                main([*command, *adapter, other])
+    assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
+    assert main(command) == 0
+
+
+def test_evaluate_has_its_own_size_and_sampler(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "scores"
+    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "0"]
+    size = ["--evaluation.height=24", "--evaluation.width=32"]
+    assert main([*command, *size, "--sampler", "sage_grpo", "--rollout.eta=0.3"]) == 0
+    settings = json.loads((output / "evaluation.json").read_text())["settings"]
+    assert settings["sampler"] == "sage_grpo" and settings["eta"] == 0.3
+    for video in (output / "trained").glob("*.mp4"):
+        assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
+    noisy = json.loads((output / "before.json").read_text())["reward"]
+    assert main([*command, *size]) == 0
+    assert json.loads((output / "before.json").read_text())["reward"] != noisy
+
+
+def test_evaluate_takes_more_rewards_and_an_exported_adapter(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, adapter = tmp_path / "scores", run / "checkpoints/update-000002/lora"
+    (tmp_path / "brightness_of_report.py").write_text(
+        "class Brightness:\n"
+        "    def __init__(self, fps, device):\n"
+        "        assert (fps, device) == (4, 'cpu'), 'those of the run, as in its training'\n"
+        "    def score(self, videos, prompts):\n"
+        "        return {'brightness': videos.float().mean((1, 2, 3, 4))}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    more = ["--lora", str(adapter), "--rewards", "brightness_of_report:Brightness"]
+    assert main(["evaluate", str(run), "--output", str(output), *more]) == 0
+    tree = json.loads((output / "evaluation.json").read_text())
+    assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
+    # The adapter of the checkpoint is the checkpoint.
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "other")]) == 0
+    by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
+    assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_page_with_its_videos(report: Report, tmp_path: Path) -> None:
+    for path in (tmp_path / model / name for model in ("base", "trained") for name in report.videos.values()):
+        video_files.write_video(path, torch.randint(256, (5, 3, 16, 24), dtype=torch.uint8), 4)
+    write_report(tmp_path, report)
+    with Browser(tmp_path / "profile") as browser:
+        for width in (1280, 400):
+            browser.open(tmp_path / "evaluation.html", width=width)
+            browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
+            assert not wide_elements(browser) and not browser.complaints

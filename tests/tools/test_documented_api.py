@@ -30,11 +30,6 @@ def test_every_cell_is_python_that_imports() -> None:
         exec(compile(ast.Module(imports, []), "cell", "exec"), {})
 
 
-def test_the_ten_lines_are_ten() -> None:
-    lines = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.strip().startswith('"""')]
-    assert len(lines) <= 10
-
-
 def test_the_page_names_what_there_is() -> None:
     options = set(re.findall(r"^\| `(\w+)=`", PAGE, re.M))
     assert options == set(train.__kwdefaults__ or ())

@@ -64,7 +64,11 @@ def load_run_config(
     if not options.config:
         return load_config(None, overrides)
     for word in options.config:
-        _check_file_word(word)
+        # An override with one hyphen, or with the dash that word processors make of two.
+        if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
+            raise ConfigError(
+                f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
+            )
     first, more = Path(options.config[0]), options.config[1:]
     if not os.path.isfile(first / "config.yaml"):  # False, not an error, for a word too long to be a path
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
@@ -77,16 +81,6 @@ def load_run_config(
     if not options.trust_config:
         check_trust(config, first, named_code(more, overrides), rewards=builds_rewards)
     return config
-
-
-def _check_file_word(word: str) -> None:
-    """ConfigError for an override with one hyphen, or with the dash that word processors make of two."""
-    from sage_fast.config.errors import ConfigError
-
-    if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
-        raise ConfigError(
-            f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
-        )
 
 
 def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> None:

@@ -60,13 +60,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     from sage_fast.run.run_status import is_run
 
     runs: list[Path] = []
-    for path in paths:
-        found = [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
-        if not found and len(paths) == 1:
-            raise ConfigError(f"{path} is no run directory (it has no config.yaml), and holds none.")
-        runs += found  # a shell's runs/* may match other things beside runs
+    for path in paths:  # a shell's runs/* may match other things beside runs
+        runs += [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
     if not runs:
-        raise ConfigError("None of the paths is a run directory (with a config.yaml), or holds one.")
+        given = ", ".join(map(str, paths))
+        raise ConfigError(f"{given}: there is no run directory (with a config.yaml), and none inside.")
     return runs
 
 

@@ -59,7 +59,7 @@ class Export:
 
 
 class _InDirectory(Protocol):
-    """What is given by the run directory that it names: a run, or its configuration."""
+    """A run, or its configuration: it names the directory."""
 
     @property
     def output_dir(self) -> str | Path: ...

@@ -1,4 +1,4 @@
-"""Pictures of videos for people: contact sheets (PNG), film strips (JPEG) and animations (GIF).
+"""Pictures of videos for people: contact sheets (PNG) and animations (GIF).
 
 Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
 """
@@ -27,7 +27,7 @@ SMALL_FRAME_SIDE = 128
 LARGE_FRAME_SIDE = 144
 
 SHOWN_FRAMES = 8
-"""Of each video of a sheet or strip, spread evenly from the first to the last; a shorter one shows all."""
+"""Of each video of a sheet, spread evenly from the first to the last; a shorter one shows all."""
 ANIMATED_FRAMES = 32
 """Of a longer video so many are taken, evenly, and shown the longer."""
 
@@ -46,23 +46,6 @@ Text = tuple[float, float, str, str, int]
 """x, y of its middle, text, colour, size."""
 Place = tuple[int, int, np.ndarray]
 """x, y of its top, picture."""
-
-
-def filmstrip(video: Tensor) -> bytes:
-    """`SHOWN_FRAMES` of a video side by side, at the size of a contact sheet, as a JPEG file.
-
-    Args:
-        video: (F, 3, H, W) uint8 RGB.
-
-    Raises:
-        ValueError: another shape or dtype.
-    """
-    # A thin grey line between frames shows on a light page and on a dark one.
-    whole = Image.fromarray(_beside(_shown(video, "video", SHOWN_FRAMES), gap=2, colour=(122, 133, 147)))
-    buffer = io.BytesIO()
-    # Full chroma: the colours of a small shape would otherwise run over its edge.
-    whole.save(buffer, format="JPEG", quality=90, subsampling=0)
-    return buffer.getvalue()
 
 
 def animation(video: Tensor, fps: float) -> tuple[bytes, tuple[int, int]]:
@@ -227,10 +210,10 @@ def _shown(video: Tensor, what: str, most: int, width: int | None = None) -> lis
     return [np.asarray(Image.fromarray(frames[i]).resize(size, Image.Resampling.LANCZOS)) for i in indices]
 
 
-def _beside(frames: Sequence[np.ndarray], *, gap: int, colour: tuple[int, int, int] = (255, 255, 255)) -> np.ndarray:
-    """Frames (H, W, 3) of one size in a row."""
+def _beside(frames: Sequence[np.ndarray], *, gap: int) -> np.ndarray:
+    """Frames (H, W, 3) of one size in a row, with white between them."""
     height, width = frames[0].shape[:2]
-    whole = np.full((height, len(frames) * (width + gap) - gap, 3), colour, dtype=np.uint8)
+    whole = np.full((height, len(frames) * (width + gap) - gap, 3), 255, dtype=np.uint8)
     for number, frame in enumerate(frames):
         whole[:, number * (width + gap) : number * (width + gap) + width] = frame
     return whole

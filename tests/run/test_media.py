@@ -11,7 +11,7 @@ from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.run.media import GAP, MARGIN, GridCell, before_after_grid, contact_sheet, filmstrip
+from sage_fast.run.media import GAP, MARGIN, GridCell, before_after_grid, contact_sheet
 from sage_fast.run.plots import reward_figure, to_png
 
 
@@ -126,21 +126,6 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path):
         read_video(tmp_path / "a.mp4")
     with pytest.raises(OSError):
         read_video(tmp_path / "gone.mp4")
-
-
-@pytest.mark.parametrize(
-    ("shape", "cell"),
-    [((9, 16, 24), (192, 128)), ((3, 480, 832), (250, 144)), ((1, 128, 128), (128, 128))],
-    ids=["small", "large", "one-frame"],
-)
-def test_a_filmstrip_has_its_frames_side_by_side(shape, cell):
-    video = torch.zeros(shape[0], 3, *shape[1:], dtype=torch.uint8)
-    video[-1] = 200
-    image = Image.open(io.BytesIO(filmstrip(video)))
-    shown = min(8, shape[0])
-    assert image.format == "JPEG" and image.size == (shown * (cell[0] + 2) - 2, cell[1])
-    assert abs(np.asarray(image)[:, -cell[0] // 2].mean() - 200) < 4, "the last frame stands last"
-    assert shown == 1 or np.asarray(image)[:, cell[0] // 2].mean() < 4
 
 
 @pytest.mark.parametrize(("video", "message"), BAD_VIDEOS.values(), ids=BAD_VIDEOS.keys())

@@ -237,7 +237,7 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
     seconds = time.perf_counter() - start
 
     expected = set((sigma_schedule(NUM_STEPS, config.rollout.shift)[:-1].float() * 1000.0).tolist())
-    detail = f"{len(seen & expected)} of the sampler's {len(expected)} reach the model unrounded"
+    detail = f"{len(seen)} reach the model, {len(seen & expected)} of the sampler's {len(expected)} among them"
     yield _judged("timesteps", seen == expected, detail, "keep sigma and t in float32")
     deviation = metrics["ratio/first_max_deviation"]
     yield _judged("ratio", deviation == 0.0, f"differs from 1 by {deviation:g}", "rollout and update must agree")

@@ -133,7 +133,7 @@ def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 FAULTS: dict[Fault, tuple[set[str], str]] = {
     wrong_shift: ({"schedule"}, "published with a shift of 5"),
-    rounded_timestep: ({"timesteps"}, "of the sampler's 4 reach"),
+    rounded_timestep: ({"timesteps"}, "of the sampler's 4 among them"),
     wrong_crop: ({"prompt"}, "and not ("),
     other_reward_options: ({"reward videoalign: scores"}, "largest difference"),
     other_positions: ({"velocity"}, "relative error"),

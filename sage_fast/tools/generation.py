@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
@@ -156,23 +154,19 @@ def write_videos(
         logger.info(
             "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
         )
-    start = time.monotonic()
-    with tqdm(total=len(plan), initial=len(kept), unit="video", disable=None) as bar:
-        size = config.evaluation.batch_size
-        for first in range(0, len(remaining), size):
-            names = remaining[first : first + size]
-            batch = [
-                Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
-                for prompt, member in (plan[name] for name in names)
-            ]
-            keys = noise_keys(batch, config.evaluation.seed, update=0)
-            initial = initial_latents(keys, generator.latent_shape, generator.device)
-            trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
-            for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
-                video_files.write_video(output / name, video.cpu(), config.video.fps)
-                bar.update()
-                if bar.disable:
-                    logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
+    size = config.evaluation.batch_size
+    for first in range(0, len(remaining), size):
+        names = remaining[first : first + size]
+        batch = [
+            Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
+            for prompt, member in (plan[name] for name in names)
+        ]
+        keys = noise_keys(batch, config.evaluation.seed, update=0)
+        initial = initial_latents(keys, generator.latent_shape, generator.device)
+        trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
+        for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
+            video_files.write_video(output / name, video.cpu(), config.video.fps)
+        logger.info("%d of %d videos, the last is %s", first + len(names), len(remaining), output / names[-1])
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
     rows = [(prompt.text, {"": video_files.read_video(path)}) for (prompt, _), path in shown]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
@@ -163,27 +162,23 @@ class PairedEvaluation:
         reward, generator, evaluation = self.reward, self.generator, self.config.evaluation
         if model == "trained":
             generator.use_trained(self.weights)
-        with tqdm(total=len(self.prompts), unit="video", desc=model, disable=None) as bar:
 
-            def write(number: int, video: Tensor) -> None:
-                video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
-                bar.update()
-                done = number + 1
-                if bar.disable and (done % evaluation.batch_size == 0 or done == len(self.prompts)):
-                    logger.info("%s model: %d of %d videos", model.capitalize(), done, len(self.prompts))
+        def write(number: int, video: Tensor) -> None:
+            video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
+            logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
 
-            sampling = EvaluationSampling(
-                policy=generator.policy,
-                embed=generator.embed,
-                table=generator.table(evaluation.sampler),
-                latent_shape=generator.latent_shape,
-                seed=evaluation.seed,
-                batch_size=evaluation.batch_size,
-                noises=evaluation.noises,
-                device=generator.device,
-            )
-            scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
-            return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
+        sampling = EvaluationSampling(
+            policy=generator.policy,
+            embed=generator.embed,
+            table=generator.table(evaluation.sampler),
+            latent_shape=generator.latent_shape,
+            seed=evaluation.seed,
+            batch_size=evaluation.batch_size,
+            noises=evaluation.noises,
+            device=generator.device,
+        )
+        scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
+        return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""

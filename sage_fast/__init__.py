@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
     from sage_fast.records import RolloutRecord
     from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
-    from sage_fast.tools.api import TrainedRun, evaluate, export, generate, open_run, train
+    from sage_fast.tools.api import TrainedRun, evaluate, generate, open_run, train
+    from sage_fast.tools.exporting import export
 
 __all__ = [
     "Acceleration",
@@ -41,7 +42,8 @@ _HOMES = {
     "sage_fast.config.load": ("load_config",),
     "sage_fast.records": ("RolloutRecord",),
     "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
-    "sage_fast.tools.api": ("TrainedRun", "evaluate", "export", "generate", "open_run", "train"),
+    "sage_fast.tools.api": ("TrainedRun", "evaluate", "generate", "open_run", "train"),
+    "sage_fast.tools.exporting": ("export",),
 }
 
 

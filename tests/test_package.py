@@ -45,17 +45,6 @@ def test_every_folder_of_the_kernels_is_packaged():
     assert all(package.replace(".", "/") == folder.removeprefix("kernels/") for package, folder in mapped.items())
 
 
-def test_licence_is_the_whole_apache_text():
-    text = (ROOT / "LICENSE").read_text("utf-8")
-    for part in (
-        "Version 2.0, January 2004",
-        "9. Accepting Warranty",
-        "END OF TERMS AND CONDITIONS",
-        "APPENDIX",
-    ):
-        assert part in text
-
-
 def test_environment_file_is_complete_and_names_no_host(tmp_path):
     path = write_environment(tmp_path / "run")
     environment = json.loads(path.read_text("utf-8"))
@@ -69,11 +58,6 @@ def test_environment_file_is_complete_and_names_no_host(tmp_path):
     assert str(ROOT) not in path.read_text("utf-8")
 
 
-def test_environment_follows_the_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("sage_fast.run.provenance.SOURCE_ROOT", tmp_path)
-    assert describe_environment()["commit"] is None
-
-
 def test_the_commit_of_what_is_no_checkout_is_the_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGE_FAST_COMMIT", "0123456789")
     assert git_commit(tmp_path) == "0123456789"
@@ -85,17 +69,10 @@ def test_the_commit_of_what_is_no_checkout_is_the_environments(tmp_path, monkeyp
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_git_commit_of_a_clean_a_changed_and_no_checkout(tmp_path):
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "-c",
-            "commit.gpgsign=false",
-            *arguments,
-        ]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     assert git_commit(tmp_path) is None
     git("init", "-q")
@@ -110,12 +87,6 @@ def test_git_commit_of_a_clean_a_changed_and_no_checkout(tmp_path):
     # A package installed below somebody's checkout is not part of it.
     (tmp_path / "below").mkdir()
     assert git_commit(tmp_path / "below") is None
-
-
-def test_git_that_is_missing_is_no_error(monkeypatch, tmp_path):
-    (tmp_path / ".git").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_commit(tmp_path) is None
 
 
 def test_replacing_keeps_the_old_file_after_an_error(tmp_path):

@@ -39,6 +39,7 @@ GROUPS = {
     "research": (profile, reproduce),
 }
 COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
+WITHOUT_KEYS = ("status", "compare", "configs")
 
 COMPLETION = """
 
@@ -164,6 +165,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
             f"same. Start it without torchrun: sage-fast {command} ..."
         )
+    if overrides and command in WITHOUT_KEYS:
+        raise ConfigError(f"{command} takes no keys of a configuration, such as {overrides[0]}.")
     return COMMANDS[command].run(options, overrides)
 
 

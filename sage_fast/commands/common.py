@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 
 
-SAMPLERS = "{sage_grpo,sage_exact,dance_grpo,flow_grpo,cps,ode}"
-"""Values of --sampler, for its help, which loads nothing; the table of samplers is `SDE_TYPES`."""
-
 BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 """An override as Hydra writes it, such as rollout.eta=0.3."""
 
@@ -64,7 +61,11 @@ def load_run_config(
     if not options.config:
         return load_config(None, overrides)
     for word in options.config:
-        _check_file_word(word)
+        # An override with one hyphen, or with the dash that word processors make of two.
+        if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
+            raise ConfigError(
+                f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
+            )
     first, more = Path(options.config[0]), options.config[1:]
     if not os.path.isfile(first / "config.yaml"):  # False, not an error, for a word too long to be a path
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
@@ -77,16 +78,6 @@ def load_run_config(
     if not options.trust_config:
         check_trust(config, first, named_code(more, overrides), rewards=builds_rewards)
     return config
-
-
-def _check_file_word(word: str) -> None:
-    """ConfigError for an override with one hyphen, or with the dash that word processors make of two."""
-    from sage_fast.config.errors import ConfigError
-
-    if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
-        raise ConfigError(
-            f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
-        )
 
 
 def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
@@ -125,8 +116,13 @@ def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> None:
-    """Where to write, and which weights to sample with. base: how the base model can be asked for, where it can."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_videos: int, counted: str) -> None:
+    """Configuration, weights, prompts and noise of the videos that `generate` and `evaluate` make.
+
+    base: how the base model can be asked for, where it can. num_videos: default of --num-videos. counted: what that
+    number counts.
+    """
+    add_config_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
@@ -134,19 +130,18 @@ def add_weights_arguments(parser: argparse.ArgumentParser, base: str = "") -> No
     )
     weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
     add_cpu_argument(parser)
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Prompts, and the seed of their noise."""
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
         "--seed",
-        "--noise-seed",
         dest="noise_seed",
         type=int,
         metavar="N",
         help="seed of the noise, for prompts without a seed of their own; default: evaluation.seed",
     )
+    parser.add_argument(
+        "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="make again what is there already")
 
 
 def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":
@@ -159,12 +154,8 @@ def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "Ru
     return replace(config, evaluation=evaluation)
 
 
-def program() -> str:
-    """How this program was called, for a command that can be pasted."""
-    name = Path(sys.argv[0]).name
-    return "python -m sage_fast" if name == "__main__.py" else sys.argv[0] if name == "sage-fast" else "sage-fast"
-
-
 def command_line(*words: str) -> str:
     """A command that can be pasted, called as this program was."""
-    return f"{program()} {shlex.join(words)}"
+    name = Path(sys.argv[0]).name
+    program = "python -m sage_fast" if name == "__main__.py" else sys.argv[0] if name == "sage-fast" else "sage-fast"
+    return f"{program} {shlex.join(words)}"

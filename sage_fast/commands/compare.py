@@ -4,8 +4,8 @@ examples:
   sage-fast compare runs/sage_grpo runs/sage_exact
   sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output runs/study/compared
 
-The first run's arm is what the others are compared with. --output gets comparison.html (everything, in one file),
-comparison.json, and the pictures as PNG and SVG. Runs that are still training can be compared, too.
+The first run's arm is what the others are compared with. --output gets comparison.html (everything, in one file) and
+comparison.json. Runs that are still training can be compared, too.
 """
 
 import argparse
@@ -26,16 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare and write the page."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.comparison import compare_runs, to_text, write_comparison
 
-    if overrides:
-        raise ConfigError(f"compare reads runs and takes no configuration keys, got {overrides[0]}.")
     comparison = compare_runs([Path(folder) for folder in options.config])
-    paths = write_comparison(options.output, comparison)
+    write_comparison(options.output, comparison)
     if options.json:
         print((options.output / "comparison.json").read_text("utf-8"), end="")
         return 0
     print(to_text(comparison))
-    print(f"Wrote {', '.join(path.name for path in paths if path.suffix != '.svg')} to {options.output}/")
+    print(f"Wrote comparison.html and comparison.json to {options.output}/")
     return 0

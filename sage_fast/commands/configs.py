@@ -39,7 +39,5 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 text = text.partition("extends: ")[0] + dump_tree(read_config_file(file))
         case words:
             raise ConfigError(f"configs does not take {' '.join(words)}. Write: sage-fast configs show NAME")
-    if overrides:
-        raise ConfigError(f"configs does not take {overrides[0]}. Write: sage-fast configs show NAME")
     print(text, end="")
     return 0

@@ -7,44 +7,27 @@ examples:
   sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
   sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864
 
---output gets evaluation.{json,md,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
+--output gets evaluation.{json,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
 (before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
 """
 
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import (
-    add_config_argument,
-    add_prompt_arguments,
-    add_weights_arguments,
-    load_run_config,
-    with_prompt_options,
-)
+from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
 
 USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_config_argument(parser)
-    add_weights_arguments(parser)
-    add_prompt_arguments(parser)
+    add_sampling_arguments(parser, base="", num_videos=8, counted="prompts whose videos the report shows")
     parser.add_argument(
         "--rewards",
         metavar="NAME,NAME",
         help="rewards to measure besides those of the configuration; they have no part in the reward",
     )
-    parser.add_argument(
-        "--num-videos",
-        type=int,
-        default=8,
-        metavar="N",
-        help="prompts whose videos the report shows; default 8",
-    )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
-    parser.add_argument("--bootstrap-seed", type=int, default=0, help="seed of the bootstrap; default 0")
-    parser.add_argument("--overwrite", action="store_true", help="evaluate again what has been evaluated there")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -60,10 +43,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         lora=options.lora,
         num_videos=options.num_videos,
         resamples=options.resamples,
-        seed=options.bootstrap_seed,
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,
     )
     print(f"{len(report.base.prompts)} prompts, {report.base.noise}\n{report}")
-    print(f"Wrote evaluation.html, .md and .json, a contact sheet, scores and videos to {options.output}/")
+    print(f"Wrote evaluation.html and .json, a contact sheet, scores and videos to {options.output}/")
     return 0

@@ -36,15 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="program that an adapter is for; default diffusers",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the export of another run in the folder")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of a full export; default: model.dtype of the run"
-    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the export."""
-    import torch
-
     from sage_fast.config.errors import ConfigError
     from sage_fast.tools.exporting import export
 
@@ -55,7 +50,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         options.output,
         format=options.format,
         layout=options.layout,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
         overrides=overrides,
         trust_config=options.trust_config,
         overwrite=options.overwrite,

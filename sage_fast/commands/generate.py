@@ -17,22 +17,20 @@ size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import (
-    SAMPLERS,
-    add_config_argument,
-    add_prompt_arguments,
-    add_weights_arguments,
-    load_run_config,
-    with_prompt_options,
-)
+from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
 
 USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_config_argument(parser)
-    add_weights_arguments(parser, ", none (the base model),")
+    add_sampling_arguments(parser, base=", none (the base model),", num_videos=1, counted="videos per prompt")
+    parser.add_argument(
+        "--sampler",
+        default="ode",
+        metavar="{sage_grpo,sage_exact,dance_grpo,flow_grpo,cps,ode}",
+        help="ode, or an SDE type, with rollout.eta; default ode",
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -40,33 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a prompt, in any language that the model reads; repeat the option for more",
     )
-    add_prompt_arguments(parser)
-    parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos per prompt; default 1")
-    parser.add_argument(
-        "--sampler",
-        default="ode",
-        metavar=SAMPLERS,
-        help="ode, or an SDE type to look at its exploration (with rollout.eta); default ode",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="make videos again that exist already")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.prompt_files import text_prompts
     from sage_fast.tools.api import generate
 
     if options.prompt and options.prompts:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
-    try:
-        given = text_prompts(options.prompt)
-    except ValueError as error:
-        raise ConfigError(f"--prompt: {error}") from error
     there = set() if options.overwrite else set(options.output.glob("*.mp4"))
     paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
-        given or None,
+        options.prompt or None,
         options.output,
         checkpoint=options.checkpoint,
         lora=options.lora,

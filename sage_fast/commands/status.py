@@ -38,13 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table; 1 where a run needs somebody's attention."""
-    from sage_fast.config.errors import ConfigError
+    from dataclasses import asdict
+
     from sage_fast.run.run_status import look_at_run
 
-    if overrides:
-        raise ConfigError(f"status takes no keys of a configuration, such as {overrides[0]}.")
     states = [look_at_run(run) for run in find_runs([Path(name) for name in options.config])]
-    print(json.dumps([to_json(state) for state in states], indent=1) if options.json else to_text(states))
+    if options.json:
+        print(json.dumps([{**asdict(state), "run": str(state.run)} for state in states], indent=1))
+    else:
+        print(to_text(states))
     return int(any(state.needs_attention for state in states))
 
 
@@ -58,21 +60,12 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     from sage_fast.run.run_status import is_run
 
     runs: list[Path] = []
-    for path in paths:
-        found = [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
-        if not found and len(paths) == 1:
-            raise ConfigError(f"{path} is no run directory (it has no config.yaml), and holds none.")
-        runs += found  # a shell's runs/* may match other things beside runs
+    for path in paths:  # a shell's runs/* may match other things beside runs
+        runs += [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
     if not runs:
-        raise ConfigError("None of the paths is a run directory (with a config.yaml), or holds one.")
+        given = ", ".join(map(str, paths))
+        raise ConfigError(f"{given}: there is no run directory (with a config.yaml), and none inside.")
     return runs
-
-
-def to_json(state: "RunState") -> dict[str, object]:
-    """A run as JSON values."""
-    from dataclasses import asdict
-
-    return {**asdict(state), "run": str(state.run)}
 
 
 def to_text(states: Sequence["RunState"]) -> str:

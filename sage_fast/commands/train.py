@@ -98,9 +98,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if rank() != 0:
         return 0
     if result.finished:
-        pictures = ("index.html", "reward.png", "before_after.png")
-        found = [name for name in pictures if (result.output_dir / name).exists()]
-        print(f"Done: {result.output_dir}/ (look at {', '.join(found)})")
+        print(f"Done: look at {result.output_dir / 'index.html'}")
     elif world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
     else:

@@ -1,9 +1,8 @@
-"""Pictures of videos for people: contact sheets (PNG) and film strips (JPEG).
+"""Pictures of videos for people: contact sheets (PNG).
 
 Videos are uint8 tensors (F, 3, H, W), RGB. Every file appears whole or not at all.
 """
 
-import io
 import math
 import os
 import textwrap
@@ -38,23 +37,6 @@ Text = tuple[float, float, str, str, int]
 """x, y of its middle, text, colour, size."""
 Place = tuple[int, int, np.ndarray]
 """x, y of its top, picture."""
-
-
-def filmstrip(video: Tensor) -> bytes:
-    """Frames of a video side by side, as a JPEG file.
-
-    Args:
-        video: (F, 3, H, W) uint8 RGB.
-
-    Raises:
-        ValueError: another shape or dtype.
-    """
-    # A thin grey line between frames shows on a light page and on a dark one.
-    whole = Image.fromarray(_strip(video, "video", STRIP_FRAMES, width=192, colour=(122, 133, 147)))
-    buffer = io.BytesIO()
-    # Full chroma: the colours of a small shape would otherwise run over its edge.
-    whole.save(buffer, format="JPEG", quality=90, subsampling=0)
-    return buffer.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +135,12 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, letters, max_lines=MOST_LINES, placeholder="…") or [""]
 
 
-def _strip(
-    video: Tensor, what: str, most: int, *, width: int, colour: tuple[int, int, int] = (255, 255, 255)
-) -> np.ndarray:
+def _strip(video: Tensor, what: str, most: int, *, width: int) -> np.ndarray:
     """At most so many frames of a video in a row, evenly from the first to the last, each `width` wide: (H, W, 3)."""
     frames = video_frames(video, what)
     height = round(frames.shape[1] * width / frames.shape[2])
     indices = np.linspace(0, len(frames) - 1, min(len(frames), most)).round().astype(int)
-    whole = np.full((height, len(indices) * (width + 2) - 2, 3), colour, dtype=np.uint8)
+    whole = np.full((height, len(indices) * (width + 2) - 2, 3), 255, dtype=np.uint8)
     for place, index in enumerate(indices):
         frame = Image.fromarray(frames[index]).resize((width, height), Image.Resampling.LANCZOS)
         whole[:, place * (width + 2) : place * (width + 2) + width] = frame

@@ -43,7 +43,7 @@ from sage_fast.study.findings import (
     unsteadiness,
 )
 from sage_fast.study.measures import TABLES, noise_of_steps
-from sage_fast.tools.arms import TOLD, WHOLE, TrainedRun
+from sage_fast.tools.comparison import TOLD, WHOLE, TrainedRun
 
 SETTLED = 4
 """Updates before the KL's share is taken: at the first the policy is its own anchor, and the KL has no gradient."""

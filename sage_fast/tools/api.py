@@ -16,9 +16,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from sage_fast.checkpoint import find_checkpoint, list_checkpoints
@@ -33,7 +32,6 @@ from sage_fast.models.family import describe_model
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.trained import adapter_file, weights_digest
-from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score
 from sage_fast.run import run as training
@@ -41,13 +39,11 @@ from sage_fast.run.callbacks import Callback
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import FILE_NAME as PAGE
-from sage_fast.run.prompt_files import text_prompts
 from sage_fast.run.resume import check_same_run
-from sage_fast.tools import exporting, generation
-from sage_fast.tools.exporting import Export
-from sage_fast.tools.generation import Generator, check_request, load_generator
-from sage_fast.tools.paired import PairedEvaluation
-from sage_fast.tools.report import Report, write_report
+from sage_fast.sde import SDE_TYPES
+from sage_fast.tools.exporting import Export, export
+from sage_fast.tools.generation import load_generator, write_videos
+from sage_fast.tools.paired import PairedEvaluation, Report, write_report
 
 TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
 """Keys that say which model a checkpoint's weights belong to."""
@@ -56,42 +52,6 @@ MOST_ON_CPU = 1_000_000_000
 """Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""
 
 RewardLike = Reward | type[Reward] | Callable[..., Any] | str
-PromptsLike = str | Sequence[str] | Sequence[Prompt]
-
-
-class EvaluationOptions(TypedDict, total=False):
-    """Options of `evaluate`, which explains them."""
-
-    checkpoint: str
-    lora: str | Path | None
-    num_videos: int
-    resamples: int
-    seed: int
-    overwrite: bool
-    allow_cpu: bool
-
-
-class GenerationOptions(TypedDict, total=False):
-    """Options of `generate`, which explains them."""
-
-    checkpoint: str
-    lora: str | Path | None
-    sampler: str
-    num_videos: int
-    seed: int | None
-    overwrite: bool
-    allow_cpu: bool
-
-
-class ExportOptions(TypedDict, total=False):
-    """Options of `export`: those of `sage_fast.tools.exporting.export`, which explains them."""
-
-    format: Literal["lora", "full"] | None
-    layout: Literal["diffusers", "official", "comfyui"]
-    dtype: torch.dtype | None
-    overrides: Sequence[str]
-    trust_config: bool
-    overwrite: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,17 +89,15 @@ class TrainedRun:
         """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
         return read_metrics(self.output_dir / METRICS)
 
-    def evaluate(self, output: str | Path | None = None, **options: Unpack[EvaluationOptions]) -> Report:
+    def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
         """Compare the trained model with its base model; see `evaluate`."""
         return evaluate(self, output, **options)
 
-    def generate(
-        self, prompts: PromptsLike, output: str | Path | None = None, **options: Unpack[GenerationOptions]
-    ) -> list[Path]:
+    def generate(self, prompts: str | Sequence[str], output: str | Path | None = None, **options: Any) -> list[Path]:
         """Write videos of prompts with the trained model, and return their files; see `generate`."""
         return generate(self, prompts, output, **options)
 
-    def export(self, output: str | Path | None = None, **options: Unpack[ExportOptions]) -> Export:
+    def export(self, output: str | Path | None = None, **options: Any) -> Export:
         """Write the trained weights for other programs; see `export`."""
         return export(self, output, **options)
 
@@ -225,7 +183,6 @@ def evaluate(
     lora: str | Path | None = None,
     num_videos: int = 8,
     resamples: int = 10_000,
-    seed: int = 0,
     overwrite: bool = False,
     allow_cpu: bool = False,
 ) -> Report:
@@ -234,7 +191,7 @@ def evaluate(
     Args:
         output: a folder; None is `scores` in the run's directory.
         checkpoint: `auto` (newest of the run) or a checkpoint folder. lora: an adapter instead.
-        num_videos: prompts whose videos the report shows. resamples, seed: of the bootstrap.
+        num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
         overwrite: evaluate again what has been evaluated in `output`.
 
     Raises:
@@ -253,21 +210,23 @@ def evaluate(
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts
         raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {file} holds one.")
-    if checkpoint == "none" and lora is None:
+    chosen = _choose_weights(config, checkpoint, lora)
+    if chosen is None:
         raise ConfigError(
             "evaluate compares a trained model with the base model: give --checkpoint auto or a folder, or --lora."
         )
-    weights = _choose_weights(config, checkpoint, lora)
-    assert weights is not None
-    evaluation = PairedEvaluation(config, prompts, output, weights.path, weights.use, overwrite=overwrite)
-    report = evaluation.report(num_videos=num_videos, resamples=resamples, seed=seed)
+    trained, weights = chosen
+    evaluation = PairedEvaluation(
+        config=config, prompts=prompts, folder=output, trained=trained, weights=weights, overwrite=overwrite
+    )
+    report = evaluation.report(num_videos=num_videos, resamples=resamples)
     write_report(output, report)
     return report
 
 
 def generate(
     run: RunLike,
-    prompts: PromptsLike | None,
+    prompts: str | Sequence[str] | None,
     output: str | Path | None = None,
     *,
     checkpoint: str = "auto",
@@ -283,7 +242,7 @@ def generate(
     A video that is there already, made alike, is kept.
 
     Args:
-        prompts: one text, several, or records; None takes the run's evaluation prompts.
+        prompts: one text or several; None takes the run's evaluation prompts.
         output: a folder; None is `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `none` (the base model) or a checkpoint folder. lora: an adapter
             instead.
@@ -294,39 +253,36 @@ def generate(
         ConfigError, CheckpointError, OSError: each says what to do.
     """
     # Before the model is loaded, so that a mistake is reported within a second.
-    check_request(sampler, num_videos)
+    if sampler not in SDE_TYPES:
+        raise ConfigError(f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}.")
+    if num_videos < 1:
+        raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
     config = _config_of(run)
     refuse_cpu(config, allow_cpu)
+    evaluation = config.evaluation
+    if prompts is not None:
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        evaluation = replace(evaluation, prompts=texts, num_prompts=None)
     if seed is not None:
-        config = replace(config, evaluation=replace(config.evaluation, seed=seed))
-    records = training.load_eval_prompts(config) if prompts is None else _prompt_records(prompts)
-    weights = _choose_weights(config, checkpoint, lora)
+        evaluation = replace(evaluation, seed=seed)
+    config = replace(config, evaluation=evaluation)
+    records = training.load_eval_prompts(config)
+    chosen = _choose_weights(config, checkpoint, lora)
     generator = load_generator(config, records)
-    if weights is not None:
-        weights.use(generator)
-    return generation.generate(
+    name = "base"
+    if chosen is not None:
+        path, weights = chosen
+        generator.use_trained(weights)
+        name = f"{path} ({weights_digest(path)[:12]})"  # with a digest: other weights may lie at the same path
+    return write_videos(
         generator,
         Path(output or Path(config.output_dir) / "generated"),
-        # With a digest: other weights may lie at the same path.
-        weights="base" if weights is None else f"{weights.path} ({weights_digest(weights.path)[:12]})",
+        weights=name,
         sampler=sampler,
         num_videos=num_videos,
         overwrite=overwrite,
     )
-
-
-def export(run: RunLike, output: str | Path | None = None, **options: Unpack[ExportOptions]) -> Export:
-    """Write the trained weights of a run, or of one checkpoint, into a folder for other programs.
-
-    Args:
-        run: also a checkpoint folder. output: None is `exported` in the run's directory.
-        options: see `sage_fast.tools.exporting.export`, which also says what is raised.
-    """
-    source = Path(run) if isinstance(run, str | Path) else Path(_config_of(run).output_dir)
-    if output is None:
-        output = (source.parent.parent if source.parent.name == "checkpoints" else source) / "exported"
-    return exporting.export(source, Path(output), **options)
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -341,17 +297,6 @@ def _config_of(run: RunLike) -> RunConfig:
     return open_run(run).config if (Path(run) / "config.yaml").is_file() else load_config(run)
 
 
-def _prompt_records(prompts: str | Sequence[str] | Sequence[Prompt]) -> list[Prompt]:
-    texts: Sequence[str | Prompt] = [prompts] if isinstance(prompts, str) else prompts
-    if not texts:
-        raise ConfigError("prompts is empty; give at least one text.")
-    try:
-        numbered = text_prompts([p.text if isinstance(p, Prompt) else p for p in texts])
-    except ValueError as error:
-        raise ConfigError(f"prompts: {error}") from error
-    return [given if isinstance(given, Prompt) else made for given, made in zip(texts, numbered, strict=True)]
-
-
 def _one_process() -> None:
     if world_size() > 1:
         raise ConfigError(
@@ -359,32 +304,22 @@ def _one_process() -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """Trained weights: where they lie, and those of a checkpoint, which are read one at a time; None of an adapter."""
+def _choose_weights(
+    config: RunConfig, checkpoint: str, lora: str | Path | None
+) -> tuple[Path, Mapping[str, Tensor] | Path] | None:
+    """The checkpoint or adapter that is meant, and its weights, averaged where the run kept an average.
 
-    path: Path
-    tensors: Mapping[str, Tensor] | None
-
-    def use(self, generator: Generator) -> None:
-        """Put them into a generator."""
-        if self.tensors is None:
-            generator.use_adapter(self.path)
-        else:
-            generator.use_weights(self.tensors)
-
-
-def _choose_weights(config: RunConfig, checkpoint: str, lora: str | Path | None) -> _Weights | None:
-    """The weights that are meant, averaged where the run kept an average; None for the base model.
+    None for the base model. Tensors are read one at a time, and an adapter when it is used.
 
     Raises:
         ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
     """
     if lora is not None:
         try:
-            return _Weights(path=adapter_file(Path(lora)), tensors=None)
+            file = adapter_file(Path(lora))
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error
+        return file, file
     root = Path(config.output_dir) / "checkpoints"
     found = find_checkpoint(checkpoint, root)
     if found is None:
@@ -395,7 +330,7 @@ def _choose_weights(config: RunConfig, checkpoint: str, lora: str | Path | None)
             )
         return None
     check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
-    return _Weights(path=found.folder, tensors=found.tensors.get("ema", found.tensors["weights"]))
+    return found.folder, found.tensors.get("ema", found.tensors["weights"])
 
 
 def _with_reward(

@@ -1,30 +1,178 @@
-"""Several trainings beside each other, as one page, its pictures and its numbers.
+"""Several trainings beside each other, as one page and its numbers. Those that differ in their seed alone are one arm.
 
 FOLDER/
     comparison.html     everything in one file: opens offline, light and dark
     comparison.json     every number
-    reward.png  components.png  kl_and_gradient.png     with their SVGs
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, stdev
+from typing import Any
 
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
-from sage_fast.evaluation import REWARD, direction_label, to_error
+from sage_fast.config.load import read_config_file
+from sage_fast.config.schema import RunConfig, by_dotted_key
+from sage_fast.config.sections import FREE, marked_keys
+from sage_fast.evaluation import REWARD, Evaluation, direction_label, scored_in_both, to_error
+from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import charts, render
-from sage_fast.run.plots import Line, draw_lines, new_figure, save_figure, style_axes
-from sage_fast.tools.arms import Arm, TrainedRun, final_difference, group_into_arms, last_shared_update, paired_runs
-from sage_fast.tools.effects import LEVEL, Effect, holm
+from sage_fast.run.plots import Line
+from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+WHOLE = ("reward.weights", "reward.options")
+TOLD = {"rollout.batch_size", "training.num_updates", "training.update", "model.path"}
+"""Keys that a resumed run may change, and that make another experiment all the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """Content of a run directory. ConfigError and RunDirectoryError from its properties name a file that is missing."""
+
+    folder: Path
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration by dotted key."""
+        file = self.folder / "config.yaml"
+        if not file.is_file():
+            raise ConfigError(
+                f"{self.folder} has no config.yaml, so it is no run. Give directories of `sage-fast train`."
+            )
+        return by_dotted_key(read_config_file(file), whole=WHOLE)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.settings["seed"])
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics, one record per update, oldest first."""
+        file = self.folder / "metrics.jsonl"
+        if not file.is_file():
+            raise ConfigError(f"{self.folder} has no metrics.jsonl: the run has not begun yet.")
+        merged: dict[int, dict[str, Any]] = {}
+        for row in read_metrics(file):
+            merged.setdefault(row["update"], {}).update(row)
+        return [merged[update] for update in sorted(merged)]
+
+    def curve(self, key: str) -> dict[int, float]:
+        """A metric by update, where it was logged."""
+        return {row["update"]: float(row[key]) for row in self.rows if isinstance(row.get(key), int | float)}
+
+    @cached_property
+    def evaluations(self) -> dict[int, Path]:
+        """Files of scores per prompt, by update."""
+        files = (self.folder / "evaluation").glob("update-*.json")
+        return {int(file.stem.removeprefix("update-")): file for file in sorted(files)}
+
+    def evaluation(self, update: int) -> Evaluation:
+        """Scores per prompt after an update. ValueError when the file is damaged."""
+        return Evaluation.load(self.evaluations[update])
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Runs that differ in nothing but their seed, in the order of their seeds.
+
+    Example: `Arm(name="sde_type=cps", runs=[...])` with seeds 0 to 5.
+    """
+
+    name: str
+    runs: Sequence[TrainedRun]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the runs, ascending."""
+        return [run.seed for run in self.runs]
+
+    def band(self, key: str) -> tuple[list[int], list[float], list[float]]:
+        """Updates that every seed has logged, and the mean and the sample deviation over the seeds (0 for one)."""
+        curves = [run.curve(key) for run in self.runs]
+        updates = sorted(set.intersection(*map(set, curves)))
+        means, spreads = [], []
+        for update in updates:
+            values = [curve[update] for curve in curves]
+            means.append(fmean(values))
+            spreads.append(stdev(values) if len(values) > 1 else 0.0)
+        return updates, means, spreads
+
+
+def group_into_arms(runs: Sequence[TrainedRun]) -> list[Arm]:
+    """Arms in the order in which their first runs are given, named by what sets them apart.
+
+    Raises:
+        ConfigError: two runs of an arm have the same seed, so one of them is not needed or not what was meant.
+    """
+    ignored = {*marked_keys(RunConfig, FREE), "seed"} - TOLD
+    groups: dict[str, list[TrainedRun]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        kept = {key: value for key, value in run.settings.items() if key not in ignored}
+        identity = repr(sorted(kept.items()))
+        groups.setdefault(identity, []).append(run)
+        settings[identity] = kept
+    for group in groups.values():
+        group.sort(key=lambda run: run.seed)
+        for one, other in pairwise(group):
+            if one.seed == other.seed:
+                raise ConfigError(
+                    f"{one.folder} and {other.folder} have the same configuration and seed {one.seed}: leave one out, "
+                    "or train another seed."
+                )
+    if len(groups) == 1:
+        return [Arm(name=runs[0].folder.name, runs=sorted(runs, key=lambda run: run.seed))]
+    keys = sorted({key for tree in settings.values() for key in tree})
+    differing = [key for key in keys if len({repr(tree.get(key)) for tree in settings.values()}) > 1]
+    leaves = [key.rpartition(".")[2] for key in differing]
+    # The last word of a key, where that is not the last word of another too.
+    labels = [leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(differing, leaves, strict=True)]
+    arms = []
+    for identity, group in groups.items():
+        values = [settings[identity].get(key) for key in differing]
+        name = ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+        arms.append(Arm(name=name, runs=group))
+    return arms
+
+
+def paired_runs(first: Arm, second: Arm) -> list[tuple[TrainedRun, TrainedRun]]:
+    """Runs of the seeds that both arms have. Where they share none, in order: such pairs gain no precision."""
+    ours, theirs = ({run.seed: run for run in arm.runs} for arm in (first, second))
+    shared = [seed for seed in ours if seed in theirs]
+    if shared:
+        return [(ours[seed], theirs[seed]) for seed in shared]
+    return list(zip(first.runs, second.runs, strict=False))
+
+
+def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effect:
+    """Second minus first of a column of the evaluation (see `Evaluation.columns`), over paired seeds and prompts.
+
+    Raises:
+        ConfigError: the evaluations are of different prompts, or a column is missing.
+    """
+    rows: list[list[float]] = []
+    prompts: set[tuple[str, ...]] = set()
+    try:
+        for one, other in paired_runs(first, second):
+            before, after = scored_in_both(one.evaluation(update), other.evaluation(update))
+            prompts.add(tuple(before.prompts))
+            pairs = zip(before.columns()[column], after.columns()[column], strict=True)
+            rows.append([b - a for a, b in pairs])
+        if len(prompts) > 1:
+            raise ValueError("their seeds were evaluated on different prompts")
+        return crossed_effect(rows)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{first.name!r} and {second.name!r} cannot be compared in {column}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +227,9 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     if len(folders) < 2:
         raise ConfigError(f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare runs/one runs/other")
     arms = group_into_arms([TrainedRun(folder) for folder in folders])
-    update = last_shared_update(arms)
+    # The base model, which is update 0, is the same in all of them.
+    evaluated = set.intersection(*(set(run.evaluations) for arm in arms for run in arm.runs)) - {0}
+    update = max(evaluated, default=None)
     means: dict[str, dict[str, float]] = {}
     differences: list[Difference] = []
     lower: set[str] = set()
@@ -127,25 +277,12 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     return notes
 
 
-def write_comparison(folder: Path, comparison: Comparison) -> list[Path]:
-    """Write all files and return their paths. OSError when the folder cannot be written."""
-    panels = _panels(comparison.arms)
-    figures = {name: _figure(comparison.arms, keys) for name, keys in panels.items()}
-    texts = {
-        "comparison.html": _html(comparison, [key for keys in panels.values() for key in keys]),
-        "comparison.json": json.dumps(_json(comparison), indent=1) + "\n",
-    }
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return [folder / name for name in texts] + [p for n, f in figures.items() for p in save_figure(folder, n, f)]
-
-
-def _json(comparison: Comparison) -> dict[str, Any]:
-    """All numbers as JSON values."""
-    return {
+def write_comparison(folder: Path, comparison: Comparison) -> None:
+    """Write the page and its numbers. OSError when the folder cannot be written."""
+    numbers = {
         "sage_fast": __version__,
         "update": comparison.update,
-        "arms": [{"name": arm.name, "runs": [str(r.folder) for r in arm.runs]} for arm in comparison.arms],
+        "arms": [{"name": arm.name, "runs": [str(run.folder) for run in arm.runs]} for arm in comparison.arms],
         "means": comparison.means,
         "differences": [
             asdict(d) | {"low": d.effect.low, "high": d.effect.high, "detectable": d.effect.detectable}
@@ -153,53 +290,35 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         ],
         "notes": list(comparison.notes),
     }
+    write_text(folder / "comparison.html", _html(comparison))
+    write_text(folder / "comparison.json", json.dumps(numbers, indent=1) + "\n")
 
 
-def _panels(arms: Sequence[Arm]) -> dict[str, list[str]]:
-    """Metrics that are shown, by the name of their picture: rewards, their components, KL and gradient norm."""
-    keys = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
-    wanted = ("kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm")
-    found: dict[str, list[str]] = {
-        "reward": [k for k in ("eval/reward_mean", "reward/mean") if k in keys],
-        "components": sorted(k for k in keys - {"eval/reward_mean"} if k.startswith("eval/") and k.endswith("_mean")),
-        "kl_and_gradient": [k for k in wanted if k in keys],
-    }
-    return {name: shown for name, shown in found.items() if shown}
-
-
-def _lines(arms: Sequence[Arm], key: str) -> list[Line]:
-    """A metric of every arm over its updates: the mean over its seeds, in a band of one standard deviation of them."""
-    return [
-        Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15)
-        for number, arm in enumerate(arms)
-        for updates, means, spreads in [arm.band(key)]
-    ]
-
-
-def _figure(arms: Sequence[Arm], keys: Sequence[str]) -> "Figure":
-    columns = min(len(keys), 3)
-    rows = math.ceil(len(keys) / columns)
-    figure = new_figure({1: 9.0, 2: 11.0}.get(columns, 12.0), 3.4 * rows + 0.3 * len(arms) / columns)
-    for place, key in enumerate(keys):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        style_axes(axes, key, "optimizer update")
-        draw_lines(axes, _lines(arms, key))
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(arms)), frameon=False, fontsize=9)
-    return figure
-
-
-def _html(comparison: Comparison, keys: Sequence[str]) -> str:
+def _html(comparison: Comparison) -> str:
     """One self-contained page."""
-    columns = comparison.means.get(comparison.arms[0].name, {})
+    arms = comparison.arms
+    logged = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
+    scores = sorted(key for key in logged if key.startswith("eval/") and key.endswith("_mean"))
+    wanted = ["eval/reward_mean", "reward/mean", *(key for key in scores if key != "eval/reward_mean")]
+    wanted += ["kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm"]
+    columns = comparison.means.get(arms[0].name, {})
     return render(
         "comparison.html",
         "Comparison of runs",
         sentences=_sentences(comparison),
         comparison=comparison,
         labels={name: direction_label(name, name in comparison.lower_is_better) for name in columns},
-        charts=charts(*((key, _lines(comparison.arms, key), {}) for key in keys)),
+        charts=charts(*((key, _lines(arms, key), {}) for key in wanted if key in logged)),
     )
+
+
+def _lines(arms: Sequence[Arm], key: str) -> list[Line]:
+    """A metric of every arm over its updates: the mean over its seeds, in a band of one standard deviation of them."""
+    lines = []
+    for number, arm in enumerate(arms):
+        updates, means, spreads = arm.band(key)
+        lines.append(Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15))
+    return lines
 
 
 def _sentences(comparison: Comparison) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import av
 import torch
 
 from sage_fast import __version__
@@ -35,17 +36,6 @@ from sage_fast.run.run import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
 
-REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "huggingface_hub", "av")
-OPTIONAL = {
-    "triton": "the kernels of sage_kernels; without it plain PyTorch computes the steps and the loss",
-    "accelerate": "faster loading of large models",
-    "flash-attn": "attention backends flash2 and flash3",
-    "deepspeed": "distributed.zero_stage",
-    "wandb": "logging.wandb_project",
-    "tensorboard": "logging.tensorboard",
-}
-"""Package -> its use."""
-
 
 @dataclass(frozen=True)
 class Check:
@@ -61,6 +51,11 @@ class Check:
     status: Status
     detail: str
     fix: str = ""
+
+
+def judged(section: str, name: str, passes: bool, detail: str, fix: str, otherwise: Status = "missing") -> Check:
+    """A finding that is ok, or needs its remedy."""
+    return Check(section, name, "ok", detail) if passes else Check(section, name, otherwise, detail, fix)
 
 
 def examine(config: RunConfig | None) -> list[Check]:
@@ -89,44 +84,33 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
     for check in checks:
         if check.section != section:
             section = check.section
-            lines += ["", section] if lines else [section]
+            lines += ["", section]
         mark = "" if check.status == "info" else check.status
         lines.append(f"  {mark:<8} {check.name:<{width}}  {check.detail}")
         if check.fix:
             lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
     missing, failed, warnings = (sum(c.status == s for c in checks) for s in ("missing", "failed", "warning"))
-    subject = "This configuration" if config_given else "This machine"
-    verdict = f"{subject} {'can run.' if config_given else 'is ready.'}"
+    verdict = "This configuration can run." if config_given else "This machine is ready."
     if missing:
-        verdict = f"{subject} {'cannot run' if config_given else 'is not ready'}: see the {missing} marked missing."
+        subject = "This configuration cannot run" if config_given else "This machine is not ready"
+        verdict = f"{subject}: see the {missing} marked missing."
     elif failed:
-        verdict = f"{subject} does not do what it should: see the {failed} marked failed."
+        verdict = f"This configuration does not do what it should: see the {failed} marked failed."
     if warnings:
         verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
-    return "\n".join([*lines, "", verdict])
+    return "\n".join([*lines[1:], "", verdict])
 
 
 # ------------------------------------------------------------------------------------------------------------ machine
 
 
 def software() -> Iterator[Check]:
-    """Versions of the packages, and whether videos can be written. `pip check` compares versions with their ranges."""
-    section = "software"
-    yield Check(section, "sage-fast", "ok", f"{__version__}, Python {platform.python_version()}")
-    for name in REQUIRED:
-        if (version := version_of(name)) is None:
-            yield Check(section, name, "missing", "not installed", fix=f"pip install {name}")
-        else:
-            yield Check(section, name, "ok", version)
-    for name, use in OPTIONAL.items():
-        yield Check(section, name, "info", version_of(name) or f"not installed (for {use})")
-    if version_of("av") is not None:
-        import av
-
-        found = "libx264" in av.codecs_available
-        detail = f"PyAV {'with' if found else 'without'} libx264, which writes the videos"
-        fix = "" if found else "pip install --force-reinstall av   (PyPI's wheels have it)"
-        yield Check(section, "mp4", "ok" if found else "missing", detail, fix=fix)
+    """Versions of the packages that decide the numbers, and whether videos can be written."""
+    found = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "diffusers", "transformers", "peft"))
+    yield Check("software", "sage-fast", "ok", f"{__version__}, Python {platform.python_version()}, {found}")
+    writes = "libx264" in av.codecs_available
+    detail = f"PyAV {version_of('av')} {'with' if writes else 'without'} libx264, which writes the videos"
+    yield judged("software", "mp4", writes, detail, "pip install --force-reinstall av   (PyPI's wheels have it)")
 
 
 def hardware() -> Iterator[Check]:
@@ -146,9 +130,8 @@ def hardware() -> Iterator[Check]:
         found = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{found.name}, sm_{found.major}{found.minor}, {free / gib:.0f} of {total / gib:.0f} GiB free"
-        taken = free < 0.9 * total
-        fix = "another process uses this GPU: see nvidia-smi" if taken else ""
-        yield Check(section, f"cuda:{index}", "warning" if taken else "ok", detail, fix=fix)
+        fix = "another process uses this GPU: see nvidia-smi"
+        yield judged(section, f"cuda:{index}", free >= 0.9 * total, detail, fix, "warning")
 
 
 def _attention(config: RunConfig | None) -> Iterator[Check]:
@@ -157,12 +140,11 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
     if config is not None:
         device, dtype, wanted = _device(config) or device, getattr(torch, config.model.dtype), config.model.attention
     for name, reason in backend_report(torch.device(device), dtype).items():
-        if reason is None:
-            yield Check("attention", name, "ok", f"runs on {device}")
-        elif name == wanted:
-            yield Check("attention", name, "missing", reason, fix="install it, or set model.attention to auto")
-        else:
+        if reason is not None and name != wanted:
             yield Check("attention", name, "info", reason)
+        else:
+            fix = "install it, or set model.attention to auto"
+            yield judged("attention", name, reason is None, reason or f"runs on {device}", fix)
 
 
 # ------------------------------------------------------------------------------------------------------ configuration
@@ -195,15 +177,21 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
     except ConfigError as error:
         yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
-    if config.logging.wandb_project and version_of("wandb") is None:
-        fix = "pip install wandb, or leave logging.wandb_project out"
-        yield Check(section, "logging.wandb_project", "missing", "wandb is not installed", fix=fix)
+    uses = {
+        "wandb": ("logging.wandb_project", config.logging.wandb_project),
+        "tensorboard": ("logging.tensorboard", config.logging.tensorboard),
+        "deepspeed": ("distributed.zero_stage", config.distributed.zero_stage),
+    }
+    for package, (key, value) in uses.items():
+        if value and version_of(package) is None:
+            fix = f"pip install {package}, or leave {key} out"
+            yield Check(section, key, "missing", f"{package} is not installed", fix=fix)
     needed, here = least_gpus(config.distributed, config.rollout), torch.cuda.device_count()
     if needed > 1:
         enough = _device(config) == "cpu" or here >= needed
         detail = f"{needed}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
-        yield Check(section, "processes", "ok" if enough else "warning", detail, fix="" if enough else fix)
+        yield judged(section, "processes", enough, detail, fix, "warning")
     folder = Path(config.output_dir)
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -219,23 +207,19 @@ def _settings(config: RunConfig) -> Iterator[Check]:
 def _reward(config: RunConfig, name: str) -> Check:
     """Check that a reward can be imported and takes the options it is given."""
     section, key = "configuration", f"reward {name}"
-    options, wanted = config.reward.options.get(name, {}), config.video.fps
     if name in scored_elsewhere(config.reward):
         python = config.reward.python
-        there = python is None or shutil.which(Path(python).expanduser())
-        fix = "" if there else "--reward.python=PATH"
-        return Check(section, key, "info" if there else "missing", f"scored by {python or config.reward.url}", fix=fix)
+        there = python is None or shutil.which(Path(python).expanduser()) is not None
+        return judged(section, key, there, f"scored by {python or config.reward.url}", "--reward.python=PATH")
     try:
         found = find_reward(name)
         if inspect.isclass(found):
-            takes = inspect.signature(found).parameters
-            inspect.signature(found).bind(**options)
-            # A run fills it in where it is left out.
-            fps = options.get("fps", wanted)
-            if "fps" in takes and fps != wanted:
-                detail = f"fps is {fps}, but video.fps is {wanted:g}; it decides which frames are scored"
-                fix = f"--reward.options.{name}.fps={wanted:g}"
-                return Check(section, key, "missing" if fps is None else "warning", detail, fix=fix)
+            options, takes = config.reward.options.get(name, {}), inspect.signature(found)
+            takes.bind(**options)
+            fps = options.get("fps", config.video.fps)  # a run fills it in where it is left out
+            if "fps" in takes.parameters and fps != config.video.fps:
+                detail = f"fps is {fps}, but video.fps is {config.video.fps:g}; it decides which frames are scored"
+                return Check(section, key, "warning", detail, fix=f"--reward.options.{name}.fps={config.video.fps:g}")
     except (ConfigError, TypeError) as error:
         return Check(section, key, "missing", str(error), fix=f"see reward.options.{name}")
     return Check(section, key, "ok", REWARDS.get(name, name))
@@ -258,22 +242,21 @@ def needed_files(config: RunConfig) -> list[Requirement]:
     with suppress(ConfigError):
         needed += model_family(config.model.family).requirements(config.model)
     for name in config.reward.rewards:
-        if name in scored_elsewhere(config.reward):
-            continue
-        with suppress(ConfigError):
-            needed += reward_requirements(name, config.reward.options.get(name, {}))
+        if name not in scored_elsewhere(config.reward):
+            with suppress(ConfigError):
+                needed += reward_requirements(name, config.reward.options.get(name, {}))
     return needed
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
     section = "files"
     for requirement in needed_files(config):
-        missing, where = requirement.missing, requirement.where
-        named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        detail = f"{where} {'is not here' if requirement.absent else f'lacks {named}'}" if missing else where
+        missing, detail = requirement.missing, requirement.where
+        if missing:
+            named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            detail += " is not here" if requirement.absent else f" lacks {named}"
         detail += f" ({requirement.licence})" if requirement.licence else ""
-        status: Status = "missing" if missing else "ok"
-        yield Check(section, requirement.name, status, detail, fix=requirement.fetch if missing else "")
+        yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"
     try:
         family = model_family(config.model.family)
@@ -285,9 +268,6 @@ def _files(config: RunConfig) -> Iterator[Check]:
             return
         fix = "--rollout.guidance_scale=1"
         facts.check_guidance(config.rollout.guidance_scale)
-    except ConfigError as error:
-        yield Check(section, "model.family", "missing", str(error), fix=fix)
-        return
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return
@@ -313,16 +293,15 @@ def _memory(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "training", "missing", str(error), fix="see the message")
         return
     peak = plan.memory.peak / 1e9
-    status: Status = "ok" if peak <= SAFE_SHARE * available else "warning" if peak <= available else "missing"
     detail = f"about {peak:.0f} GB of {available:.0f} GB on {device}, by the plan's estimate"
     fix = "`sage-fast plan` with the same words has every part, and the settings that need less"
-    yield Check(section, "training", status, detail, fix="" if status == "ok" else fix)
+    otherwise: Status = "warning" if peak <= available else "missing"
+    yield judged(section, "training", peak <= SAFE_SHARE * available, detail, fix, otherwise)
     if plan.loading is not None:
         needed = sum(plan.loading.values())
-        enough = needed < SAFE_SHARE * host
         detail = f"about {needed / 1e9:.0f} GB of {host / 1e9:.0f} GB of this node"
-        fix = "" if enough else "fewer processes on this node, or a node with more memory"
-        yield Check(section, "CPU memory", "ok" if enough else "missing", detail, fix=fix)
+        fix = "fewer processes on this node, or a node with more memory"
+        yield judged(section, "CPU memory", needed < SAFE_SHARE * host, detail, fix)
 
 
 def _disk(config: RunConfig) -> Iterator[Check]:
@@ -333,16 +312,14 @@ def _disk(config: RunConfig) -> Iterator[Check]:
             folder = _existing(download_folder(requirement))
             needed[folder] = needed.get(folder, 0.0) + requirement.gigabytes * 1e9
     if (description := _description(config)) is not None:
-        section = config.checkpoint
         # One more than is kept: the new one is written before the oldest goes.
-        count = section.keep_last + 1 + (config.evaluation.every > 0)
+        count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
         folder = _existing(Path(config.output_dir))
         size = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
         needed[folder] = needed.get(folder, 0.0) + size
     for disk in {folder.stat().st_dev for folder in needed}:
         folders = [folder for folder in needed if folder.stat().st_dev == disk]
         size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(folders[0]).free
-        enough = size < 0.9 * free
         detail = f"about {size / 1e9:.0f} GB for downloads and checkpoints, {free / 1e9:.0f} GB free"
-        fix = "" if enough else "--output_dir or HF_HOME on a larger disk, or a smaller --checkpoint.keep_last"
-        yield Check("disk", str(folders[0]), "ok" if enough else "missing", detail, fix=fix)
+        fix = "--output_dir or HF_HOME on a larger disk, or a smaller --checkpoint.keep_last"
+        yield judged("disk", str(folders[0]), size < 0.9 * free, detail, fix)

@@ -9,12 +9,11 @@ FOLDER/
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
+from sage_fast.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config
@@ -46,8 +45,7 @@ PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts
 class Export:
     """A written export.
 
-    averaged: the weights are the moving average that the run evaluated with. dtype: type to load the
-    transformer in, such as bfloat16; a full export is stored in it.
+    averaged: the weights are the moving average that the run evaluated with. dtype: of the stored weights.
 
     Example: `Export(folder=Path("exported"), format="lora", layout="diffusers", update=200, averaged=True, ...)`
     """
@@ -60,35 +58,43 @@ class Export:
     dtype: Literal["float32", "bfloat16"]
 
 
+class _InDirectory(Protocol):
+    """A run, or its configuration: it names the directory."""
+
+    @property
+    def output_dir(self) -> str | Path: ...
+
+
 def export(
-    source: Path,
-    folder: Path,
+    run: _InDirectory | str | Path,
+    output: str | Path | None = None,
     *,
     format: Format | None = None,
     layout: Layout = "diffusers",
-    dtype: torch.dtype | None = None,
     overrides: Sequence[str] = (),
     trust_config: bool = False,
     overwrite: bool = False,
 ) -> Export:
-    """Export a checkpoint.
+    """Write the trained weights of a run, or of one checkpoint, into a folder for other programs.
 
     Args:
-        source: a checkpoint folder, or a run, whose newest complete checkpoint is taken.
-        folder: where to write; new, empty, or an earlier export, whose files are removed.
+        run: a run, whose newest complete checkpoint is taken, or a checkpoint folder.
+        output: folder to write to; new, empty, or an earlier export, whose files are removed. None is `exported` in the
+            run's directory.
         format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None is `lora` for a
             run that trained adapters, and `full` for one that trained every weight.
         layout: the program that it is for; a whole transformer is for diffusers.
-        dtype: of a full export; None keeps the one that the run computed with (model.dtype).
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
-        overwrite: replace the export of another run in `folder`.
+        overwrite: replace the export of another run in `output`.
 
     Raises:
         ConfigError: a format or layout that the run does not have, or a folder with other files.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
-    checkpoint = _open(source)
+    checkpoint = _open(Path(run if isinstance(run, str | Path) else run.output_dir))
+    directory = checkpoint.folder.parent.parent
+    folder = Path(output or directory / "exported")
     config = _config_of(checkpoint, overrides)
     if not trust_config:
         check_trust(config, checkpoint.folder, named_code([], overrides), rewards=False)
@@ -98,30 +104,35 @@ def export(
             f"{checkpoint.folder} is of a run with training.mode full, which has no adapter. Export it by "
             "--format full."
         )
-    if chosen == "lora" and dtype is not None:
-        raise ConfigError("--dtype is for --format full; an adapter is exported in float32, as it was trained.")
     if chosen == "full" and layout != "diffusers":
         raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
-    _make_room(folder, checkpoint.folder.parent if not overwrite else None)
+    _make_room(folder, None if overwrite else checkpoint.folder.parent)
     averaged = "ema" in checkpoint.tensors
-    name: Any = str(dtype).removeprefix("torch.") if dtype else config.model.dtype
     result = Export(
         folder=folder,
         format=chosen,
         layout=layout,
         update=int(checkpoint.state["trainer"]["update"]),
         averaged=averaged,
-        dtype=name,
+        dtype=config.model.dtype if chosen == "full" else "float32",
     )
     if chosen == "lora":
         adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
         with replacing(folder / ADAPTER_FILE) as partial:
             save_file(backbone().named_adapter(adapter, layout), partial, metadata={"format": "pt"})
     else:
-        transformer = _whole_transformer(config, checkpoint.tensors["ema" if averaged else "weights"], result.dtype)
+        transformer = _whole_transformer(config, checkpoint.tensors["ema" if averaged else "weights"])
         transformer.save_pretrained(folder)
-    _write_card(result, config, checkpoint.folder.parent.parent)
-    write_text(folder / RECORD, json.dumps(_record(result, config, checkpoint.folder), indent=1) + "\n")
+    _write_card(result, config, directory)
+    record = {
+        "sage_fast": __version__,
+        "diffusers": metadata.version("diffusers"),
+        "files": sorted(path.name for path in folder.iterdir()),
+        "checkpoint": str(checkpoint.folder),
+        "base_model": {"family": config.model.family, "path": config.model.path},
+        **{key: value for key, value in asdict(result).items() if key != "folder"},
+    }
+    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     return result
 
 
@@ -160,16 +171,17 @@ def _make_room(folder: Path, run: Path | None) -> None:
 
 def _open(source: Path) -> Checkpoint:
     """The checkpoint that `source` means. ConfigError when it means none, CheckpointError for a damaged one."""
-    if (source / "checkpoints").is_dir():
-        newest = newest_checkpoint(source / "checkpoints")
-        if newest is None:
-            raise ConfigError(f"{source / 'checkpoints'} holds no complete checkpoint. Train on, or give another run.")
-        return newest
-    if not (source / "state.json").exists():
-        runs = list_checkpoints(source)
-        hint = f" Give one of its checkpoints, such as {runs[-1]}." if runs else ""
-        raise ConfigError(f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/.{hint}")
-    return open_checkpoint(source)
+    if (source / "state.json").exists():
+        return open_checkpoint(source)
+    if not (source / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/. Give a run, or one of "
+            "the folders in its checkpoints/."
+        )
+    newest = newest_checkpoint(source / "checkpoints")
+    if newest is None:
+        raise ConfigError(f"{source / 'checkpoints'} holds no complete checkpoint. Train on, or give another run.")
+    return newest
 
 
 def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
@@ -180,69 +192,41 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         return load_config(file, overrides)
 
 
-def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor], dtype: Literal["float32", "bfloat16"]) -> Any:
+def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
     """The base transformer with the trained weights: in place of the base ones, or an adapter merged into them."""
-    lora = config.training.mode == "lora"
-    # Weights that replace the base model's need it in no wider type than they are written in.
-    model = config.model if lora else replace(config.model, dtype=dtype)
-    with _naming("A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."):
-        transformer = load_components(model).transformer
-    cast_weights(transformer, getattr(torch, model.dtype))
-    with _naming("The checkpoint does not fit its base model."):
+    dtype = getattr(torch, config.model.dtype)
+    try:
+        transformer = load_components(config.model).transformer
+        cast_weights(transformer, dtype)
         use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
-    if lora:
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
+        ) from error
+    if config.training.mode == "lora":
         # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():
             if ".lora_" not in name:
-                parameter.data = parameter.data.to(getattr(torch, dtype))
+                parameter.data = parameter.data.to(dtype)
         transformer.fuse_lora(safe_fusing=True)
         transformer.unload_lora()
     return transformer
 
 
-@contextmanager
-def _naming(cause: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{error} {cause}") from error
-
-
-def _record(result: Export, config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """The source of an export, as JSON values."""
-    lora = config.lora
-    record: dict[str, Any] = {
-        "sage_fast": __version__,
-        "diffusers": metadata.version("diffusers"),
-        "format": result.format,
-        "layout": result.layout,
-        "files": sorted(path.name for path in result.folder.iterdir()),
-        "checkpoint": str(checkpoint),
-        "update": result.update,
-        "averaged": result.averaged,
-        "dtype": result.dtype if result.format == "full" else "float32",
-        "base_model": {"family": config.model.family, "path": config.model.path},
-    }
-    if config.training.mode == "lora":
-        alpha = lora.rank if lora.alpha is None else lora.alpha
-        record["lora"] = {"rank": lora.rank, "alpha": alpha, "target_modules": lora.target_modules}
-    return record
-
-
 def _write_card(result: Export, config: RunConfig, run: Path) -> None:
     """Write README.md, config.yaml and the pictures of a run that the card shows."""
-    folder, lora = result.folder, result.format == "lora"
-    save_config(config, folder / "config.yaml")
+    save_config(config, result.folder / "config.yaml")
     pictures = {name: caption for name, caption in PICTURES.items() if (run / name).is_file()}
     for name in pictures:
-        with replacing(folder / name) as partial:
+        with replacing(result.folder / name) as partial:
             shutil.copyfile(run / name, partial)
     paired: dict[str, Any] = {}
-    if (result_file := run / "evaluation" / "result.json").is_file():
-        paired = json.loads(result_file.read_text(encoding="utf-8"))
+    evaluation = run / "evaluation" / "result.json"
+    if evaluation.is_file():
+        paired = json.loads(evaluation.read_text(encoding="utf-8"))
         found = {"reward": paired["reward"], **paired["scores"]}
         paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
-    family = model_family(config.model.family)
+    lora, family = result.format == "lora", model_family(config.model.family)
     base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
@@ -257,13 +241,9 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE.read_text(encoding="utf-8"),
-        folder=repr(str(folder)),
-        layout=result.layout,
+        result=result,
         lora=lora,
-        merged=not lora and config.training.mode == "lora",
-        update=result.update,
-        averaged=result.averaged,
-        dtype=result.dtype,
+        folder=repr(str(result.folder)),
         base=base,
         config=config,
         adapter_file=ADAPTER_FILE,
@@ -274,4 +254,4 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
         paired=paired,
         pictures=pictures,
     )
-    write_text(folder / "README.md", str(card))
+    write_text(result.folder / "README.md", str(card))

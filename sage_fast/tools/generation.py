@@ -2,16 +2,13 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
@@ -26,7 +23,7 @@ from sage_fast.policy.trained import use_adapter, use_weights
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run import media
-from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
+from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ SHEET_ROWS = 16
 
 @dataclass(kw_only=True)
 class Generator:
-    """A model that is ready to sample: the base model until `use_weights` or `use_adapter` is called.
+    """A model that is ready to sample: the base model until `use_trained` is called.
 
     embed: conditioning of one of the prompts, on `device`. latent_shape: (C, F, H, W).
     """
@@ -52,27 +49,19 @@ class Generator:
     device: torch.device
     acceleration: FusedForward | None
 
-    def use_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the trained weights of a checkpoint. ConfigError when they do not fit."""
-        self._replace(
-            lambda transformer: use_weights(
-                transformer, weights, mode=self.config.training.mode, lora=self.config.lora
-            ),
-            "The checkpoint",
-        )
-
-    def use_adapter(self, path: Path) -> None:
-        """Take over a LoRA adapter, see `read_adapter`. ConfigError when there is none or it does not fit."""
-        self._replace(lambda transformer: use_adapter(transformer, path), "--lora")
-
-    def _replace(self, change: Callable[[HunyuanVideo15Transformer3DModel], None], what: str) -> None:
-        """Change the transformer's modules under the stock forward, then choose the forward again."""
+    def use_trained(self, weights: Mapping[str, Tensor] | Path) -> None:
+        """Take over the weights of a checkpoint, or a LoRA adapter's file. ConfigError when they do not fit."""
         transformer = self.policy.transformer
+        # Modules change under the stock forward, and the forward is then chosen again.
         if self.acceleration is not None:
             self.acceleration.undo()
         try:
-            change(transformer)
+            if isinstance(weights, Path):
+                use_adapter(transformer, weights)
+            else:
+                use_weights(transformer, weights, mode=self.config.training.mode, lora=self.config.lora)
         except ValueError as error:
+            what = "--lora" if isinstance(weights, Path) else "The checkpoint"
             raise ConfigError(f"{what}: {error}") from error
         transformer.to(self.device)
         self.acceleration = backbone(transformer).choose_forward(transformer, self.config.model)
@@ -119,22 +108,14 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     )
 
 
-def check_request(sampler: str, num_videos: int) -> None:
-    """ConfigError for an unknown sampler or no videos; cheap, so that it can come before the model is loaded."""
-    if sampler not in SDE_TYPES:
-        raise ConfigError(f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}.")
-    if num_videos < 1:
-        raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
-
-
-def generate(
+def write_videos(
     generator: Generator,
     output: Path,
     *,
     weights: str,
-    sampler: str = "ode",
-    num_videos: int = 1,
-    overwrite: bool = False,
+    sampler: str,
+    num_videos: int,
+    overwrite: bool,
 ) -> list[Path]:
     """Write `num_videos` videos for each of the generator's prompts, and a contact sheet of the first 16.
 
@@ -152,10 +133,9 @@ def generate(
         The paths of all videos.
 
     Raises:
-        ConfigError: unknown sampler, no videos asked for, or a video of other settings is in the way.
+        ConfigError: a video of other settings is in the way.
         OSError: the folder cannot be written.
     """
-    check_request(sampler, num_videos)
     config = generator.config
     table = generator.table(sampler)
     plan = {
@@ -170,25 +150,21 @@ def generate(
     remaining = [name for name in plan if name not in kept]
     if kept:
         logger.info(
-            "Keeping %d of %d videos that are there already (--overwrite makes them anew).", len(kept), len(plan)
+            "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
         )
-    start = time.monotonic()
-    with tqdm(total=len(plan), initial=len(kept), unit="video", disable=None) as bar:
-        size = config.evaluation.batch_size
-        for first in range(0, len(remaining), size):
-            names = remaining[first : first + size]
-            batch = [
-                Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
-                for prompt, member in (plan[name] for name in names)
-            ]
-            keys = noise_keys(batch, config.evaluation.seed, update=0)
-            initial = initial_latents(keys, generator.latent_shape, generator.device)
-            trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
-            for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
-                video_files.write_video(output / name, video.cpu(), config.video.fps)
-                bar.update()
-                if bar.disable:
-                    logger.info("%s (%.1f s since the start)", output / name, time.monotonic() - start)
+    size = config.evaluation.batch_size
+    for first in range(0, len(remaining), size):
+        names = remaining[first : first + size]
+        batch = [
+            Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
+            for prompt, member in (plan[name] for name in names)
+        ]
+        keys = noise_keys(batch, config.evaluation.seed, update=0)
+        initial = initial_latents(keys, generator.latent_shape, generator.device)
+        trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
+        for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
+            video_files.write_video(output / name, video.cpu(), config.video.fps)
+        logger.info("%d of %d videos, the last is %s", first + len(names), len(remaining), output / names[-1])
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
     cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
@@ -198,10 +174,9 @@ def generate(
 
 def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:
     """Settings that decide how a video looks, apart from its prompt and number, as JSON values."""
-    model = {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")}
     return {
         "weights": weights,
-        "model": model,
+        "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")},
         "video": asdict(config.evaluation_video),
         "sampler": sampler,
         "eta": config.rollout.eta if sampler != "ode" else 0.0,
@@ -233,7 +208,7 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
             what = ", ".join(f"{k}: {old.get(k)!r} there, {records[name][k]!r} now" for k in different) if old else ""
             raise ConfigError(
                 f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
-                "another --output, or --overwrite to make it anew."
+                "another --output, or --overwrite to make it again."
             )
     write_text(file, json.dumps(known | dict(records), indent=1) + "\n")
     return present

@@ -1,35 +1,51 @@
-"""The paired evaluation as files: both models' videos and scores in one folder, each model evaluated once.
+"""The paired evaluation of a trained model and its base model, as files. Each model is evaluated once.
 
 FOLDER/
-    before.json  after.json              scores per prompt of the base and the trained model
-    base/  trained/                      every video, and settings.json: what the scores were made with
-    evaluation.{json,md,html}  contact_sheet.png     see `report.py`
+    before.json  after.json     scores per prompt of the base and the trained model
+    base/  trained/             every video, and settings.json: what the scores were made with
+    evaluation.json             every number, also per prompt
+    evaluation.html             one page with everything, in light and dark; it plays the videos of base/ and trained/
+    contact_sheet.png           frames of both models, base above trained
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from tqdm import tqdm
 
+from sage_fast import __version__
 from sage_fast.config.files import write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate, paired_tests
+from sage_fast.evaluation import (
+    ENOUGH_PROMPTS,
+    OVERALL,
+    REWARD,
+    Evaluation,
+    EvaluationSampling,
+    PairedTest,
+    direction_label,
+    evaluate,
+    format_comparison,
+    paired_tests,
+    to_error,
+)
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
-from sage_fast.rewards.base import reward_scales
+from sage_fast.rewards.base import Scale, reward_scales
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import VideoScoring
+from sage_fast.run import media
+from sage_fast.run.page import render
 from sage_fast.run.run import prompts_digest
 from sage_fast.tools.generation import Generator, load_generator, sampling_settings
-from sage_fast.tools.report import Report, ShownVideo, spread_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -37,35 +53,51 @@ SETTINGS = "settings.json"
 SCORES = {"base": "before.json", "trained": "after.json"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The content of the files.
+
+    scores: paired tests by score, the reward first. weights: score name -> weight in the reward. resamples: of the
+    bootstrap. settings: of both evaluations, as JSON values. videos: prompt's number -> name of its video in base/ and
+    in trained/, from the largest gain to the largest loss. scales: of the scores that say how they compare with
+    published ones.
+
+    Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained, weights={"VQ": 1.0}, ...)`
+    """
+
+    scores: Mapping[str, PairedTest]
+    base: Evaluation
+    trained: Evaluation
+    weights: Mapping[str, float]
+    resamples: int
+    settings: Mapping[str, Any]
+    videos: Mapping[int, str]
+    scales: Mapping[str, Scale] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{format_comparison(self.scores)}\n{headline(self)}"
+
+
+@dataclass(kw_only=True)
 class PairedEvaluation:
     """Evaluates the base and the trained model into a folder. The model is loaded when it is first needed.
 
-    Args:
-        config: model, rewards, sampling.
-        prompts: at least 2.
-        folder: where everything goes.
-        trained: the checkpoint or adapter that is compared with the base model; its weights identify it.
-        use_trained: puts the trained weights into a generator.
-        overwrite: evaluate again what has been evaluated there.
+    prompts: at least 2. folder: where everything goes. trained: the checkpoint or adapter that is compared with the
+    base model; its weights identify it. weights: those of the checkpoint, or the adapter's file. overwrite: evaluate
+    again what has been evaluated there.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        prompts: Sequence[Prompt],
-        folder: Path,
-        trained: Path,
-        use_trained: Callable[[Generator], None],
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        self.config = config
-        self.prompts = prompts
-        self.folder = folder
-        self.trained = trained
-        self.use_trained = use_trained
-        self.overwrite = overwrite
-        self.files = [video_files.video_file_name(i, p.text) for i, p in enumerate(prompts)]
+    config: RunConfig
+    prompts: Sequence[Prompt]
+    folder: Path
+    trained: Path
+    weights: Mapping[str, Tensor] | Path
+    overwrite: bool
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Names of the videos, in base/ and in trained/."""
+        return [video_files.video_file_name(i, prompt.text) for i, prompt in enumerate(self.prompts)]
 
     @cached_property
     def generator(self) -> Generator:
@@ -78,11 +110,11 @@ class PairedEvaluation:
         texts, device = [prompt.text for prompt in self.prompts], str(rank_device(self.config.model.device))
         return CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
 
-    def report(self, *, num_videos: int, resamples: int, seed: int) -> Report:
+    def report(self, *, num_videos: int, resamples: int) -> Report:
         """Evaluate what has not been evaluated, and compare.
 
         Args:
-            num_videos: prompts whose videos are shown. resamples, seed: of the bootstrap.
+            num_videos: prompts whose videos are shown. resamples: of the bootstrap.
 
         Raises:
             ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
@@ -92,82 +124,61 @@ class PairedEvaluation:
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         return Report(
-            scores=paired_tests(base, trained, weights=weights, resamples=resamples, seed=seed),
+            scores=paired_tests(base, trained, weights=weights, resamples=resamples),
             base=base,
             trained=trained,
             weights=weights,
-            scales=reward_scales(self.config.reward.rewards),
             resamples=resamples,
-            seed=seed,
             settings={
                 "trained": str(self.trained),
                 "prompts": portable(self.config.evaluation.prompts or self.config.data.prompts),
                 **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
             },
-            videos=[
-                ShownVideo(
-                    prompt=base.prompts[i],
-                    base=self.folder / "base" / self.files[i],
-                    trained=self.folder / "trained" / self.files[i],
-                    difference=differences[i],
-                )
-                for i in spread_over_ranks(differences, num_videos)
-            ],
+            videos={i: self.files[i] for i in spread_over_ranks(differences, num_videos)},
+            scales=reward_scales(self.config.reward.rewards),
         )
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
         """Scores of one model: those in the folder if they were made with the same settings."""
         file, videos = self.folder / SCORES[model], self.folder / model
-        settings = self._settings(model)
-        if not self.overwrite and file.exists() and self._finished(videos, settings):
+        record, settings = videos / SETTINGS, self._settings(model)
+        complete = all(path.exists() for path in (file, record, *(videos / name for name in self.files)))
+        if complete and not self.overwrite:
             try:
-                found = Evaluation.load(file)
+                if json.loads(record.read_text(encoding="utf-8")) == settings:
+                    found = Evaluation.load(file)
+                    logger.info("Using the scores of the %s model in %s: same settings.", model, file)
+                    return found
             except ValueError as error:
                 logger.warning("%s Evaluating again.", error)
-            else:
-                logger.info("Using the scores of the %s model in %s: same settings.", model, file)
-                return found
         # Until it is finished, nothing may claim to be it.
-        (videos / SETTINGS).unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
         result = self._evaluate(model)
         result.save(file)
-        write_text(videos / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        write_text(record, json.dumps(settings, indent=1) + "\n")
         return result
-
-    def _finished(self, videos: Path, settings: Mapping[str, Any]) -> bool:
-        file = videos / SETTINGS
-        if not file.exists() or not all((videos / name).exists() for name in self.files):
-            return False
-        try:
-            return bool(json.loads(file.read_text(encoding="utf-8")) == settings)
-        except ValueError:
-            return False
 
     def _evaluate(self, model: str) -> Evaluation:
         reward, generator, evaluation = self.reward, self.generator, self.config.evaluation
         if model == "trained":
-            self.use_trained(generator)
-        with tqdm(total=len(self.prompts), unit="video", desc=model, disable=None) as bar:
+            generator.use_trained(self.weights)
 
-            def write(number: int, video: Tensor) -> None:
-                video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
-                bar.update()
-                done = number + 1
-                if bar.disable and (done % evaluation.batch_size == 0 or done == len(self.prompts)):
-                    logger.info("%s model: %d of %d videos", model.capitalize(), done, len(self.prompts))
+        def write(number: int, video: Tensor) -> None:
+            video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
+            logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
 
-            sampling = EvaluationSampling(
-                policy=generator.policy,
-                embed=generator.embed,
-                table=generator.table("ode"),
-                latent_shape=generator.latent_shape,
-                seed=evaluation.seed,
-                batch_size=evaluation.batch_size,
-                noises=evaluation.noises,
-                device=generator.device,
-            )
-            scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
-            return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
+        sampling = EvaluationSampling(
+            policy=generator.policy,
+            embed=generator.embed,
+            table=generator.table("ode"),
+            latent_shape=generator.latent_shape,
+            seed=evaluation.seed,
+            batch_size=evaluation.batch_size,
+            noises=evaluation.noises,
+            device=generator.device,
+        )
+        scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
+        return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
@@ -178,3 +189,116 @@ class PairedEvaluation:
             "prompts": prompts_digest([], self.prompts),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all
+
+
+def spread_over_ranks(differences: Sequence[float], count: int) -> list[int]:
+    """Positions of `count` values, evenly from the largest to the smallest, so that losses show as well as gains.
+
+    Example: `spread_over_ranks([0.0, 3.0, 1.0], 2)` is `[1, 0]`.
+    """
+    order = sorted(range(len(differences)), key=lambda i: -differences[i])
+    count = min(count, len(order))
+    return [order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)]
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write the numbers, the page and the contact sheet. OSError when the folder cannot be written."""
+    write_text(folder / "evaluation.json", json.dumps(to_json(report), indent=1) + "\n")
+    write_text(folder / "evaluation.html", to_html(report))
+    if report.videos:
+        cells = [
+            media.Cell(
+                caption=report.base.prompts[i],
+                videos=[video_files.read_video(folder / model / name) for model in ("base", "trained")],
+            )
+            for i, name in report.videos.items()
+        ]
+        media.contact_sheet(folder / "contact_sheet.png", cells, title="same prompt, same noise: base above trained")
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """All numbers of the report as JSON values."""
+    base, trained = report.base.columns(), report.trained.columns()
+    return {
+        "sage_fast": __version__,
+        "prompts": len(report.base.prompts),
+        "confidence": 0.95,
+        "resamples": report.resamples,
+        "weights": dict(report.weights),
+        "scores": {name: asdict(test) for name, test in report.scores.items()},
+        "settings": dict(report.settings),
+        "scales": {name: asdict(scale) for name, scale in report.scales.items()},
+        "per_prompt": [
+            {
+                "prompt": prompt,
+                "base": {name: column[i] for name, column in base.items()},
+                "trained": {name: column[i] for name, column in trained.items()},
+            }
+            for i, prompt in enumerate(report.base.prompts)
+        ],
+    }
+
+
+def headline(report: Report) -> str:
+    """The finding in a sentence."""
+    test = report.scores[REWARD]
+    verb = "rises" if test.mean > 0 else "falls" if test.mean < 0 else "stays"
+    doubt = ""
+    if test.count < ENOUGH_PROMPTS:
+        doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
+    elif not test.significant:
+        doubt = ", which a difference of zero would explain too"
+    mean, low, high = (to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high))
+    return (
+        f"{REWARD} {verb} from {test.before:.4g} to {test.after:.4g}: {mean}, 95 % interval {low} to "
+        f"{high}{doubt}. The trained model scores higher on {test.wins:.0%} of "
+        f"{test.count} prompts."
+    )
+
+
+def to_html(report: Report) -> str:
+    """The page of the report."""
+    base, trained = report.base, report.trained
+    prompts = list(zip(base.prompts, base.reward, trained.reward, strict=True))
+    return render(
+        "evaluation.html",
+        "Evaluation: base and trained",
+        headline=headline(report),
+        rows=[(direction_label(n, t.lower_is_better), _way(t), t) for n, t in report.scores.items()],
+        notes=_notes(report),
+        scales=[
+            (name, scale.here, scale.published, *(f"{scale.factor * mean:.4g}" for mean in (test.before, test.after)))
+            for name, test in report.scores.items()
+            if (scale := report.scales.get(name)) is not None
+        ],
+        videos=[(base.prompts[i], trained.reward[i] - base.reward[i], name) for i, name in report.videos.items()],
+        prompts=sorted(prompts, key=lambda row: row[2] - row[1]),
+        settings=report.settings,
+    )
+
+
+def _way(test: PairedTest) -> str:
+    """`gain` or `loss` where a difference is significant, else an empty text."""
+    if not test.significant:
+        return ""
+    return "gain" if (test.mean > 0) is not test.lower_is_better else "loss"
+
+
+def _notes(report: Report) -> list[str]:
+    terms = " + ".join(f"{weight:g} {name}" for name, weight in report.weights.items())
+    overall = f" {OVERALL} is the plain sum, whatever was trained on." if OVERALL in report.scores else ""
+    lower = any(test.lower_is_better for test in report.scores.values())
+    count, noises = len(report.base.prompts), report.base.noises
+    videos = "one video" if noises == 1 else f"{noises} videos"
+    marked = "differences are marked where the interval leaves out zero"
+    if count < ENOUGH_PROMPTS:
+        marked = f"none is marked, because an interval of fewer than {ENOUGH_PROMPTS} prompts is not to be relied on"
+    return [
+        f"{count} prompts, {videos} each; both models start from the same noise. {REWARD} = {terms}.{overall} Other "
+        f"scores are measured only. Higher is better{', and lower where there is an arrow down' if lower else ''}.",
+        f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples; {marked}. "
+        "Win rate: prompts on which the trained model scores better.",
+    ]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from sage_fast.commands.cli import COMMANDS, GROUPS, main, parse
+from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import SAMPLERS, split_words
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
@@ -42,34 +43,25 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "files", "overrides"),
     [
-        ([], [], []),
         (["a.yaml", "seed=1", "reward.rewards+=mine"], ["a.yaml"], ["--seed=1", "--reward.rewards+=mine"]),
         (["--resume", "seed=1"], [], ["--resume", "seed=1"]),
-        (["b.yaml", "--seed=1"], ["b.yaml"], ["--seed=1"]),
-        (["--resume", "auto", "b.yaml"], ["b.yaml"], ["--resume", "auto"]),
         (["--a=1", "b.yaml", "--c", "2", "d.yaml"], ["b.yaml", "d.yaml"], ["--a=1", "--c", "2"]),
     ],
-    ids=["none", "bare", "value-with-an-equals-sign", "file-first", "value-of-an-option", "mixed"],
+    ids=["bare", "value-with-an-equals-sign", "mixed"],
 )
-def test_files_and_overrides_are_told_apart(words: list[str], files: list[str], overrides: list[str]) -> None:
+def test_files_and_overrides_are_told_apart(
+    words: list[str], files: list[str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert split_words(words) == (files, overrides)
+    monkeypatch.chdir(tmp_path)
+    Path("seed=1").write_text("seed: 2\n")
+    assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"]), "a file may have an equals sign in its name"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["a.yaml", "b.yaml", "--reward.weights={VQ: 1, MQ: 2}", "--seed=1"],
-        ["a.yaml", "--reward.weights={VQ: 1, MQ: 2}", "b.yaml", "--seed=1"],
-        ["--reward.weights={VQ: 1, MQ: 2}", "a.yaml", "b.yaml", "--seed=1"],
-    ],
-    ids=["last", "between", "first"],
-)
-def test_an_override_with_spaces_is_no_file(words: list[str]) -> None:
-    options, overrides = parse(["train", *words])
-    assert options.config == ["a.yaml", "b.yaml"]
-    assert sorted(overrides) == ["--reward.weights={VQ: 1, MQ: 2}", "--seed=1"]
-    options, overrides = parse(["train", "a.yaml", "--reward.weights", "{VQ: 1, MQ: 2}"])
-    assert (options.config, overrides) == (["a.yaml"], ["--reward.weights", "{VQ: 1, MQ: 2}"])
+def test_an_override_with_spaces_is_no_file() -> None:
+    for weights in (["--reward.weights={VQ: 1, MQ: 2}"], ["--reward.weights", "{VQ: 1, MQ: 2}"]):
+        options, overrides = parse(["train", "a.yaml", *weights, "--seed=1"])
+        assert options.config == ["a.yaml"] and overrides == [*weights, "--seed=1"]
 
 
 def test_hyphens_and_underscores_are_one() -> None:
@@ -80,13 +72,6 @@ def test_hyphens_and_underscores_are_one() -> None:
     assert parse(["train", "x", "--reward.options.my-reward.a_b=1", "--resume", "a_b"])[1][0].endswith(
         "my-reward.a_b=1"
     )
-
-
-def test_the_help_has_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in COMMANDS) and all(f"\n{group}:\n" in text for group in GROUPS)
 
 
 def test_keys_are_filtered_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +104,6 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "sage_fast", "train", str(config_file), "--seed=3"),
     ]
-    assert main(["train", str(config_file), "--gpus", "0"]) == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -131,12 +115,6 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert f"usage: sage-fast {command}" in result.stdout and "examples:" in result.stdout
-
-
-def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("seed=1").write_text("seed: 2\n")
-    assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"])
 
 
 def test_the_help_names_every_sampler() -> None:
@@ -159,20 +137,12 @@ def test_the_presets_are_listed_and_shown(
         assert "extends" not in text and text.startswith((ROOT / f"configs/{name}.yaml").read_text().split("\n")[0])
     assert main(["configs", "show", "prompts/toy_train.csv"]) == 0
     assert capsys.readouterr().out.startswith("prompt,")
-    assert main(["configs", "show", "kl_none"]) == 2
-    assert "Did you mean ablations/kl_none?" in capsys.readouterr().err
-    assert main(["configs", "show", "../setup.py"]) == 2 and main(["configs", "--seed=1"]) == 2
+    assert main(["configs", "show", "../setup.py"]) == 2
 
 
-def test_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(tmp_path), "--output", str(tmp_path / "o")]) == 2
-    assert "without config.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["generate", "evaluate", "export", "profile"])
-def test_options_are_not_abbreviated(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse([command, "runs/x", "--out=y"])
+        parse(["generate", "runs/x", "--out=y"])
     assert "--output" in capsys.readouterr().err
 
 
@@ -203,7 +173,7 @@ def test_a_base_model_generates_without_a_run_and_without_its_rewards(
     assert record["weights"] == "base" and record["sampler"] == "ode" and record["num_steps"] == 4
 
 
-def test_prompts_are_given_as_texts(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_given_as_texts(config_file: Path, tmp_path: Path) -> None:
     command = ["generate", str(config_file), "--checkpoint", "none", "--data.prompts=gone.csv"]
     texts = ["--prompt", " a blue square moving up ", "--prompt=a red circle moving left"]
     assert main([*command, *texts, "--seed", "3", "--num-videos", "2", "--output", str(tmp_path / "v")]) == 0
@@ -212,15 +182,6 @@ def test_prompts_are_given_as_texts(config_file: Path, tmp_path: Path, capsys: p
     assert names == {f"{word}-{i}.mp4" for word in words for i in (0, 1)} | {"contact_sheet.png", "generation.json"}
     record = json.loads((tmp_path / "v/generation.json").read_text())[f"{words[0]}-1.mp4"]
     assert record["noise_seed"] == 3 and record["prompt"]["text"] == "a blue square moving up"
-    for more, message in (
-        (["--prompt", " "], "--prompt: a prompt is empty"),
-        (["--prompt", "a \udcff cat"], "is no UTF-8"),
-        (["--prompt", "一只猫"], "Unknown word '一只猫' in the toy prompt"),
-        ([*texts, "--prompts", "mine.txt"], "--prompt and --prompts were both given"),
-    ):
-        assert main([*command, *more, "--output", str(tmp_path / "w")]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "w").exists()
 
 
 def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
@@ -245,38 +206,24 @@ def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
     assert "Wrote 4 videos; " in capsys.readouterr().out and first.stat().st_mtime_ns > kept
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--sampler", "sage_grpo"], "sampler: 'ode' there, 'sage_grpo' now"),
-        (["--noise-seed", "3"], "noise_seed: 1000003 there, 3 now"),
-        (["--evaluation.num_steps=3"], "num_steps: 4 there, 3 now"),
-    ],
-    ids=["sampler", "seed", "steps"],
-)
 def test_a_video_of_other_settings_is_not_touched(
-    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
-) -> None:
-    output = tmp_path / "videos"
-    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
-    before = {p: p.read_bytes() for p in output.iterdir()}
-    assert generate(config_file, prompts, output, "--checkpoint", "none", *more) == 2
-    errors = capsys.readouterr().err
-    assert "is in the way" in errors and expected in errors and "--overwrite" in errors
-    assert {p: p.read_bytes() for p in output.iterdir()} == before
-    assert generate(config_file, prompts, output, "--checkpoint", "none", *more, "--overwrite") == 0
-    assert {p: p.read_bytes() for p in output.iterdir()} != before
-
-
-def test_a_strangers_file_under_the_same_name_is_not_touched(
     config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "videos"
     output.mkdir()
-    (output / "00-a-blue-square-moving-up.mp4").write_text("mine")
+    (output / "00-a-blue-square-moving-up.mp4").write_text("somebody's")
     assert generate(config_file, prompts, output, "--checkpoint", "none") == 2
-    assert "is in the way" in capsys.readouterr().err
-    assert [p.name for p in output.iterdir()] == ["00-a-blue-square-moving-up.mp4"]
+    assert "is in the way" in capsys.readouterr().err and len(list(output.iterdir())) == 1
+    assert generate(config_file, prompts, output, "--checkpoint", "none", "--overwrite") == 0
+    before = {p: p.read_bytes() for p in output.iterdir()}
+    more = ["--sampler", "sage_grpo", "--seed", "3"]
+    assert generate(config_file, prompts, output, "--checkpoint", "none", *more) == 2
+    errors = capsys.readouterr().err
+    assert "is in the way" in errors and "--overwrite" in errors
+    assert "sampler: 'ode' there, 'sage_grpo' now" in errors and "noise_seed: 1000003 there, 3 now" in errors
+    assert {p: p.read_bytes() for p in output.iterdir()} == before
+    assert generate(config_file, prompts, output, "--checkpoint", "none", *more, "--overwrite") == 0
+    assert {p: p.read_bytes() for p in output.iterdir()} != before
 
 
 def test_an_interrupted_call_goes_on(
@@ -300,72 +247,26 @@ def test_an_interrupted_call_goes_on(
     assert len(list(output.glob("*.mp4"))) == 3 and written[0].stat().st_mtime_ns == stamp
 
 
-def test_an_adapter_generates_the_videos_of_its_checkpoint(
-    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path
+def test_an_adapter_generates_the_videos_of_its_checkpoint_and_is_known_by_its_weights(
+    finished_run: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "trained")
-    adapter = run / "checkpoints/update-000002/lora"
-    for name, more in (("by_run", []), ("by_lora", ["--lora", str(adapter)]), ("base", ["--checkpoint", "none"])):
-        assert generate(run, prompts, tmp_path / name, *more) == 0
-    one = "01-a-red-circle-moving-left.mp4"
-    videos = [video_files.read_video(tmp_path / name / one).int() for name in ("by_run", "by_lora", "base")]
-    assert torch.equal(videos[0], videos[1])
-    record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]
-    assert "lora/pytorch_lora_weights.safetensors (" in record["weights"]
-
-
-def test_other_weights_at_the_same_place_are_other_videos(
-    finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from safetensors.torch import load_file, save_file
-
     adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
-    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
-    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 0
+    assert generate(finished_run, prompts, tmp_path / "by_run") == 0
+    assert generate(finished_run, prompts, tmp_path / "by_lora", "--lora", str(adapter)) == 0
+    one = "01-a-red-circle-moving-left.mp4"
+    first, second = (video_files.read_video(tmp_path / name / one) for name in ("by_run", "by_lora"))
+    assert torch.equal(first, second)
+    record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]
+    assert "adapter/pytorch_lora_weights.safetensors (" in record["weights"]
     file = adapter / "pytorch_lora_weights.safetensors"
     save_file({name: 2 * value for name, value in load_file(file).items()}, file)
-    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(adapter)) == 2
+    assert generate(finished_run, prompts, tmp_path / "by_lora", "--lora", str(adapter)) == 2
     assert "weights: " in capsys.readouterr().err
-
-
-def test_out_of_memory_says_how_this_command_goes_on(
-    config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def exhausted(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice")
-
-    monkeypatch.setattr("sage_fast.tools.generation.sample_trajectory", exhausted)
-    assert generate(config_file, prompts, tmp_path / "v", "--checkpoint", "none") == 1
-    errors = capsys.readouterr().err
-    assert "Tried to allocate 20.00 GiB." in errors and "evaluation.batch_size" in errors
-    assert "The same command goes on" in errors and "--resume" not in errors
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--sampler", "ddim"], "--sampler is 'ddim'"),
-        (["--num-videos", "0"], "--num-videos is 0"),
-        (["--lora", "/nowhere"], "There is no adapter /nowhere"),
-        (["--prompts", "/gone.txt"], "/gone.txt"),
-    ],
-    ids=["sampler", "videos", "adapter", "prompts"],
-)
-def test_a_wrong_request_is_told_before_the_model_is_loaded(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
-) -> None:
-    weights = [] if "--lora" in more else ["--checkpoint", "none"]
-    command = ["generate", str(config_file), "--output", str(tmp_path / "v"), "--model.path=/no/model"]
-    assert main([*command, *weights, *more]) == 2
-    assert expected in capsys.readouterr().err
 
 
 def test_an_adapter_of_another_model_is_refused(
     finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     adapter = finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors"
     tensors = load_file(adapter)
     foreign = {k.replace("transformer_blocks.0", "single_blocks.0"): v for k, v in tensors.items()}

@@ -84,7 +84,7 @@ def test_every_option_is_documented(name: str) -> None:
         expected = parameters[option].default
         if default == "required":
             assert expected is inspect.Parameter.empty
-        elif default == "video.fps":  # which a run fills in: tests/tools/test_report.py
+        elif default == "video.fps":  # which a run fills in: tests/tools/test_paired.py
             assert option == "fps" and expected is None
         else:
             assert default == {None: "null", False: "false", True: "true"}.get(expected, str(expected))

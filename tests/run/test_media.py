@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
-from sage_fast.run.media import MARGIN, Cell, contact_sheet, filmstrip
+from sage_fast.run.media import MARGIN, Cell, contact_sheet
 from sage_fast.run.plots import reward_figure, to_png
 
 
@@ -117,15 +117,6 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path):
         read_video(tmp_path / "a.mp4")
     with pytest.raises(OSError):
         read_video(tmp_path / "gone.mp4")
-
-
-def test_a_filmstrip_has_its_frames_side_by_side():
-    video = torch.zeros(9, 3, 16, 24, dtype=torch.uint8)
-    video[-1] = 200
-    image = Image.open(io.BytesIO(filmstrip(video)))
-    assert image.format == "JPEG" and image.size == (8 * (192 + 2) - 2, 128)
-    assert abs(np.asarray(image)[:, -96].mean() - 200) < 4, "the last frame stands last"
-    assert np.asarray(image)[:, 96].mean() < 4
 
 
 @pytest.mark.parametrize(("video", "message"), BAD_VIDEOS.values(), ids=BAD_VIDEOS.keys())

@@ -133,8 +133,8 @@ def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 FAULTS: dict[Fault, tuple[set[str], str]] = {
     wrong_shift: ({"schedule"}, "published with a shift of 5"),
-    rounded_timestep: ({"timesteps"}, "rounded"),
-    wrong_crop: ({"prompt"}, "8 more than"),
+    rounded_timestep: ({"timesteps"}, "of the sampler's 4 among them"),
+    wrong_crop: ({"prompt"}, "and not ("),
     other_reward_options: ({"reward videoalign: scores"}, "largest difference"),
     other_positions: ({"velocity"}, "relative error"),
     undivided_latents: ({"decode"}, "levels from the stock decoder"),
@@ -167,7 +167,3 @@ def test_scores_of_another_form_are_refused(tmp_path: Path) -> None:
     file.write_text('{"videoalign": [{"video": "a.mp4"}]}')
     with pytest.raises(ConfigError, match=r"scores.json cannot be used.*prompt.*It is JSON of the form"):
         read_scores(file)
-
-
-def test_scores_and_depth_belong_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--deep"]) == 2 and "--deep needs a configuration" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Doctor: its findings, their remedies, and the configurations that it lets pass."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +14,16 @@ from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import model_family
-from sage_fast.models.hub import is_repository
 from sage_fast.models.hunyuan15.loading import load_components
 from sage_fast.rewards.base import reward_requirements
-from sage_fast.rewards.clip import PROCESSOR
 from sage_fast.tools import diagnosis as doctor
-from sage_fast.tools.diagnosis import can_run, to_text
+from sage_fast.tools.diagnosis import can_run
 from tests.commands.programs import check_command
 from tests.tiny.checkpoints import copy_tree, save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("in_the_repository")
-MODEL = "--include '*.json' --include '*.txt' --include model.safetensors"
 PRESET = ROOT / "configs/hv15_480p_lora_1gpu.yaml"
 
 
@@ -42,23 +38,16 @@ def preset(tmp_path: Path, *overrides: str) -> RunConfig:
 # ------------------------------------------------------------------------------------------ machine
 
 
-def test_a_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert re.search(rf"ok +torch +{re.escape(torch.__version__)}", text)
-    assert "libx264" in text and "This machine is ready." in text
-
-
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in ("peft", "flash-attn") else version(name))
-    found = list(doctor.software())
-    checks = by_name(found)
-    assert (checks["peft"].status, checks["peft"].fix) == ("missing", "pip install peft")
-    assert checks["flash-attn"].status == "info" and "attention" in checks["flash-attn"].detail
-    assert checks["diffusers"].status == "ok" and not can_run(found)
-    text = to_text(found, config_given=False)
-    assert "This machine is not ready: see the 1 marked missing." in text and "-> pip install peft" in text
+    assert f"torch {torch.__version__}" in text and "This machine is ready." in text
+    monkeypatch.setattr(doctor.av, "codecs_available", set())
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert (
+        "This machine is not ready: see the 1 marked missing." in text and "-> pip install --force-reinstall av" in text
+    )
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +86,14 @@ def test_the_toy_configuration_can_run(tiny_run: MakeRun, tmp_path: Path, capsys
     assert not (tmp_path / "run").exists(), "doctor leaves nothing behind"
 
 
-PROBLEMS: dict[str, tuple[list[str], str, str, str]] = {
-    "device": (["--model.device=tpu7"], "model.device", "tpu7", "--model.device=auto"),
-    "family": (["--model.family=hunyuan99"], "model.family", "hunyuan99", ""),
-    "reward": (["--reward.rewards=[beauty]"], "reward beauty", "beauty", ""),
-    "reward-option": (["--reward.options.toy.size=3"], "reward toy", "size", "reward.options.toy"),
-    "prompts": (["--data.prompts=gone.csv"], "prompts", "gone.csv", ""),
-    "output": (["--output_dir=/dev/null/run"], "output_dir", "cannot be written", "--output_dir=FOLDER"),
-    "wandb": (["--logging.wandb_project=p"], "logging.wandb_project", "wandb", "pip install wandb"),
+PROBLEMS: dict[str, tuple[str, str, str, str]] = {
+    "device": ("--model.device=tpu7", "model.device", "tpu7", "--model.device=auto"),
+    "family": ("--model.family=hunyuan99", "model weights", "hunyuan99", ""),
+    "reward": ("--reward.rewards=[beauty]", "reward beauty", "beauty", ""),
+    "reward-option": ("--reward.options.toy.size=3", "reward toy", "size", "reward.options.toy"),
+    "prompts": ("--data.prompts=gone.csv", "prompts", "gone.csv", ""),
+    "output": ("--output_dir=/dev/null/run", "output_dir", "cannot be written", "--output_dir=FOLDER"),
+    "wandb": ("--logging.wandb_project=p", "logging.wandb_project", "wandb", "pip install wandb"),
 }
 
 
@@ -112,30 +101,28 @@ PROBLEMS: dict[str, tuple[list[str], str, str, str]] = {
 def test_a_problem_is_named_and_the_rest_is_still_checked(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    overrides, key, detail, fix = PROBLEMS[name]
+    override, key, detail, fix = PROBLEMS[name]
     version = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "wandb" else version(package))
     # Machine and memory are the same for all.
-    checks = [*doctor._settings(tiny_run(*overrides)), *doctor._files(tiny_run(*overrides))]
+    checks = [*doctor._settings(tiny_run(override)), *doctor._files(tiny_run(override))]
     found = by_name(checks)[key]
     assert found.status == "missing" and detail in found.detail and fix in found.fix
     assert [c.name for c in checks if c.status == "missing"] == [key] and len(checks) > 3
 
 
 @pytest.mark.parametrize(
-    ("overrides", "part", "name", "status", "detail"),
+    ("override", "part", "name", "status", "detail"),
     [
-        (["--reward.options.videoalign.fps=null"], "_settings", "reward videoalign", "missing", "fps is None"),
-        (["--reward.options.videoalign.fps=16"], "_settings", "reward videoalign", "warning", "fps is 16, but"),
-        (["--video.num_frames=80"], "_memory", "training", "missing", "80"),
-        (["--video.height=470"], "_memory", "training", "missing", "470"),
+        ("--reward.options.videoalign.fps=16", "_settings", "reward videoalign", "warning", "fps is 16, but"),
+        ("--video.num_frames=80", "_memory", "training", "missing", "80"),
     ],
-    ids=["no-fps", "other-fps", "frames", "height"],
+    ids=["other-fps", "frames"],
 )
 def test_settings_that_the_real_model_cannot_have(
-    tmp_path: Path, overrides: list[str], part: str, name: str, status: str, detail: str
+    tmp_path: Path, override: str, part: str, name: str, status: str, detail: str
 ) -> None:
-    found = by_name(list(getattr(doctor, part)(preset(tmp_path, *overrides))))[name]
+    found = by_name(list(getattr(doctor, part)(preset(tmp_path, override))))[name]
     assert found.status == status and detail in found.detail and found.fix
 
 
@@ -158,18 +145,11 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
     needed = model_family(config.model.family).requirements(config.model)
     for name in config.reward.rewards:
         needed = [*needed, *reward_requirements(name, config.reward.options.get(name, {}))]
-    found = {r.name: r for r in needed}
-    assert all(r.missing for r in found.values())
-    for requirement in found.values():
+    assert all(r.missing for r in needed)
+    for requirement in needed:
         check_command(requirement.fetch)
-    assert {name: r.fetch for name, r in found.items()} == {
-        "HunyuanVideo-1.5": "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-        "VideoAlign": "hf download KwaiVGI/VideoReward --local-dir models/VideoReward",
-        "VideoAlign's base model": "hf download Qwen/Qwen2-VL-2B-Instruct --include '*.json' --include '*.txt'",
-        "CLIPScore": f"hf download openai/clip-vit-large-patch14 {MODEL} --local-dir models/clip",
-        "PickScore": f"hf download yuvalkirstain/PickScore_v1 {MODEL}",
-        "PickScore's processor": f"hf download {PROCESSOR} --include '*.json' --include '*.txt'",
-    }
+    fetched = {r.name: r.fetch for r in needed}
+    assert len(fetched) == 6 and fetched["VideoAlign"].endswith("--local-dir models/VideoReward")
 
 
 @pytest.fixture(scope="module")
@@ -213,17 +193,9 @@ def step_distilled(model: Path) -> None:
     edit_json(model / "transformer/config.json", use_meanflow=True)
 
 
-def guidance_distilled(model: Path) -> None:
-    edit_json(model / "guider/guider_config.json", guidance_scale=1.0)
-
-
 def truncated(model: Path) -> None:
     file = model / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-
-
-def not_json(model: Path) -> None:
-    (model / "transformer/config.json").write_text("{")
 
 
 @pytest.mark.parametrize(
@@ -231,9 +203,7 @@ def not_json(model: Path) -> None:
     [
         (image_to_video, "HunyuanVideo15ImageToVideoPipeline"),
         (step_distilled, "use_meanflow"),
-        (guidance_distilled, "rollout.guidance_scale is 6.0"),
         (truncated, "not downloaded to its end"),
-        (not_json, "is not JSON"),
     ],
 )
 def test_doctor_refuses_the_weights_that_the_loader_refuses(
@@ -256,18 +226,6 @@ def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path:
     assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("owner/name", True), ("models/name", False), ("/abs/name", False), ("./name", False), ("name", False)],
-)
-def test_a_repository_and_a_folder_to_be_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    assert is_repository(path) is expected
 
 
 # ------------------------------------------------------------------------------------------ memory, disk
@@ -315,16 +273,7 @@ def test_room_on_the_disk(
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
-def test_json_has_what_the_text_has(
-    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Looked at once: free memory is other a second later.
-    checks = [*doctor.software(), *doctor._settings(tiny_run("--data.prompts=gone.csv"))]
-    monkeypatch.setattr(doctor, "examine", lambda config: checks)
-    assert main(["doctor", "--json", str(tmp_path / "run.yaml")]) == 1
+def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert tree["can_run"] is False and {c["status"] for c in tree["checks"]} <= {"ok", "info", "warning", "missing"}
-    assert main(["doctor", str(tmp_path / "run.yaml")]) == 1
-    text = capsys.readouterr().out
-    assert all(check["detail"] in text for check in tree["checks"])
-    assert "cannot run: see the 1 marked missing" in text
+    assert tree["can_run"] is True and {"software", "hardware", "attention"} == {c["section"] for c in tree["checks"]}

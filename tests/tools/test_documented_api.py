@@ -1,6 +1,5 @@
 """The page and the notebook of the Python API do what they show, and so does an installed wheel."""
 
-import ast
 import json
 import os
 import re
@@ -21,18 +20,6 @@ PAGE = (ROOT / "docs/how_to/python.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NOTEBOOK = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text("utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-
-
-def test_every_cell_is_python_that_imports() -> None:
-    assert len(CELLS) >= 5
-    for code in CELLS:
-        imports = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        exec(compile(ast.Module(imports, []), "cell", "exec"), {})
-
-
-def test_the_ten_lines_are_ten() -> None:
-    lines = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.strip().startswith('"""')]
-    assert len(lines) <= 10
 
 
 def test_the_page_names_what_there_is() -> None:

@@ -15,12 +15,7 @@ def test_an_effect_over_seeds_by_hand() -> None:
     assert effect.low == pytest.approx(2 - 4.3027 * 3**-0.5, abs=1e-4)
     assert effect.high == pytest.approx(2 + 4.3027 * 3**-0.5, abs=1e-4)
     assert effect.p == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-12)  # df 2 has a closed form
-    with pytest.raises(ValueError, match="at least 2"):
-        seed_effect([1.0])
-
-
-def test_without_any_scatter_a_difference_is_certain() -> None:
-    assert (seed_effect([0.5, 0.5]).p, seed_effect([0.0, 0.0]).p) == (0.0, 1.0)
+    assert (seed_effect([0.5, 0.5]).p, seed_effect([0.0, 0.0]).p) == (0.0, 1.0), "without any scatter it is certain"
 
 
 def test_the_smallest_effect_of_many_seeds_is_that_of_the_normal_law() -> None:
@@ -54,20 +49,7 @@ def test_an_effect_is_no_surer_than_its_seeds_nor_than_its_prompts() -> None:
     assert one.stderr == pytest.approx(float(values[0].std()) / 20**0.5)
 
 
-def test_degrees_of_freedom_lie_where_the_factor_that_varies_more_has_them() -> None:
-    values = crossed(6, 20, 0.4, 0.9, 0.3)
-    by_seed, by_prompt, total = values.mean(1), values.mean(0), values.mean()
-    squares = [
-        (20 * float(by_seed.var()), 5),
-        (6 * float(by_prompt.var()), 19),
-        (-float((values - by_seed[:, None] - by_prompt + total).square().sum()) / 95, 95),
-    ]
-    expected = sum(s for s, _ in squares) ** 2 / sum(s * s / d for s, d in squares)
-    assert crossed_effect(values.tolist()).df == pytest.approx(expected) and 5 < expected < 24
-    assert crossed_effect(crossed(6, 20, 3.0, 0.1, 0.1).tolist()).df == pytest.approx(5, rel=0.01)
-
-
-@pytest.mark.parametrize(("of_seeds", "of_prompts"), [(0.2, 1.0), (1.0, 0.2), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize(("of_seeds", "of_prompts"), [(0.2, 1.0), (1.0, 0.2), (0.0, 0.0)])
 def test_an_effect_of_zero_is_found_in_one_study_of_twenty(of_seeds: float, of_prompts: float) -> None:
     """Six seeds and 60 prompts, 1,500 studies. Where neither factor varies the estimate is careful."""
     generator, found = torch.Generator().manual_seed(0), 0

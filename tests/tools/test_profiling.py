@@ -44,5 +44,3 @@ def test_the_command(tiny_run: Callable[..., RunConfig], tmp_path: Path, capsys:
     assert main(words) == 0
     assert f"Written to {tmp_path / 'out'}." in capsys.readouterr().out
     assert not (tmp_path / "run").exists(), "no run was begun"
-    assert main([*words, "--warmup", "-1"]) == 2
-    assert "--warmup is -1" in capsys.readouterr().err

@@ -230,12 +230,15 @@ def measure_testbed(
     """Trainings of the exact policy with one seed: the arms of an experiment by name."""
     for arm, options in runs.items():
         settings = ExactTraining(**options)
-        result = train(_policy(config.model.family, config.video, settings.rotated), settings, seed)
+        sizes = (config.video.num_frames, config.video.height, config.video.width)
+        result = train(_policy(config.model.family, sizes, settings.rotated), settings, seed)
         common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
         for quantity, value in result.items():
             yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
 
 
 @lru_cache
-def _policy(family: str, video: VideoConfig, rotated: bool) -> LearnablePolicy:
+def _policy(family: str, sizes: tuple[int, int, int], rotated: bool) -> LearnablePolicy:
+    frames, height, width = sizes
+    video = VideoConfig(num_frames=frames, height=height, width=width)
     return resolve(family, EXACT_POLICIES, "model.family")(video).learnable(rotated=rotated)

@@ -61,11 +61,28 @@ def test_the_gradient_follows_the_gain_unless_it_is_equalized(tiny_run: MakeRun)
         assert max(ratios) == pytest.approx(min(ratios), rel=1e-4)
 
 
-def test_a_measurement_is_a_file_with_its_cost(tiny_run: MakeRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("request_", "key"),
+    [
+        ({"measure": "rollouts", "overrides": ["--rollout.num_steps=3"]}, "base"),
+        (
+            {
+                "measure": "testbed",
+                "overrides": [],
+                "arguments": {"experiment": "testbed3", "runs": {"short": {"num_updates": 1}}},
+            },
+            "testbed3",
+        ),
+    ],
+    ids=["rollouts", "testbed"],
+)
+def test_a_measurement_is_a_file_with_its_cost(
+    tiny_run: MakeRun, tmp_path: Path, request_: dict[str, object], key: str
+) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    result = tmp_path / "measures" / "base.jsonl"
-    make_measurement(result, {"measure": "rollouts", "seeds": [1], "overrides": ["--rollout.num_steps=3"]}, [str(file)])
+    result = tmp_path / "measures" / "new.jsonl"
+    make_measurement(result, request_ | {"seeds": [1, 2]}, [str(file)])
     found = read_findings(result)
-    assert {row.seed for row in found.rows} == {1} and found.rows[0].torch
-    assert found.arms("base", "reward") == list(SAMPLERS) and found.select("base", COST)[0].value > 0
+    assert found.seeds(key) == [1, 2] and found.rows[0].torch and found.select(key, COST)[0].value > 0
+    assert found.arms(key, "reward" if key == "base" else "area") == (list(SAMPLERS) if key == "base" else ["short"])

@@ -52,9 +52,9 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    # An optional attention backend; torch's own is the default. flash-attn compiles against the installed
+    # Optional attention backends; torch's own is the default. flash-attn compiles against the installed
     # torch: install the project first, then `pip install --no-build-isolation -e ".[gpu]"`.
-    "gpu": ["flash-attn>=2.7"],
+    "gpu": ["flash-attn>=2.7", "xformers>=0.0.33"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     # Words, files and presets completed by the shell; `sage-fast --help` ends with how.
     "completion": ["argcomplete>=3.5"],

@@ -164,7 +164,9 @@ class ModelConfig(Section, key="model"):
     forward: Literal["fused", "stock"] = free("fused", MACHINE)
     """`fused` computes diffusers' transformer with packed tokens and the kernels of sage_kernels; `stock` is diffusers'
     own forward, the reference."""
-    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "sdpa", "reference"] = free("auto", MACHINE)
+    attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = free(
+        "auto", MACHINE
+    )
     """Attention backend of the fused forward. `auto` takes the fastest one that is installed and says which; one named
     here that cannot run is an error."""
     deterministic: bool = free(False, MACHINE)

@@ -41,6 +41,7 @@ PACKAGES = (
     "av",
     "deepspeed",
     "flash-attn",
+    "xformers",
     "torchvision",
 )
 

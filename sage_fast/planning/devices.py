@@ -65,7 +65,7 @@ class Device:
         if dtype == "float32":
             product = self.matmul_float32 * 1e12
             return product, product / 2, product / 2, "float32 attention at half the rate of products"
-        kin = "flash2" if backend == "sdpa" else backend  # it runs its kernels
+        kin = "flash2" if backend in ("sdpa", "xformers") else backend  # both run its kernels
         chosen = next(name for name in (backend, kin, *self.attention) if name in self.attention)
         forward, backward = self.attention[chosen]
         return self.matmul * 1e12, forward * 1e12, backward * 1e12, f"{chosen} {forward:.0f}/{backward:.0f} TFLOP/s"

@@ -11,7 +11,7 @@ from typing import Any
 from sage_fast.config.files import replacing
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import FREE, digest, marked_keys
-from sage_fast.tools.arms import TOLD
+from sage_fast.tools.comparison import TOLD
 
 COST = "core_seconds"
 """Quantity of an experiment's cost: seconds of one core, for all its arms and seeds."""

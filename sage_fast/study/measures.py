@@ -29,7 +29,7 @@ from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
 from sage_fast.study.findings import COST, Finding, made_with, settings_digest, write_findings
 from sage_fast.study.testbed import measure_testbed
-from sage_fast.tools.arms import WHOLE
+from sage_fast.tools.comparison import WHOLE
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""

@@ -43,12 +43,12 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # * Blackwell: FlashAttention-4 up to 1.3x cuDNN 9.13 on a B200 (Zadouri et al., "FlashAttention-4", 2026, abstract).
 # * Ampere and Ada: FlashAttention-2, up to 73 % of an A100's peak (Dao, arXiv 2307.08691, section 4.1); cuDNN
 #   comes second for want of a figure there.
-# `sdpa` is torch's own build of FlashAttention-2 and of xformers' memory-efficient kernel.
+# xformers dispatches to FlashAttention-2 where it can; `sdpa` is torch's own build of it.
 _ORDER: Mapping[int, tuple[Backend, ...]] = {
-    7: ("sdpa",),
-    8: ("flash2", "cudnn", "sdpa"),
-    9: ("flash3", "cudnn", "flash2", "sdpa"),
-    10: ("flash4", "cudnn", "flash2", "sdpa"),
+    7: ("xformers", "sdpa"),
+    8: ("flash2", "cudnn", "xformers", "sdpa"),
+    9: ("flash3", "cudnn", "flash2", "xformers", "sdpa"),
+    10: ("flash4", "cudnn", "flash2", "xformers", "sdpa"),
 }
 
 

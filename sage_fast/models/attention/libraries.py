@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["cudnn", "flash2", "flash3", "flash4", "sdpa", "reference"]
+Backend = Literal["cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"]
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -421,6 +421,31 @@ class Flash4(Library):
         return dq, dk, dv
 
 
+class Xformers(Library):
+    """xformers' memory-efficient attention, which picks its own kernel and warns that it may not be deterministic."""
+
+    name = "xformers"
+    install = 'install xformers: pip install "xformers>=0.0.33"'
+    module = "xformers.ops.fmha"
+    dtypes = (*HALF, torch.float32)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `Library`."""
+        from xformers.ops.fmha import memory_efficient_attention_forward_requires_grad
+
+        out, lse = memory_efficient_attention_forward_requires_grad(q, k, v, scale=_scale(q))
+        return out, lse[..., : q.shape[1]]  # some of its kernels round up to a multiple of 32 queries
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+    ) -> Gradients:
+        """As in `Library`; xformers pads the lse by itself."""
+        from xformers.ops.fmha import memory_efficient_attention_backward
+
+        dq, dk, dv, *_ = memory_efficient_attention_backward(grad_out, out, lse, q, k, v, scale=_scale(q))
+        return dq, dk, dv
+
+
 LIBRARIES: Mapping[str, Library] = {
-    library.name: library for library in (Cudnn(), Flash2(), Flash3(), Flash4(), Sdpa(), Reference())
+    library.name: library for library in (Cudnn(), Flash2(), Flash3(), Flash4(), Xformers(), Sdpa(), Reference())
 }

@@ -1,7 +1,7 @@
 """The calls of the libraries that need a GPU, against stand-ins for them.
 
-Each stand-in has the parameters of the real function (flash-attn 2.8, FlashAttention-3 3.0, flash-attn-4, torch
-2.13), refuses what is not dense attention, and computes with what arrives under each name, so that a
+Each stand-in has the parameters of the real function (flash-attn 2.8, FlashAttention-3 3.0, flash-attn-4, xformers
+0.0.33, torch 2.13), refuses what is not dense attention, and computes with what arrives under each name, so that a
 swapped argument is a wrong number.
 """
 
@@ -69,8 +69,16 @@ INTERFACES = {
         "_flash_attn_bwd",
         "q k v out dout lse | softmax_scale causal softcap window_size_left window_size_right deterministic dq dk dv",
     ),
+    "xformers": Interface(
+        "xformers.ops.fmha",
+        "memory_efficient_attention_forward_requires_grad",
+        "query key value | attn_bias p scale",
+        "memory_efficient_attention_backward",
+        "grad output lse query key value | attn_bias p scale",
+    ),
 }
-ROLES = {"dout": "grad", "softmax_lse": "lse", "softmax_scale": "scale"}
+ROLES = {"query": "q", "key": "k", "value": "v", "dout": "grad", "output": "out"}
+ROLES |= {"softmax_lse": "lse", "softmax_scale": "scale"}
 
 
 def stand_in(parameters: str, seen: dict[str, Any]) -> Callable[..., Any]:
@@ -107,6 +115,8 @@ def module_of(backend: str, seen: dict[str, Any]) -> types.ModuleType:
     def padded(*args: Any, **options: Any) -> tuple[Any, ...]:
         """Results as the library gives them: more of them."""
         out, lse = forward(*args, **options)
+        if backend == "xformers":
+            return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         return (out, lse) if backend == "flash4" else (out, lse, torch.empty(0), None)
 
     fake = types.ModuleType(interface.module)

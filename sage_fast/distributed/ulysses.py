@@ -43,7 +43,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sage_fast.config.sections import check_heads
-from sage_fast.models.attention.attention import JointAttention
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.transformer import Checkpointing, FusedForward
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.registry import TRANSFORMERS, resolve
-from sage_fast.models.attention.attention import SequenceLayout
+from sage_fast.models.attention.joint import SequenceLayout
 
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """Activations that a block keeps for its backward pass."""

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import Kernels, without_graph
-from sage_fast.models.attention.attention import JointAttention, call_backward, call_forward
+from sage_fast.models.attention.attention import call_backward, call_forward
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.projection import (
     Adapter,
     Gradients,

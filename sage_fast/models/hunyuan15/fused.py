@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.kernels import Choice, Kernels, select_kernels
-from sage_fast.models.attention.attention import JointAttention, resolve_backend
+from sage_fast.models.attention.attention import resolve_backend
+from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.hunyuan15.block import (
     BlockSettings,
     LocalAttention,

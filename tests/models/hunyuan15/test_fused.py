@@ -330,6 +330,21 @@ def test_queries_keys_and_values_are_one_product_where_the_weights_lie_together(
     assert apart.count - together.count == 2 * 2 * 3 - 1
 
 
+def test_the_gradient_of_the_gate_costs_no_product_where_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from dx2^T h, which the gradient of W_2 takes in any case: h W_2 is not recomputed."""
+    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+    counts, gradients = [], []
+    for few in (1000, 10):  # the video has 24 tokens, the text 5
+        monkeypatch.setattr(block, "_FEW_TOKENS", few)
+        model = tiny_transformer(dtype=torch.float64)
+        accelerate(model)
+        with CountProducts() as products:
+            gradients.append(differentiate(model, partial(packed, model, x, timestep, prompts))[1])
+        counts.append(products.count)
+    assert_same_gradients(gradients[1], gradients[0], 1e-10)
+    assert counts[0] - counts[1] == 3, "one for the video in each block"
+
+
 @pytest.mark.parametrize("adaln", ["auto", "table", "offload"])
 def test_modulation_of_frozen_weights_is_a_table(adaln: Any) -> None:
     model = with_lora(tiny_transformer(dtype=torch.float64))

@@ -187,10 +187,16 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model.adaln=table --training.mode=full", "model.adaln is 'table'.*training.mode full.*Set model.adaln"),
-        (f"--model.adaln=offload {ADALN_TARGETS}", "has norm1.linear, norm1_context.linear. Set model.adaln"),
-        (f"{SINGLE_PASS} --training.mode=full", "training.mode is 'full'.*training.mode to lora, or .*two_phase"),
-        (f"{SINGLE_PASS} --rollout.micro_batch_size=2", "rollout.micro_batch_size is 2. Set it to 1, or .*two_phase"),
+        (
+            "--model.adaln=table --training.mode=full",
+            "training.mode is 'full', but with model.adaln table .*model.adaln to auto",
+        ),
+        (
+            f"--model.adaln=offload {ADALN_TARGETS}",
+            "has norm1.linear, norm1_context.linear, but model.adaln offload .*model.adaln to auto",
+        ),
+        (f"{SINGLE_PASS} --training.mode=full", "training.mode is 'full'.*Set it to lora, or .*two_phase"),
+        (f"{SINGLE_PASS} --rollout.micro_batch_size=2", "rollout.micro_batch_size is 2.*Set it to 1, or .*two_phase"),
         (
             f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4",
             "gradient is there before an advantage. Set it to 0, .*update to two_phase",

@@ -30,12 +30,12 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import digest
+from sage_fast.config.sections import check_heads, digest
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import open_components
+from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
 from sage_fast.records import Prompt
@@ -115,6 +115,8 @@ def build_trainer(
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
+    if world.sp > 1:
+        _check_described_heads(config, world.sp)
     try:
         components = open_components(config.model)
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
@@ -127,6 +129,15 @@ def build_trainer(
         return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_described_heads(config: RunConfig, sp: int) -> None:
+    """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
+    try:
+        description = describe_model(config.model)
+    except ConfigError:
+        return  # nothing is known before it is loaded; then `shard_sequence` asks
+    check_heads(sp, description.transformer["num_attention_heads"])
 
 
 def train(

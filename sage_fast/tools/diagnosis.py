@@ -210,7 +210,8 @@ def _reward(config: RunConfig, name: str) -> Check:
     if name in scored_elsewhere(config.reward):
         python = config.reward.python
         there = python is None or shutil.which(Path(python).expanduser()) is not None
-        return judged(section, key, there, f"scored by {python or config.reward.url}", "--reward.python=PATH")
+        check = judged(section, key, there, f"scored by {python or config.reward.url}", "--reward.python=PATH")
+        return replace(check, status="info") if there else check  # nobody has asked the server
     try:
         found = find_reward(name)
         if inspect.isclass(found):

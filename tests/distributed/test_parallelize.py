@@ -96,8 +96,12 @@ OTHER_STEPS = [*SINGLE_PASS[:2], "--training.timestep_fraction=0.5"]
         ),
         ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
         ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
-        ([ZERO, "--optimizer.name=muon"], TWO_REPLICAS, r"optimizer\.name is 'muon', but distributed\.zero_stage 2"),
-        ([ZERO, *SINGLE_PASS[:2]], TWO_REPLICAS, r"single_pass .*zero_stage 2"),
+        (
+            [ZERO, "--optimizer.name=muon"],
+            TWO_REPLICAS,
+            r"optimizer\.name is 'muon', but with distributed\.zero_stage 2",
+        ),
+        ([ZERO, *SINGLE_PASS[:2]], TWO_REPLICAS, r"single_pass', but .*zero_stage 2"),
         ([*SINGLE_PASS, "--objective.kl_position_fraction=0.5"], TWO_SHARDS, "kl_position_fraction 0.5.*two_phase"),
     ],
 )

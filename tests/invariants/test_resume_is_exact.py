@@ -1,8 +1,10 @@
 """A run that was stopped or killed and goes on gives the numbers of an uninterrupted one, bit for bit."""
 
+import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,12 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.run import Run
-from tests.run.test_run import ENVIRONMENT, command, count_lines, numbers, start, wait_until, with_output
+from tests.made_runs import numbers
+from tests.run.test_run import with_output
 
 ROOT = Path(__file__).resolve().parents[2]
 MakeRun = Callable[..., RunConfig]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 RUNS = {
@@ -50,6 +54,29 @@ def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, name: s
         {k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole
     ]
     assert parts[-1] == whole[-1]
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-m", "sage_fast", "train", str(config), "--resume", "auto"]
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(config), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"the moment did not come: exit status {process.poll()}")
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.slow

@@ -244,7 +244,7 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     [
         ("--lora.rank=4", r"model\.adapter: .* does not fit .*Set lora\.rank"),
         ("--lora.target_modules=[attn.to_q]", r"model\.adapter: .* does not fit .*lora\.target_modules"),
-        ("--training.mode=full", r"training\.mode is 'full', which has no adapter"),
+        ("--training.mode=full", r"training\.mode is 'full', but with model\.adapter .*no other mode has an adapter"),
         ("--model.adapter=nowhere", "There is no adapter nowhere"),
     ],
 )

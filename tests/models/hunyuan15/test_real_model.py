@@ -166,7 +166,7 @@ def readme_code(folder: Path) -> str:
     ("words", "dtype"),
     [
         (["--format", "lora"], torch.bfloat16),
-        (["--format", "full", "--dtype", "float32"], torch.float32),
+        (["--format", "full", "--model.dtype=float32"], torch.float32),
     ],
     ids=["lora", "full"],
 )

@@ -189,16 +189,6 @@ def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_
         encoder_of(damaged, tmp_path / "cache").encode(["a cat"])
 
 
-def test_prompts_in_float16_are_kept_apart(encoder: HunyuanPromptEncoder) -> None:
-    """As the official code encodes them, whatever the type of the files."""
-    half = encoder_of(encoder.text_encoder.parent, encoder.cache, dtype="float16")
-    (exact,), (rounded,) = encoder.encode([QUOTING]), half.encode([QUOTING])
-    assert rounded.text.dtype == torch.float16 and rounded.glyph.dtype == torch.float32
-    assert half.path_of(QUOTING) != encoder.path_of(QUOTING)
-    torch.testing.assert_close(rounded.text.float(), exact.text, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(half.encode_plainly(QUOTING), rounded.text, rtol=0.02, atol=0.02)
-
-
 # ---------------------------------------------------------------------------------------------- many prompts and ranks
 
 

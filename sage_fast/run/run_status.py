@@ -1,4 +1,4 @@
-"""The status of a run: in lines on a terminal or in a log, in `status.json`, and as it is seen from outside.
+"""The status of a run: as a bar on a terminal or lines in a log, in `status.json`, and as it is seen from outside.
 
 The run writes the file when a phase begins and every few seconds within one; it appears whole. With the lease somebody
 else can then tell apart a run that goes on, one that makes no progress any more although its process lives, and one
@@ -13,19 +13,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
 from sage_fast.config.files import write_text
 from sage_fast.run.lease import look_at
 
 FILE_NAME = "status.json"
 
-HEARTBEAT_SECONDS, TERMINAL_SECONDS = 60.0, 10.0
-"""There is a line at least so often, in a log and on a terminal."""
+HEARTBEAT_SECONDS = 60.0
+"""A log has a line at least so often."""
 SECONDS_BETWEEN_WRITES = 5.0
 """Of the file, within a phase."""
 MAX_ERROR = 500
@@ -84,8 +88,8 @@ class Status:
 class RunProgress:
     """Shows the progress of a run, and keeps its `status.json` for a look from outside.
 
-    There is a line for each update, and between them one a minute, or every ten seconds on a terminal. A thread prints
-    those because the step that they tell of may take longer.
+    It shows a progress bar on a terminal; lines elsewhere: one for each update, and one a minute in between, which a
+    thread prints because the step that they tell of may take longer.
 
     Args:
         directory: of the run. A status that cannot be written there is a warning: a run does not end for it.
@@ -105,8 +109,10 @@ class RunProgress:
         self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._begun = self._failed = False
         self._last_step = self._last_line = time.monotonic()
-        self._last_write = -math.inf
-        self._heartbeat = TERMINAL_SECONDS if sys.stderr.isatty() else HEARTBEAT_SECONDS
+        self._last_write = self._last_refresh = -math.inf
+        self._stack = ExitStack()
+        self._bar: tqdm | None = None
+        self._summary = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._print_heartbeats, name="progress", daemon=True)
 
@@ -136,7 +142,12 @@ class RunProgress:
         return seconds
 
     def __enter__(self) -> "RunProgress":
-        if self.shown:
+        if self.shown and sys.stderr.isatty():
+            # Log messages go above the bar instead of through it.
+            self._stack.enter_context(logging_redirect_tqdm())
+            done, total = self.status.update, self.status.num_updates
+            self._bar = self._stack.enter_context(tqdm(total=total, initial=done, unit="update", dynamic_ncols=True))
+        elif self.shown:
             self._thread.start()
         return self
 
@@ -144,6 +155,7 @@ class RunProgress:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._stack.close()
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Take note of where the run is."""
@@ -157,6 +169,9 @@ class RunProgress:
         # The phases of a quick run are over before anybody could read them.
         if now - self._last_write >= (SECONDS_BETWEEN_WRITES if name == phase else 1.0):
             self._write()
+        if self._bar is not None and now - self._last_refresh > 0.2:
+            self._last_refresh = now
+            self._bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
 
     def finished(self, record: Mapping[str, Any]) -> None:
         """Show the result of an iteration."""
@@ -172,7 +187,13 @@ class RunProgress:
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
         self.status = replace(self.status, update=update, **scores)
         self.status = replace(self.status, seconds_left=self.seconds_left())
-        self._print(f"update {update}/{self.status.num_updates}  {'  '.join(parts)}")
+        self._summary = "  ".join(parts)
+        if self._bar is None:
+            self._print(f"update {update}/{self.status.num_updates}  {self._summary}")
+        else:
+            # A baseline evaluated on resume belongs to update 0, which the bar has passed.
+            self._bar.update(max(0, update - self._bar.n))
+            self._bar.set_postfix_str(self._summary)
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         """Write the last word of the run."""
@@ -202,9 +223,9 @@ class RunProgress:
             print(text + (f"  {format_seconds(left)} left" if left else ""), file=sys.stderr, flush=True)
 
     def _print_heartbeats(self) -> None:
-        while not self._closed.wait(max(0.1, self._last_line + self._heartbeat - time.monotonic())):
+        while not self._closed.wait(max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())):
             status = self.status
-            if time.monotonic() < self._last_line + self._heartbeat or not status.phase:
+            if time.monotonic() < self._last_line + HEARTBEAT_SECONDS or not status.phase:
                 continue
             update = min(status.update + 1, status.num_updates)
             try:

@@ -177,6 +177,17 @@ def test_a_log_has_a_line_at_least_once_a_minute(shown: RunProgress, capsys: pyt
     assert lines[0] == "update 4/60  rollout 1/4  1.9 h left"
 
 
+def test_a_terminal_has_a_bar(
+    shown: RunProgress, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda: True)
+    with shown:
+        shown.phase("rollout", 1, 4)
+        shown.finished({"update": 4, "reward/mean": 0.5})
+    text = capsys.readouterr().err
+    assert "3/60" in text and "rollout 2/4" in text and "4/60" in text and "reward 0.5" in text
+
+
 def test_ranks_that_show_nothing_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunProgress(tmp_path, GOING, step=1, evaluation_every=0, shown=False) as other:
         other.begin(3)

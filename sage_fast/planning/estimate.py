@@ -26,7 +26,15 @@ from sage_fast.models.family import ModelDescription, describe_model
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
-from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, MemoryPlan, checkpoint_bytes, weight_sizes
+from sage_fast.planning.memory import (
+    CUDA_RUNTIME,
+    FRAGMENTATION,
+    GB,
+    PICTURES,
+    MemoryPlan,
+    checkpoint_bytes,
+    weight_sizes,
+)
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
 from sage_fast.planning.work import Visits, Work, forward_work, visits
@@ -134,6 +142,8 @@ def make_memory_plan(
     description = description or describe_model(config.model)
     if runtime is None:
         runtime = CUDA_RUNTIME if on_gpu else resident_bytes()
+    if not on_gpu and config.evaluation.num_samples:
+        runtime += PICTURES
     limit_gb = memory_gb if limit_gb is None else limit_gb
     room = SAFE_SHARE * limit_gb * GB
     try:

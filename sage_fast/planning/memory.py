@@ -34,6 +34,9 @@ PHASES = ("encode", "rollout", "decode", "reward", "anchor", "update", "optimize
 CUDA_RUNTIME = 1.5 * GB
 """CUDA context and libraries."""
 
+PICTURES = 0.1 * GB
+"""CPU memory of the pictures of an evaluation while they are drawn; measured with the toy run."""
+
 PROCESS = 2.5 * GB
 """CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and what is being read; assumed."""
 

@@ -203,8 +203,8 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")
     else:
         lines.append(
-            "runtime is this process with the libraries of a run; the allocator keeps "
-            f"{CPU_FRAGMENTATION:.0%} of temporary memory; operators that take microseconds cost more"
+            "runtime is this process with the libraries of a run and the pictures of an evaluation; the allocator "
+            f"keeps {CPU_FRAGMENTATION:.0%} of temporary memory; operators that take microseconds cost more"
         )
     if plan.tiled:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")

@@ -43,8 +43,12 @@ FAULTS = {
         "dtype=torch.int64).to(device, non_blocking=True)",
         "dtype=torch.int64)",
     ),
-    "videos on the device": ("toy/codec.py", "self._mean.to(latents.device)).cpu()", "self._mean.to(latents.device))"),
-    "a copy that waits": ("rollout.py", ".to(latents.device, non_blocking=True)", ".to(latents.device)"),
+    "videos on the device": (
+        "toy/renderer.py",
+        "self._mean.to(latents.device)).cpu()",
+        "self._mean.to(latents.device))",
+    ),
+    "a copy that waits": ("rollout.py", ".to(advantage.device, non_blocking=True)", ".to(advantage.device)"),
     "judged on the host": ("distributed/parallelize.py", ", computes_in=(device, dtype))", ")"),
     "cudnn by torch's own choice": ("sage_fast/trainer.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
 }

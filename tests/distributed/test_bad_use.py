@@ -28,6 +28,7 @@ def own_words(log: str, words: list[str], per_rank: list[list[str]]) -> int:
 def refusal(folder: Path, words: list[str], per_rank: list[list[str]]) -> str:
     """The terminal of a command that all ranks refuse with status 2."""
     log, begin = folder / "log", time.monotonic()
+    words = [*words, "--distributed.timeout_seconds=600"]
     results = try_ranks(own_words, len(per_rank), str(log), words, per_rank, timeout=SECONDS)
     text = terminal(log, len(per_rank))
     assert [code for _, code in results] == [2] * len(per_rank), text

@@ -142,9 +142,8 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
 def best_and_worst(advantages: Tensor, count: int) -> Tensor:
     """Mask of the trained videos of every group, (P, G) bool; advantages (P, G).
 
-    They are the `count` best and as many of the worst, or with 0 all.
-
-    Of equal advantages that of the earlier member counts as higher, so that the choice is the same everywhere.
+    They are the `count` best and as many of the worst, or with 0 all. Of equal advantages that of the earlier member
+    counts as higher, so that the choice is the same everywhere.
     """
     if not count:
         return torch.ones_like(advantages, dtype=torch.bool)

@@ -257,4 +257,6 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise UnreadableCheckpointError.of(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}. Use another checkpoint.") from error
-    return dict(state)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object. Use another checkpoint.")
+    return state

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 
-
 BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 """An override as Hydra writes it, such as rollout.eta=0.3."""
 

@@ -66,6 +66,8 @@ class _ClipSimilarity:
 
         if num_frames is not None and num_frames < 1:
             raise ValueError(f"num_frames is {num_frames}, but it must be at least 1, or null for every frame.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
         self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size

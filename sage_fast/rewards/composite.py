@@ -1,7 +1,7 @@
 """The rewards of a run as one: every configured reward is called, every score is checked, none is made up."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,10 +69,16 @@ class CompositeReward:
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
-        for reward in rewards.values():
+        for name, reward in rewards.items():
             source = reward.function if isinstance(reward, FunctionReward) else reward
             declared = getattr(source, "LOWER_IS_BETTER", ())
-            lower.update([declared] if isinstance(declared, str) else declared)
+            declared = (declared,) if isinstance(declared, str) else declared
+            if not isinstance(declared, Iterable) or not all(isinstance(score, str) for score in declared):
+                raise ConfigError(
+                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, "
+                    'such as ("distance",).'
+                )
+            lower.update(declared)
         for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(

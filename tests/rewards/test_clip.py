@@ -127,7 +127,7 @@ def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Pa
 
 
 def test_refusals(checkpoint: Path) -> None:
-    for option, value in (("num_frames", 0), ("dtype", "int8")):
+    for option, value in (("num_frames", 0), ("batch_size", 0), ("dtype", "int8")):
         with pytest.raises(ValueError, match=f"{option} is {value!r}"):
             CLIPScore(str(checkpoint), **{option: value})
     with pytest.raises(ValueError, match=r"device is 'nowhere', which torch cannot use here"):

@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,17 @@ _REQUIRED: tuple[tuple[str, str, object], ...] = (
 class VideoAlignSettings:
     """The part of model_config.json that inference needs.
 
-    sample_fps: frames the model sees per second. max_frame_pixels: upper limit of a frame's area. lora_scale:
-    factor of the product of LoRA matrices, 0 without LoRA. statistics: score -> (mean, std) of the
+    sample_fps: frames the model sees per second. max_frame_pixels: upper limit of a frame's area. lora_rank: rank of
+    the LoRA matrices, 0 without LoRA. lora_scale: factor of their product. statistics: score -> (mean, std) of the
     training set.
 
-    Example: `VideoAlignSettings(sample_fps=2.0, max_frame_pixels=200704, lora_scale=2.0,
+    Example: `VideoAlignSettings(sample_fps=2.0, max_frame_pixels=200704, lora_rank=64, lora_scale=2.0,
     statistics={"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)})`
     """
 
     sample_fps: float
     max_frame_pixels: int
+    lora_rank: int
     lora_scale: float
     statistics: Mapping[str, tuple[float, float]]
 
@@ -79,11 +80,16 @@ class VideoAlignSettings:
             lora = tree["peft_lora_config"]
             rank = lora["lora_r"] if lora["lora_enable"] else 0
             given = tree["inference_config"]
+            statistics = {name: (float(given[f"{name}_mean"]), float(given[f"{name}_std"])) for name in SCORES}
+            for name, (_, std) in statistics.items():
+                if not std > 0:
+                    raise ValueError(f"inference_config.{name}_std is {std}, and a std must be positive")
             return cls(
                 sample_fps=float(tree["data_config"]["fps"]),
                 max_frame_pixels=int(tree["data_config"]["max_frame_pixels"]),
+                lora_rank=rank,
                 lora_scale=lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank) if rank else 0.0,
-                statistics={name: (float(given[f"{name}_mean"]), float(given[f"{name}_std"])) for name in SCORES},
+                statistics=statistics,
             )
         except KeyError as error:
             raise ValueError(f"{path} has no {error}; it is not VideoAlign's model_config.json.") from error
@@ -140,8 +146,9 @@ def load_videoalign(
     # The parameters have no memory yet; the buffers, which no file holds, have.
     with init_empty_weights(include_buffers=False):
         model: Any = Qwen2VLModel(config)
-    if settings.lora_scale:
-        _fold_lora(state, settings, step)
+    if settings.lora_rank:
+        linears = [name for name, module in model.language_model.named_modules() if isinstance(module, nn.Linear)]
+        _fold_lora(state, [f"language_model.{name}" for name in linears], settings, step)
     hidden = config.text_config.hidden_size
     if head.shape not in ((1, hidden), (len(SCORES), hidden)):
         raise ValueError(
@@ -194,12 +201,17 @@ def _current_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return names
 
 
-def _fold_lora(state: dict[str, Tensor], settings: VideoAlignSettings, step: Path) -> None:
-    """Add the product of every pair of LoRA matrices to the weight it adapts."""
-    ending = ".lora_A.weight"
-    modules = [name.removesuffix(ending) for name in state if name.endswith(ending)]
-    if not modules:
-        raise ValueError(f"{step} has no LoRA matrices, though model_config.json says it was tuned with LoRA.")
+def _fold_lora(state: dict[str, Tensor], modules: Sequence[str], settings: VideoAlignSettings, step: Path) -> None:
+    """Add the product of every pair of LoRA matrices to the weight it adapts. A layer without one is an error."""
     for module in modules:
-        down, up = (state.pop(f"{module}.lora_{part}.weight").float() for part in "AB")
-        state[f"{module}.weight"] = state[f"{module}.weight"].float() + settings.lora_scale * (up @ down)
+        try:
+            down, up = (state.pop(f"{module}.lora_{part}.weight").float() for part in "AB")
+            weight = state[f"{module}.weight"].float()
+        except KeyError as error:
+            raise ValueError(f"{step} has no {error}, though model_config.json says it was tuned with LoRA.") from error
+        if down.shape[0] != settings.lora_rank:
+            raise ValueError(
+                f"{step}: {module}.lora_A.weight has rank {down.shape[0]}, and model_config.json says lora_r = "
+                f"{settings.lora_rank}. The two files are not of one checkpoint."
+            )
+        state[f"{module}.weight"] = weight + settings.lora_scale * (up @ down)

@@ -122,6 +122,8 @@ class VideoAlignReward:
                 f"fps is {fps!r}, and it must be a positive number: the frames per second that the videos are meant to "
                 "be played at. VideoAlign sees 2 frames a second, so its scores depend on it; set it to video.fps."
             )
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
         self.fps, self.batch_size = float(fps), batch_size
         self.device = resolve_device(device)
         if dtype != "auto" and dtype not in DTYPES:

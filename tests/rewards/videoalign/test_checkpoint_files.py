@@ -93,12 +93,20 @@ def edit_state(checkpoint: Path, edit):
     torch.save(state, path)
 
 
+LINEAR = "base_model.model.model.layers.1.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda s: s.pop("base_model.model.model.norm.weight"), 'Missing key.*"language_model.norm.weight"'),
         (lambda s: s.pop("base_model.model.rm_head.weight"), r"rm_head.weight has shape \(0,\)"),
-        (lambda s: [s.pop(name) for name in list(s) if ".lora_" in name], "has no LoRA matrices, though"),
+        (lambda s: s.pop(f"{LINEAR}.lora_B.default.weight"), "no 'language_model.layers.1.mlp.up_proj.lora_B.weight'"),
+        (
+            lambda s: [s.pop(f"{LINEAR}.lora_{part}.default.weight") for part in "AB"],
+            "no 'language_model.layers.1.mlp.up_proj.lora_A.weight'",
+        ),
+        (lambda s: s.update({f"{LINEAR}.lora_A.default.weight": torch.ones(3, 64)}), "rank 3.*lora_r = 4"),
         (lambda s: s.update({"base_model.model.surprise": torch.ones(1)}), 'Unexpected key.*"surprise"'),
         (lambda s: s.update({"base_model.model.model.norm.weight": torch.ones(7)}), "size mismatch for .*norm.weight"),
         (lambda s: s.update({"base_model.model.rm_head.weight": torch.ones(2, 64)}), r"rm_head.*\(2, 64\)"),
@@ -107,7 +115,7 @@ def edit_state(checkpoint: Path, edit):
             "628 tokens.*has 610 with the reward tokens",
         ),
     ],
-    ids=["norm", "head", "lora", "surprise", "shape", "head-shape", "vocab"],
+    ids=["norm", "head", "half-a-pair", "no-pair", "rank", "surprise", "shape", "head-shape", "vocab"],
 )
 def test_weights_that_do_not_fit_are_refused(own_paths, edit, message):
     edit_state(own_paths[0], edit)
@@ -125,6 +133,7 @@ def test_a_damaged_file_is_named(own_paths, content):
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
+        ("inference_config", "MQ_std", 0, "MQ_std"),
         ("data_config", "prompt_template_type", "simple", "prompt_template_type is 'simple'.*'detailed_special'"),
         ("model_config", "use_special_tokens", False, "use_special_tokens is False"),
         ("inference_config", "MQ_std", None, "MQ_std|NoneType"),

@@ -181,6 +181,7 @@ def test_through_the_config_with_settings_a_and_b(paths, reward):
     [
         ({"fps": None}, "fps is None"),
         ({"fps": float("nan")}, "fps is nan"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"dtype": "float16"}, "dtype is 'float16'.*auto, bfloat16 or float32"),
         ({"device": "abacus"}, "device is 'abacus'"),
     ],

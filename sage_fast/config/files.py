@@ -154,13 +154,15 @@ def read_json(text: str, where: str, hint: str = "") -> Any:
         hint: end of a message about the syntax.
 
     Raises:
-        ConfigError: the text is not JSON, gives a key twice or has an integer of too many digits.
+        ConfigError: the text is not JSON, gives a key twice, nests too deep or has an integer of too many digits.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ConfigError(f"{where}: not valid JSON ({error.msg}, {line}column {error.colno}){hint}") from error
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deep") from None
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 

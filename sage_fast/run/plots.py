@@ -187,10 +187,13 @@ def score_lines(rows: Rows, name: str, mean: str, std: str) -> list[Line]:
 
 def reward_figure(rows: Rows) -> "Figure":
     """The reward of a run over its updates, in training and evaluation."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     style_axes(axes, "Reward", "optimizer update", "reward")
     draw_lines(axes, score_lines(rows, "reward", "reward/mean", "reward/std"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of an update
     axes.legend(frameon=False, fontsize=9)
     return figure
 

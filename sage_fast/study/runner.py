@@ -122,8 +122,11 @@ class Study:
         self.config = load_config(self.files, self.overrides)
 
     def begin(self) -> None:
-        """Note the base model. ConfigError where the folder has results of another."""
-        components = open_components(self.config.model)
+        """Note the base model. ConfigError where it cannot be loaded, or the folder has results of another."""
+        try:
+            components = open_components(self.config.model)
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from error
         base = base_digest(components.transformer, components.weights)
         file = self.folder / "study.json"
         if not file.is_file() and not (self.folder / "trainings").exists() and not (self.folder / "measures").exists():

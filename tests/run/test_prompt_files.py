@@ -54,6 +54,7 @@ MISTAKES = {
     "header-only": ("p.csv", "prompt\n", r"p\.csv: holds no prompts"),
     "empty-txt": ("p.txt", " \n", r"p\.txt: holds no prompts"),
     "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
+    "json-too-deep": ("p.jsonl", "[" * 200_000 + "\n", r"p\.jsonl:1: nested too deep"),
     "json-without-prompt": ("p.jsonl", '{"text": "a"}\n', r"p\.jsonl:1: .*'prompt'; found 'text'"),
     "json-number": ("p.jsonl", "3\n", r"p\.jsonl:1: expected an object"),
     "json-prompt-not-text": ("p.jsonl", '{"prompt": 3}\n', r"p\.jsonl:1: 'prompt' must be a string, not 3"),

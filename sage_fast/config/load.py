@@ -298,6 +298,8 @@ def _explain(error: ValidationError) -> str:
     allowed = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in problems))
     for words, example in _EXAMPLES.items():
         allowed = allowed.replace(words, example)
+    if key in _fields() and type(None) in get_args(_fields()[key].type):
+        allowed += " or null"
     return f"{key} is {_shown(first['input'])}, but it must be {allowed}."
 
 

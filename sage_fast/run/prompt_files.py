@@ -82,9 +82,11 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
 def text_prompts(texts: Sequence[str]) -> list[Prompt]:
     """Prompts that are in no file, in any script, numbered from 0; the white space around each is dropped.
 
-    ValueError for an empty one, or one whose bytes are not UTF-8.
+    ValueError for one that is not a text, or empty, or whose bytes are not UTF-8.
     """
     for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"a prompt is {text!r}; write it as a text")
         if not text.strip():
             raise ValueError("a prompt is empty; write one or leave it out")
         if not _is_unicode(text):

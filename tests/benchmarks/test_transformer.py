@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -302,5 +303,5 @@ def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {cell["status"] for cell in cells} == {"done"}
     # Of a rollout, and a training step of P2, nothing is compared but the peer with itself.
     assert all(0 <= cell["rows"][0]["difference_from_p2"] < transformer.FULL_DEPTH for cell in cells)
-    assert result["environment"]["packages"]["torch"] == torch.__version__
+    assert result["environment"]["packages"]["torch"] == version("torch")
     assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()

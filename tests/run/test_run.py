@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
     assert list((run / "tensorboard").iterdir())
     assert load_config(run / "config.yaml") == config
     environment = json.loads((run / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == version("torch")
     wanted = {
         "reward/mean", "reward/std", "reward/VQ_mean", "advantage/group_std", "advantage/zero_spread_groups",
         "ratio/mean", "ratio/max_deviation", "log_ratio/std", "ratio/clip_fraction", "kl/position", "kl/velocity",

@@ -364,7 +364,8 @@ from sage_fast.planning.estimate import resident_bytes
 runtime = resident_bytes()
 from sage_fast.config.load import load_config
 from sage_fast.run.run import Run
-Run(load_config("configs/toy_cpu.yaml", sys.argv[1:])).train()
+words = [f"--output_dir={sys.argv[1]}", "--training.num_updates=1", "--evaluation.noises=1"]
+Run(load_config("configs/toy_cpu.yaml", words)).train()
 # Not `ru_maxrss`, which starts with what the parent process held when it forked.
 status = Path("/proc/self/status").read_text()
 peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
@@ -376,9 +377,8 @@ print(json.dumps({"runtime": runtime, "peak": peak}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
     """Resident memory of a whole `train` of one update with its evaluations, libraries included."""
-    words = ["--training.num_updates=1", "--evaluation.noises=1", "--rollout.batch_size=32", "--rollout.num_steps=3"]
-    found = measured(TOY_RUN, f"--output_dir={tmp_path / 'run'}", *words)
-    config = load_config("configs/toy_cpu.yaml", words)
+    found = measured(TOY_RUN, str(tmp_path / "run"))
+    config = load_config("configs/toy_cpu.yaml")
     predicted = make_plan(config, measure_cpu(1.0), runtime=found["runtime"]).memory.peak
     assert predicted == pytest.approx(found["peak"], rel=0.15)
     # The libraries are the larger part, so what comes on top of them has its own bound.

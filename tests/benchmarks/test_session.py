@@ -18,7 +18,7 @@ import torch
 from benchmarks import device, harness, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
-from benchmarks.suites import decode, two_ranks
+from benchmarks.suites import two_ranks
 
 MakeSession = Callable[..., Session]
 
@@ -318,23 +318,6 @@ print("loaded", sorted(set(absent) & {name.partition(".")[0] for name in sys.mod
         [sys.executable, "-W", "ignore", "-c", code], cwd=device.ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "loaded []", done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_the_order_of_a_gpu_measures_nothing_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the suites, those of a few seconds: every suite has its own smoke run."""
-    monkeypatch.setattr(device, "SUITES", (*decode.SUITES, device.SUITES[-1]))
-    monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
-    path = tmp_path / "run.json"
-    command = ["--smoke", "--output", str(path)]
-    assert device.main(command) == 0
-    assert "mean nothing" in capsys.readouterr().out
-    cells = json.loads(path.read_text("utf-8"))["cells"]
-    assert {record["suite"] for record in cells.values()} == {"ceilings", "decode", "sanitizer"}
-    assert device.main(command) == 0
-    assert "] " not in capsys.readouterr().out.partition("SMOKE")[0], "nothing is measured twice"
 
 
 @pytest.mark.slow

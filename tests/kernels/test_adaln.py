@@ -1,4 +1,4 @@
-"""adaln beyond parity: diffusers' module, odd inputs."""
+"""adaln beyond parity: odd inputs, room behind rows."""
 
 import pytest
 import torch
@@ -12,14 +12,6 @@ def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float
     x = torch.randn(batch, tokens, width, generator=generator)
     scale, shift = torch.randn(2, batch, width, generator=generator)
     return x.to(dtype), scale.to(dtype), shift.to(dtype)
-
-
-def test_is_what_the_block_of_the_model_computes(device: torch.device) -> None:
-    norm = torch.nn.LayerNorm(96, elementwise_affine=False, eps=1e-6)
-    x, scale, shift = sample(2, 4, 96)
-    expected = norm(x) * (1 + scale[:, None]) + shift[:, None]
-    given = adaln(x.to(device), scale.to(device), shift.to(device))
-    torch.testing.assert_close(given.cpu(), expected, rtol=0, atol=5e-6)
 
 
 def test_a_large_mean_does_not_drown_the_variance(device: torch.device) -> None:

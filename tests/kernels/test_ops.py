@@ -22,11 +22,13 @@ each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 def parity_cases() -> list[Any]:
-    """Every case in every type; the three layouts take turns over cases and types."""
+    """Every case in float32 and bfloat16, one in float16, which only rounds otherwise; the three layouts take turns."""
     layouts: tuple[parity.Layout, ...] = ("as built", "gaps", "permuted")
     cases = []
     for spec in SPECS.values():
         for (i, case), (j, dtype) in itertools.product(enumerate(spec.test_cases), enumerate(spec.dtypes)):
+            if dtype == torch.float16 and case != odd_case(spec):
+                continue
             layout = layouts[(i + j) % 3] if case.strided else "as built"
             name = f"{spec.name}-{case.id}-{str(dtype).removeprefix('torch.')}-{layout.replace(' ', '-')}"
             cases.append(pytest.param(spec, case, dtype, layout, id=name))
@@ -36,6 +38,13 @@ def parity_cases() -> list[Any]:
 def odd_case(spec: OpSpec) -> Case:
     """A case of middling size and awkward shape."""
     return next((case for case in spec.test_cases if case.id.startswith("odd")), spec.test_cases[0])
+
+
+SMALL = {
+    "gated_residual_adaln": Case(id="small", shape={"batch": 2, "tokens": 3, "width": 8}),
+    "qk_norm_rope": Case(id="small", shape={"batch": 2, "video": 2, "text": 2, "heads": 1, "head_dim": 4}),
+}
+"""Where an op runs many times, and its shape is another test's matter."""
 
 
 def inputs_of(spec: OpSpec, device: torch.device, case: Case | None = None) -> registry.Inputs:
@@ -168,7 +177,7 @@ def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
     torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled = torch.compile(spec.op, fullgraph=True, backend=backend)
-    inputs = inputs_of(spec, device)
+    inputs = inputs_of(spec, device, SMALL.get(spec.name))
     cotangents = cotangents_of(spec, inputs)
     for (name, a), (_, b) in zip(
         parity.run(spec, compiled, inputs, cotangents), parity.run(spec, spec.op, inputs, cotangents), strict=True
@@ -191,7 +200,7 @@ def test_results_are_contiguous_whatever_the_layout(
 @pytest.mark.parametrize("runs", [1, 2], ids=["kept", "recomputed"])
 def test_selective_checkpointing_sees_one_operator(runs: int, device: torch.device) -> None:
     spec, operator = SPECS["gated_residual_adaln"], torch.ops.sage_kernels.gated_residual_adaln.default
-    inputs = inputs_of(spec, device)
+    inputs = inputs_of(spec, device, SMALL[spec.name])
     kept = [operator] if runs == 1 else []
 
     def block(**arguments: Any) -> list[Tensor]:
@@ -246,10 +255,10 @@ def test_frozen_modulation_costs_nothing(
     assert backward.total // unit == {"adaln": 3, "gated_residual": 2, "gated_residual_adaln": 5}[name]
 
 
-@pytest.mark.parametrize("name", ["gated_residual_adaln", "qk_norm_rope"])
+@pytest.mark.parametrize("name", SMALL)
 def test_single_gradients(name: str, device: torch.device) -> None:
     spec = SPECS[name]
-    inputs = inputs_of(spec, device)
+    inputs = inputs_of(spec, device, SMALL[name])
     cotangents = cotangents_of(spec, inputs)
     expected = dict(parity.run(spec, spec.op, inputs, cotangents))
     for wanted in spec.differentiable:

@@ -91,8 +91,8 @@ def test_the_extreme_words_give_finite_numbers(device: torch.device) -> None:
 
 
 def test_numbers_are_those_of_the_reference_and_of_the_rollout(device: torch.device) -> None:
-    drawn = draw(IDS, 100_003, device)
-    expected = philox_normal(IDS, 100_003)
+    drawn = draw(IDS, 20_003, device)
+    expected = philox_normal(IDS, 20_003)
     # Four units in the last place of the largest numbers (below 8): logarithm, root, sine and product.
     torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-6)
     owner = NoiseKey(seed=3, update=11, prompt_index=5, sample_index=2)
@@ -102,9 +102,9 @@ def test_numbers_are_those_of_the_reference_and_of_the_rollout(device: torch.dev
 
 
 def test_numbers_are_as_close_to_float64_as_those_of_the_reference(device: torch.device) -> None:
-    exact = philox_normal(IDS, 200_000, dtype=torch.float64)
-    ours = (draw(IDS, 200_000, device).double() - exact).square().mean().sqrt()
-    theirs = (philox_normal(IDS, 200_000).double() - exact).square().mean().sqrt()
+    exact = philox_normal(IDS, 50_000, dtype=torch.float64)
+    ours = (draw(IDS, 50_000, device).double() - exact).square().mean().sqrt()
+    theirs = (philox_normal(IDS, 50_000).double() - exact).square().mean().sqrt()
     assert 0 < float(ours) < 1.1 * float(theirs) < 3e-7
 
 

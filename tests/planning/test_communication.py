@@ -44,6 +44,7 @@ def small(*overrides: str, gpus: int) -> Plan:
     words += ["--reward.options.videoalign.device=cuda:1", "--rollout.num_steps=2", "--rollout.batch_size=4"]
     config = load_config("configs/hv15_480p_lora_1gpu.yaml", [*words, *overrides])
     shape = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": LAYERS, "text_embed_dim": 64}
+    shape |= {"num_refiner_layers": 1}
     description = published_model(
         transformer=shape | {"text_embed_2_dim": 32},
         text_tokens=TEXT,

@@ -55,7 +55,8 @@ MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 B = "configs/hv15_480p_lora_1gpu.yaml"
-SMALL = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": 6, "text_embed_dim": 64, "text_embed_2_dim": 32}
+SMALL = HUNYUAN_VIDEO_15 | {"num_attention_heads": 2, "num_layers": 3, "text_embed_dim": 64, "text_embed_2_dim": 32}
+SMALL |= {"num_refiner_layers": 1}
 
 
 @cache
@@ -65,7 +66,7 @@ def plan(*overrides: str, file: str = B, memory_gb: float | None = None, gpus: i
 
 @cache
 def small_plan(*overrides: str, memory_gb: float | None = None) -> Plan:
-    """Of a model of six narrow blocks, which is traced quickly; decoding and rewards take nothing."""
+    """Of a model of three narrow blocks, which is traced quickly; decoding and rewards take nothing."""
     size = ["--video.height=64", "--video.width=96", "--video.num_frames=9"]
     config = load_config(B, [*size, "--reward.options.videoalign.device=cuda:1", *overrides])
     return make_plan(
@@ -120,9 +121,9 @@ def test_the_closed_form_is_what_torch_counts_at_full_depth() -> None:
     assert counter.get_total_flops() == needed
 
 
-def small_call(**changes: Any) -> Call:
+def small_call(num_layers: int = 3, **changes: Any) -> Call:
     config = load_config(B, ["--video.height=64", "--video.width=96", "--video.num_frames=9"])
-    call = velocity_call(config, published_model(transformer=SMALL), on_gpu=True)
+    call = velocity_call(config, published_model(transformer=SMALL | {"num_layers": num_layers}), on_gpu=True)
     return replace(call, **{"gradient": True, "guidance": config.training.guidance} | changes)
 
 
@@ -131,7 +132,7 @@ def test_six_blocks_follow_from_two_and_three(changes: dict[str, Any]) -> None:
     """Tracing all blocks gives the same work to the last operation, and the same memory."""
     from sage_fast.planning import trace as module
 
-    call = small_call(**changes)
+    call = small_call(6, **changes)
     line, whole = trace(call), module._trace(call, 6)
     for name in ("linear", "attention", "attention_backward", "elementwise", "kept"):
         assert getattr(line, name) == getattr(whole, name), name
@@ -148,7 +149,7 @@ def test_splitting_guidance_halves_what_is_kept_and_offers_the_same_work() -> No
 
 
 def test_full_checkpointing_repeats_attention_and_keeps_half() -> None:
-    selective, full = trace(small_call(checkpointing="selective")), trace(small_call(checkpointing="full"))
+    selective, full = (trace(small_call(6, checkpointing=mode)) for mode in ("selective", "full"))
     assert full.kept == pytest.approx(selective.kept / 2, rel=0.15)
     assert full.attention == pytest.approx(2 * selective.attention, rel=0.02)
 
@@ -508,11 +509,18 @@ def test_the_rate_of_a_backend_that_was_not_measured_is_that_of_its_kernels_or_o
     assert [measured.rates("bfloat16", name)[1:3] for name in ("cudnn", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
 
 
-def test_the_page_shows_what_the_command_prints() -> None:
-    """Without weights on this machine, whose sizes would take the place of the published ones."""
+def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without weights on this machine, whose sizes would take the place of the published ones; of all changes those
+    that the page lists.
+    """
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("\n```")[0]
     found = plan("--training.guidance=paired", memory_gb=48)
+    listed = {word.split()[0] for word in example.split("\n  --")[1:]}
+    every = list(estimate.possible_changes(found))
+    few = [(name, value) for name, value in every if f"{name}={value}" in listed]
+    assert len(few) == 2 < len(every)
+    monkeypatch.setattr(estimate, "possible_changes", lambda plan: few)
     assert to_text(found, find_options(found)) == example
 
 
@@ -530,10 +538,11 @@ def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None
 def test_a_video_is_decoded_in_tiles_where_a_whole_one_does_not_fit() -> None:
     """One GB less than a whole video needs is not enough."""
     config = load_config("hv15_352x624_lora_1gpu")
-    plan = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=80, sizes={})
+    given: dict[str, Any] = {"on_gpu": True, "gpus": 1, "sizes": {}, "description": published_model(transformer=SMALL)}
+    plan = make_memory_plan(config, memory_gb=80, **given)
     assert not plan.description.decoding(plan.latent, 1, plan.config.model, True).tiled and plan.fits
     decode = plan.memory.total("decode") / SAFE_SHARE / 1e9
-    less = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=decode - 1, sizes={})
+    less = make_memory_plan(config, memory_gb=decode - 1, **given)
     assert less.config.model.decode_memory_gib == "auto"
 
 

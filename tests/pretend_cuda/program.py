@@ -1,4 +1,4 @@
-"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER [--fault NAME]
+"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER [FAULT...]
 
 It writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges. A fault changes one line of the
 sources as they are imported.
@@ -18,15 +18,16 @@ from tests import pretend_cuda
 from tests.pretend_cuda import compiled, launches, races, waits
 
 TRAINED = "--optimizer.learning_rate=0.01"
+SPLIT = ["--training.guidance=split", "--model.adaln=offload"]
+SEVERAL = ["--training.updates_per_rollout=2", "--objective.kl_velocity=exact"]
+UNEVALUATED = "--evaluation.every=0"
 MODES: dict[str, list[str]] = {
     "lora": [TRAINED, "--objective.kl_mode=moving", "--training.anchor_interval=1", "--training.ema_decay=0.9"],
-    "split": [TRAINED, "--training.guidance=split", "--model.adaln=offload"],
-    "single_pass": [TRAINED, "--training.update=single_pass", "--rollout.micro_batch_size=1"],
-    "full": ["--optimizer.learning_rate=0.001", "--training.mode=full", "--objective.kl_mode=dual"],
-    "muon": [TRAINED, "--optimizer.name=muon", "--model.checkpointing=selective"],
-    "stock": [TRAINED, "--model.forward=stock", "--model.checkpointing=full"],
-    "bfloat16": [TRAINED, "--model.dtype=bfloat16", "--model.attention=sdpa"],
-    "several_updates": [TRAINED, "--training.updates_per_rollout=2", "--objective.kl_velocity=exact"],
+    "single_pass": [TRAINED, UNEVALUATED, "--training.update=single_pass", "--rollout.micro_batch_size=1"],
+    "full": [UNEVALUATED, "--optimizer.learning_rate=0.001", "--training.mode=full", "--objective.kl_mode=dual"],
+    "muon": [TRAINED, UNEVALUATED, *SPLIT, "--optimizer.name=muon", "--model.checkpointing=selective"],
+    "stock": [TRAINED, UNEVALUATED, *SEVERAL, "--model.forward=stock", "--model.checkpointing=full"],
+    "bfloat16": [TRAINED, UNEVALUATED, "--model.dtype=bfloat16", "--model.attention=sdpa"],
 }
 """Training modes that are compared with the CPU."""
 
@@ -115,12 +116,12 @@ def train(file: Path, *words: str) -> dict[str, Any]:
     }
 
 
-def modes(folder: Path, device: str, names: list[str]) -> dict[str, Any]:
+def modes(folder: Path, device: str, names: Iterable[str] = MODES, *words: str) -> dict[str, Any]:
     """Trainings in every mode on the device or on the CPU."""
-    return {name: train(write_run(folder / name, device=device), *MODES[name]) for name in names}
+    return {name: train(write_run(folder / name, device=device), *MODES[name], *words) for name in names}
 
 
-def on_cuda(folder: Path, names: Iterable[str] = MODES) -> dict[str, Any]:
+def on_cuda(folder: Path, names: Iterable[str] = MODES, *words: str) -> dict[str, Any]:
     """Some modes, and whether what a checkpoint is written from has arrived when it is handed to the writing thread."""
     from sage_fast.checkpoint.writer import CheckpointWriter
 
@@ -132,10 +133,10 @@ def on_cuda(folder: Path, names: Iterable[str] = MODES) -> dict[str, Any]:
         return found
 
     CheckpointWriter._copy = copied  # type: ignore[method-assign]
-    return {"modes": modes(folder, "cuda", list(names)), "saved_finite": finite}
+    return {"modes": modes(folder, "cuda", names, *words), "saved_finite": finite}
 
 
-def sharded(folder: Path) -> dict[str, Any]:
+def sharded(folder: Path, names: Iterable[str] = ("fixed", "ema", "sdpa", "triton")) -> dict[str, Any]:
     """FSDP2 on one rank, with a fake NCCL: weights in CPU memory with anchors and averages; explicit backends."""
     from torch import distributed
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -150,17 +151,17 @@ def sharded(folder: Path) -> dict[str, Any]:
     os.environ |= rank | {"MASTER_PORT": "0"}
     full = ["--training.mode=full", "--optimizer.learning_rate=0.001"]
     offloaded = [*full, "--distributed.cpu_offload=true"]
-    half = [*full, "--distributed.param_dtype=bfloat16"]
+    half = [*full, UNEVALUATED, "--distributed.param_dtype=bfloat16"]
     runs = {
-        "fixed": [*offloaded, "--objective.kl_mode=fixed"],
+        "fixed": [*offloaded, UNEVALUATED, "--objective.kl_mode=fixed"],
         "ema": [*offloaded, "--objective.kl_mode=dual", "--training.ema_decay=0.5"],
         "sdpa": [*half, "--model.attention=sdpa"],
         "triton": [*half, "--model.attention=cudnn", "--model.kernels=triton"],
     }
     found = {}
-    for name, words in runs.items():
+    for name in names:
         os.environ["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
-        trained = train(write_run(folder / name, device="cuda"), *words)
+        trained = train(write_run(folder / name, device="cuda"), *runs[name])
         if distributed.is_initialized():
             distributed.destroy_process_group()
         moved = trained["before"] != trained["after"]
@@ -193,12 +194,12 @@ def two_devices(folder: Path) -> dict[str, Any]:
     return {"before": {name: [0.0] * len(v) for name, v in found[0].items()}, "cpu": found[0], "cuda": found[1]}
 
 
-def budget(folder: Path) -> dict[str, Any]:
+def budget(folder: Path, updates: Iterable[str] = ("two_phase", "single_pass")) -> dict[str, Any]:
     """Waits by phase of one iteration, and kernels that a second one compiles."""
     from benchmarks.counts.iteration import toy_trainer
 
     found: dict[str, Any] = {}
-    for update in ("two_phase", "single_pass"):
+    for update in updates:
         trainer: Any = toy_trainer(update, 6.0, "cuda")
         trainer.iterate()
         within, enter, first = Counter[str](), trainer._phase, len(compiled)
@@ -249,18 +250,20 @@ def commands(folder: Path) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
     "modes": on_cuda,
-    "mode": lambda folder: on_cuda(folder, ["lora"]),
+    "mode": lambda folder: on_cuda(folder, ["lora"], UNEVALUATED, "--training.num_updates=1"),
     "sharded": sharded,
+    "two shards": lambda folder: sharded(folder, ("ema", "triton")),
     "two_devices": two_devices,
     "budget": budget,
+    "waits": lambda folder: budget(folder, ["two_phase"]),
     "commands": commands,
 }
 
 
-def main(work: str, folder: Path, *words: str) -> None:
+def main(work: str, folder: Path, *faults: str) -> None:
     """Install the device, break what is asked for, work, write."""
-    if words:
-        break_source(*FAULTS[words[1]])
+    for fault in faults:
+        break_source(*FAULTS[fault])
     pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
     import torch
 

@@ -9,18 +9,17 @@ from diffusers import DDPMPipeline, HunyuanVideo15Pipeline
 
 from sage_fast import accelerate
 
-PROMPTS = ["a cat walks on the grass", 'a neon sign that says "open" at night']
 
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(diffusers_checkpoint: Path, prompt: str) -> None:
+def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(diffusers_checkpoint: Path) -> None:
     pipeline = HunyuanVideo15Pipeline.from_pretrained(diffusers_checkpoint)
     pipeline.set_progress_bar_config(disable=True)
 
     def generate() -> np.ndarray:
         generator = torch.Generator().manual_seed(7)
         size = {"num_frames": 9, "height": 48, "width": 32}
-        return pipeline(prompt, **size, num_inference_steps=4, generator=generator, output_type="np").frames[0]
+        return pipeline(
+            'a sign that says "open"', **size, num_inference_steps=4, generator=generator, output_type="np"
+        ).frames[0]
 
     stock = generate()
     with accelerate(pipeline):

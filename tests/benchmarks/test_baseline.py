@@ -87,6 +87,10 @@ def test_what_became_worse_is_named_and_nothing_else(
     assert set(statuses(changed(cell, **{entry: noise})).values()) == {"ok"}
 
 
+def test_what_became_faster_passes() -> None:
+    assert set(statuses(changed("sharded lora", seconds=0.9)).values()) == {"ok", "faster"}
+
+
 def test_the_band_is_the_spread_of_the_runs_and_of_the_rounds() -> None:
     """Three runs at 0.75, 0.7 and 0.8 spread by 0.05; the new one has two noisy medians."""
     name = "transformer forward B / P2"

@@ -509,18 +509,11 @@ def test_the_rate_of_a_backend_that_was_not_measured_is_that_of_its_kernels_or_o
     assert [measured.rates("bfloat16", name)[1:3] for name in ("cudnn", "sdpa", "flash3")] == [(3e12, 2e12)] * 3
 
 
-def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without weights on this machine, whose sizes would take the place of the published ones; of all changes those
-    that the page lists.
-    """
+def test_the_page_shows_what_the_command_prints() -> None:
+    """Without weights on this machine, whose sizes would take the place of the published ones."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("\n```")[0]
     found = plan("--training.guidance=paired", memory_gb=48)
-    listed = {word.split()[0] for word in example.split("\n  --")[1:]}
-    every = list(estimate.possible_changes(found))
-    few = [(name, value) for name, value in every if f"{name}={value}" in listed]
-    assert len(few) == 2 < len(every)
-    monkeypatch.setattr(estimate, "possible_changes", lambda plan: few)
     assert to_text(found, find_options(found)) == example
 
 

@@ -18,16 +18,16 @@ from tests import pretend_cuda
 from tests.pretend_cuda import compiled, launches, races, waits
 
 TRAINED = "--optimizer.learning_rate=0.01"
-SPLIT = ["--training.guidance=split", "--model.adaln=offload"]
-SEVERAL = ["--training.updates_per_rollout=2", "--objective.kl_velocity=exact"]
 UNEVALUATED = "--evaluation.every=0"
 MODES: dict[str, list[str]] = {
     "lora": [TRAINED, "--objective.kl_mode=moving", "--training.anchor_interval=1", "--training.ema_decay=0.9"],
+    "split": [TRAINED, UNEVALUATED, "--training.guidance=split", "--model.adaln=offload"],
     "single_pass": [TRAINED, UNEVALUATED, "--training.update=single_pass", "--rollout.micro_batch_size=1"],
     "full": [UNEVALUATED, "--optimizer.learning_rate=0.001", "--training.mode=full", "--objective.kl_mode=dual"],
-    "muon": [TRAINED, UNEVALUATED, *SPLIT, "--optimizer.name=muon", "--model.checkpointing=selective"],
-    "stock": [TRAINED, UNEVALUATED, *SEVERAL, "--model.forward=stock", "--model.checkpointing=full"],
+    "muon": [TRAINED, UNEVALUATED, "--optimizer.name=muon", "--model.checkpointing=selective"],
+    "stock": [TRAINED, UNEVALUATED, "--model.forward=stock", "--model.checkpointing=full"],
     "bfloat16": [TRAINED, UNEVALUATED, "--model.dtype=bfloat16", "--model.attention=sdpa"],
+    "several_updates": [TRAINED, UNEVALUATED, "--training.updates_per_rollout=2", "--objective.kl_velocity=exact"],
 }
 """Training modes that are compared with the CPU."""
 

@@ -116,6 +116,14 @@ def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 
 
 @pytest.fixture
+def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a run computes and keeps."""
+    from tests.made_runs import draw_nothing
+
+    draw_nothing(monkeypatch)
+
+
+@pytest.fixture
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
 

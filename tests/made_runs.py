@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
+from sage_fast.run import media, page, run
 from sage_fast.run.metrics import read_metrics
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -20,6 +24,19 @@ def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run, `untimed`."""
     return [untimed(row) for row in read_metrics(run / "metrics.jsonl")]
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Make plots and contact sheets a few bytes: drawing takes most of the time of a run as small as these."""
+
+    def sheet(path: Path, cells: list[Any], title: str = "", **options: bool) -> None:
+        with replacing(path) as partial:
+            partial.write_text(f"{len(cells)} cells")
+
+    patch.setattr(media, "contact_sheet", sheet)
+    patch.setattr(page, "line_chart", lambda lines, **options: "")
+    patch.setattr(run, "reward_figure", lambda rows: None)
+    patch.setattr(run, "to_png", lambda figure: b"a picture")
 
 
 def make_run(

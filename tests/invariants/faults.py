@@ -133,11 +133,11 @@ def _run_in_child(request: dict[str, Any], library: ctypes.CDLL) -> None:
 
 
 def _take_shortcuts() -> None:
+    import pytest
     import torch
 
     from sage_fast.config import load
-    from sage_fast.config.files import replacing
-    from sage_fast.run import media, page, run
+    from tests.made_runs import draw_nothing
 
     read = load.load_config
     known: dict[str, Any] = {}
@@ -148,17 +148,9 @@ def _take_shortcuts() -> None:
             known[key] = read(*arguments, **options)
         return known[key]
 
-    def sheet(path: Path, cells: list[Any], title: str = "", **options: bool) -> None:
-        with replacing(path) as partial:
-            partial.write_text(f"{len(cells)} cells")
-
     torch.set_num_threads(1)
     vars(load)["load_config"] = read_once
-    # Drawing takes most of the time of a run as small as these.
-    vars(media)["contact_sheet"] = sheet
-    vars(page)["line_chart"] = lambda lines, **options: ""
-    vars(run)["reward_figure"] = lambda rows: None
-    vars(run)["to_png"] = lambda figure: b"a picture"
+    draw_nothing(pytest.MonkeyPatch())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sage_kernels.common import INTERPRETED
 from tests.invariants.paired_training import STRONG, WEIGHTS_TOLERANCE, MakeRun, assert_same_metrics, distance, train
 
 RUNS = {
-    "on-policy": ["--objective.kl_mode=moving"],
+    "on-policy": ["--objective.kl_mode=moving", "--rollout.num_steps=2"],
     "clipped-updates-exact-kl": [
         "--training.updates_per_rollout=2",
         "--objective.clip_range=1e-3",

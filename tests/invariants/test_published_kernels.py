@@ -92,8 +92,14 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
         operator = getattr(torch.ops.sage_kernels, name, getattr(sage_kernels, name, None))
         monkeypatch.setattr(launchers, name, operator)
     trained: set[Variant] = set()
+    small = [
+        "--model.kernels=triton",
+        "--rollout.num_steps=2",
+        "--rollout.batch_size=2",
+        "--rollout.micro_batch_size=2",
+    ]
     for overrides in (*MODES, *OPTIONS):
-        trainer = build_trainer(tiny_run("--model.kernels=triton", *overrides))
+        trainer = build_trainer(tiny_run(*small, *overrides))
         with Recorder() as recorder:
             trainer.iterate()
         # The forward process has no log-probability.

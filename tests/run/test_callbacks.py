@@ -15,6 +15,7 @@ from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 MakeRun = Callable[..., RunConfig]
 EVENTS = ("on_rollout", "on_update", "on_evaluation", "on_save")
 

@@ -22,6 +22,7 @@ from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 QUIET = "--evaluation.every=0"
 
 

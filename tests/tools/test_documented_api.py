@@ -49,10 +49,12 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings but for the number of updates."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(matplotlib.pyplot, "show", lambda: None)
     notebook = {"__name__": "notebook"}
-    for code in CELLS:
+    assert CELLS[0].count('"training.num_updates": 4') == 1
+    for code in (CELLS[0].replace('num_updates": 4', 'num_updates": 2'), *CELLS[1:]):
         exec(code, notebook)
     assert (tmp_path / "runs/notebook/scores/evaluation.html").exists()
 
@@ -84,12 +86,16 @@ def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = "import sage_fast, sage_kernels; print(sage_fast.__file__, sage_kernels.__file__)"
-    assert call("-c", where).count(str(unpacked)) == 2
-    program = ["-m", "sage_fast"]
-    assert call(*program, "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
-    small = ["--rollout.batch_size=32", "--evaluation.num_prompts=4"]
-    call(*program, "train", "toy_cpu", "--training.num_updates=1", *small)
-    call(*program, "evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200")
-    call(*program, "generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos")
+    assert call("-m", "sage_fast", "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
+    small = ["--training.num_updates=1", "--rollout.batch_size=32", "--evaluation.num_prompts=4"]
+    commands = [
+        ["train", "toy_cpu", *small],
+        ["evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200"],
+        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos"],
+    ]
+    code = (
+        "import sage_fast, sage_kernels\nfrom sage_fast.commands.cli import main\n"
+        f"assert not any(map(main, {commands}))\nprint(sage_fast.__file__, sage_kernels.__file__)\n"
+    )
+    assert call("-c", code).splitlines()[-1].count(str(unpacked)) == 2
     assert (empty / "videos/00-a-red-circle-moving-left.mp4").exists() and (empty / "scores/evaluation.html").exists()

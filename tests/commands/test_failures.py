@@ -1,7 +1,9 @@
 """Faults that a run survives: each ends in one clear message and an intact output directory."""
 
 import json
+import resource
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -94,6 +96,13 @@ def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_pa
     assert record["grad_norm"] == pytest.approx(build_trainer(config).iterate()["grad_norm"], rel=1e-4)
 
 
+def test_every_group_dropped_is_an_error(tiny_run: MakeRun, tmp_path: Path) -> None:
+    config = faulty(tiny_run, tmp_path, "nan", "drop_group")
+    config.reward.options[f"{__name__}:FaultyReward"]["word"] = "moving"
+    with pytest.raises(TrainingError, match="failed in every group"):
+        Run(config).train()
+
+
 def test_a_reward_that_fails_in_the_evaluation_does_not_cost_the_update(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +193,45 @@ def test_a_second_writer_is_refused_by_name(file: str, tiny_run: MakeRun, capsys
     assert "is being written by another run: process" in errors and "Traceback" not in errors
 
 
+def test_a_full_disk_during_a_checkpoint_loses_nothing(tiny_run: MakeRun) -> None:
+    """The size limit of the process stands in for a full disk: both fail in the middle of a write."""
+    run = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    iterate = run.trainer.iterate
+
+    def limited() -> dict[str, float]:
+        if run.trainer.update == 2:
+            deadline = time.monotonic() + 20
+            while not (run.checkpoints / "update-000002").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is being written while training goes on
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        return iterate()
+
+    run.trainer.iterate = limited  # type: ignore[method-assign]
+    try:
+        with pytest.raises((CheckpointError, OSError), match=r"update-000003.*--resume auto"):
+            run.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for checkpoint in list_checkpoints(run.checkpoints):
+        verify_checkpoint(checkpoint)
+    assert not list(run.checkpoints.glob(".*partial"))
+    resumed = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0", "--resume=auto")).train()
+    assert resumed.update == 3
+
+
 # ------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_damaged_checkpoint_is_named(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    (shard,) = (newest / "shards").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert main(["train", str(run), f"--resume={newest}"]) == 1
+    assert f"{shard.name} is missing, truncated or altered" in capsys.readouterr().err
 
 
 def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
 
 MakeRun = Callable[..., RunConfig]
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
 @pytest.fixture

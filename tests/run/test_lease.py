@@ -16,6 +16,7 @@ from sage_fast.run.lease import FILE_NAME, Lease, look_at
 from sage_fast.run.run import Run
 
 MakeRun = Callable[..., RunConfig]
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
 def test_a_second_run_is_refused_before_the_model_is_loaded(tiny_run: MakeRun, tmp_path: Path) -> None:

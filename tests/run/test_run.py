@@ -23,9 +23,15 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.models.toy.components import WEIGHTS_NAME
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run
-from tests.made_runs import numbers
+from tests.made_runs import draw_nothing, numbers
 
 MakeRun = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def drawn_in_the_first_test_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.function is not test_a_run_leaves_everything_a_user_looks_for:
+        draw_nothing(monkeypatch)
 
 
 def with_output(config: RunConfig, output: Path, **changes: Any) -> RunConfig:

@@ -31,6 +31,7 @@ from tests.conftest import TINY_RUN
 from tests.tiny.checkpoints import save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
 def probe(run: Run, transformer: Any) -> Tensor:

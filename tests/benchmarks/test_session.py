@@ -209,7 +209,10 @@ def test_a_late_start_is_given_more_time(
 
 
 @pytest.mark.parametrize(("limit", "left", "rounds"), [(10.0, 10.0, 5), (-1.0, 10.0, 3), (-1.0, -1.0, 1)])
-def test_a_measurement_fits_into_its_time(limit: float, left: float, rounds: int) -> None:
+def test_a_measurement_fits_into_its_time(
+    limit: float, left: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     call = Mock(side_effect=lambda: time.sleep(0.004))
     found = harness.measure(call, rounds=5, calls=2, warmup=1, limit=limit, left=left)
     assert found.rounds == rounds and call.call_count == 1 + 2 * rounds and 0.004 <= found.q20 < 0.008

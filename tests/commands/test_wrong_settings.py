@@ -59,6 +59,7 @@ WORDS = {
     "num-prompts": ("--evaluation.num_prompts=999", ["evaluation.num_prompts", "999", "60"]),
     "output": ("--output_dir=good.yaml/run", ["output_dir", "good.yaml/run", "cannot be written"]),
     "preset": ("ablations/kl_nine", ["ablations/kl_nine", "ablations/kl_none"]),
+    "or-null": ("--distributed.zero_stage=3", ["distributed.zero_stage is 3", "must be 2 or null"]),
     "gpus": ("--gpus=0", ["--gpus is 0", "at least 1"]),
 }
 FILES = {

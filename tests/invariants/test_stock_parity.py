@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     save_diffusers_layout(folder, shift=SHIFT, guidance_scale=GUIDANCE)
     stock = HunyuanVideo15Pipeline.from_pretrained(folder)
     stock.set_progress_bar_config(disable=True)
-    return Model(stock, load_components(ModelConfig(family="hunyuan15", path=str(folder))))
+    return Model(stock, load_components(ModelConfig(family="hunyuan15", path=str(folder), device="cpu")))
 
 
 def sample(model: Model, prompt: str, guidance_scale: float = GUIDANCE) -> Trajectory:

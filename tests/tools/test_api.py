@@ -161,11 +161,12 @@ def test_a_reward_that_this_process_has_not_given_is_not_imported_unasked(
         ({"reward": 3}, "reward is 3"),
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
         ({"prompts": ["a red circle moving left", " "]}, "data.prompts: a prompt is empty"),
+        ({"prompts": ["a red circle moving left", 3]}, "data.prompts: a prompt is 3; write it as a text"),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"allow_changes": ["lora.rank"]}, "lora.rank cannot change"),
     ],
-    ids=["number", "twice", "empty-prompt", "weights", "callback", "changes"],
+    ids=["number", "twice", "empty-prompt", "number-for-a-prompt", "weights", "callback", "changes"],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -8,7 +8,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, base_digest, copy_lora, trainable_parameters
 from tests.models.hunyuan15.oracle import tiny_transformer
 
 
@@ -42,3 +42,13 @@ def described(folder: Path) -> dict[str, object]:
     config = json.loads(metadata.pop(LORA_ADAPTER_METADATA_KEY))
     assert metadata == {"format": "pt"}
     return config | {"target_modules": sorted(config["target_modules"])}
+
+
+def test_adapters_alone_train_in_float32_scaled_by_alpha_and_leave_the_base_as_it_was() -> None:
+    transformer = tiny_transformer().bfloat16()
+    before = base_digest(transformer, None)
+    add_lora(transformer, rank=2, alpha=6, target_modules=["attn.to_q"], seed=0)
+    trained = {name: p.dtype for name, p in transformer.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained) and set(trained.values()) == {torch.float32}
+    assert transformer.transformer_blocks[0].attn.to_q.scaling["default"] == 3.0
+    assert base_digest(transformer, None) == before

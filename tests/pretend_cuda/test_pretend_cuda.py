@@ -115,29 +115,39 @@ def test_the_benchmarks_end_with_their_table(environment: dict[str, str], tmp_pa
     assert red <= {"sharded setup", "two_ranks two GPUs"}, {name: cells[name] for name in red}
 
 
-NOTICED: dict[str, dict[str, Callable[[dict[str, Any]], bool]]] = {
-    "mode": {
-        "save without a wait": lambda report: not all(report["found"]["saved_finite"]),
-        "videos on the device": lambda report: report["found"]["modes"]["lora"]["videos_on"] == "cuda",
-        "cudnn by torch's own choice": lambda report: report["cudnn_by_choice"],
-    },
-    "mode ": {"noise on the host": lambda report: "error" in report["found"]},
-    "two shards": {
-        "exchange without a wait": lambda report: bool(report["races"]),
-        "judged on the host": lambda report: "ConfigError" in report["found"]["error"],
-    },
-    "two_devices": {"launch on another device": lambda report: "another device" in report["found"]["error"]},
-    "waits": {"a copy that waits": lambda report: report["found"]["two_phase"]["waits"]["update"] > 2},
-}
-"""Work in which the tests above would see faults of program.py -> these, each with how it shows."""
+Check = Callable[[dict[str, Any]], bool]
+
+NOTICED: list[tuple[str, dict[str, Check]]] = [
+    (
+        "mode",
+        {
+            "save without a wait": lambda report: not all(report["found"]["saved_finite"]),
+            "videos on the device": lambda report: report["found"]["modes"]["lora"]["videos_on"] == "cuda",
+            "cudnn by torch's own choice": lambda report: report["cudnn_by_choice"],
+        },
+    ),
+    ("mode", {"noise on the host": lambda report: "error" in report["found"]}),
+    (
+        "two shards",
+        {
+            "exchange without a wait": lambda report: bool(report["races"]),
+            "judged on the host": lambda report: "ConfigError" in report["found"]["error"],
+        },
+    ),
+    ("two_devices", {"launch on another device": lambda report: "another device" in report["found"]["error"]}),
+    ("waits", {"a copy that waits": lambda report: report["found"]["two_phase"]["waits"]["update"] > 2}),
+]
+"""Works in which the tests above would see faults of program.py, each with how it shows. One that ends its work is
+alone.
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", NOTICED)
-def test_faults_are_noticed(work: str, run: Any) -> None:
-    report = run(work.strip(), *NOTICED[work])
-    assert [fault for fault, noticed in NOTICED[work].items() if not noticed(report)] == []
+@pytest.mark.parametrize(("work", "checks"), NOTICED, ids=[", ".join(checks) for _, checks in NOTICED])
+def test_faults_are_noticed(work: str, checks: dict[str, Check], run: Any) -> None:
+    report = run(work, *checks)
+    assert [fault for fault, noticed in checks.items() if not noticed(report)] == []
 
 
 def test_every_fault_has_its_work() -> None:
-    assert sorted(fault for faults in NOTICED.values() for fault in faults) == sorted(program.FAULTS)
+    assert sorted(fault for _, checks in NOTICED for fault in checks) == sorted(program.FAULTS)

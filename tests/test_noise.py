@@ -3,11 +3,15 @@
 import hashlib
 import math
 import struct
+from itertools import pairwise
 
 import pytest
 import torch
 
 from sage_fast.noise import NoiseKey, gaussian, initial_noise
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rollout import sample_trajectory
+from sage_fast.sde import sigma_schedule, transition_table
 from sage_kernels.reference.philox import philox
 
 KEY = NoiseKey(seed=3, update=11, prompt_index=5, sample_index=2)
@@ -122,6 +126,19 @@ def test_shapes_share_a_prefix_and_only_the_flat_index_counts() -> None:
     long = gaussian(keys(3), 2, (1001,))
     assert torch.equal(gaussian(keys(3), 2, (50,)), long[:, :50])
     assert torch.equal(gaussian(keys(3), 2, (7, 11, 13)).flatten(1), long)
+
+
+def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
+    """Those that the loss will draw again: by owner and step, over what the velocity leads to."""
+    owners, table = keys(2), transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
+    initial = initial_noise(owners, (1, 1, 2, 3))
+    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    samples = [Sample(prompt=Prompt(text="", index=0), embeds=embeds, member=member) for member in range(2)]
+    found = sample_trajectory(lambda step, x, sigma: x.sin(), samples, owners, table, initial)
+    for step, (x, after) in enumerate(pairwise([*found.latents, found.final])):
+        a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
+        expected = a * x + b * x.sin() + std * gaussian(owners, step, (1, 1, 2, 3))
+        torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from sage_fast.models.hunyuan15.projection import (
     read_adapters,
     room_for_low,
     stack_weights,
+    stacked,
 )
 
 WIDTH, ROWS = 16, 40
@@ -88,3 +89,16 @@ def test_the_wide_form_is_for_many_tokens_and_aligned_rows() -> None:
     assert aligned is not None and aligned.a.dtype == torch.bfloat16
     assert [room_for_low(aligned, tokens) for tokens in (2 * WIDTH, 2 * WIDTH + 1)] == [0, 16]
     assert room_for_low(odd, 10_000) == room_for_low(None, 10_000) == 0
+
+
+def test_only_neighbours_in_memory_are_one_tensor() -> None:
+    rows = torch.arange(24.0).view(6, 4)
+    joint = stacked([rows[:2], rows[2:5]])
+    assert joint is not None and torch.equal(joint, rows[:5])
+    for apart in (
+        [rows[:2], rows[3:5]],
+        [rows[2:4], rows[:2]],
+        [rows[:2], rows[2:5].clone()],
+        [rows[:2], rows[2:4, :2]],
+    ):
+        assert stacked(apart) is None

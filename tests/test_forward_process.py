@@ -190,7 +190,9 @@ def test_split_guidance_and_full_training(tiny_run: MakeRun) -> None:
         assert records[0] == pytest.approx(records[1], rel=1e-5, abs=1e-9)
 
 
-def test_the_old_policy_samples(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build_trainer(tiny_run(*FORWARD))
     assert isinstance(trainer.gradient, ForwardProcessGradient)
     move_weights(trainer)
@@ -202,7 +204,7 @@ def test_the_old_policy_samples(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPat
         "_rollout",
         lambda: (sampled.extend(p.detach().clone() for p in trainer.parameters.values()), rollout())[1],
     )
-    trainer.iterate()
+    assert trainer.iterate()["old/deviation"] > 0
     assert not any(torch.equal(a, b) for a, b in zip(sampled, before, strict=True))
     assert trainer.old is not None
     # The average of the first policy and the trained one.

@@ -129,7 +129,7 @@ def test_shapes_share_a_prefix_and_only_the_flat_index_counts() -> None:
 
 
 def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
-    """Those that the loss will draw again: by owner and step, over what the velocity leads to."""
+    """The loss draws the same noise again, by owner and step, so each latent must follow from the one before."""
     owners, table = keys(2), transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
     initial = initial_noise(owners, (1, 1, 2, 3))
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))

@@ -1,7 +1,7 @@
 """The guard of throughput: exact budgets on any machine, and timings against a committed baseline.
 
     python -m benchmarks guard                      every budget of benchmarks/budgets.yaml; on a CPU the baseline
-    python -m benchmarks guard --only block         one group of budgets
+    python -m benchmarks guard --only block         one group of budgets, or the baseline alone
     python -m benchmarks guard --result RUN.json    this run against the baseline of its device
     python -m benchmarks guard --kernels FILE       with the timings of `pytest --benchmark-json FILE` in it
 
@@ -26,6 +26,7 @@ from benchmarks.budgets import Verdict
 from benchmarks.results import Result
 from benchmarks.session import CEILINGS, Session
 
+BASELINE = "baseline"
 REPETITIONS = 2
 """Times that a flagged suite is measured again."""
 
@@ -102,13 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 when a budget or the baseline is broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks guard", description=(__doc__ or "").split("\n")[0])
     every = list(budgets.MEASUREMENTS)
-    parser.add_argument("--only", action="append", choices=every, help="this group; may be repeated")
+    parser.add_argument("--only", action="append", choices=[*every, BASELINE], help="this alone; may be repeated")
     parser.add_argument("--result", type=Path, help="JSON file of a run; a CPU makes its own")
     parser.add_argument("--kernels", type=Path, help="JSON file of pytest-benchmark, for the figures of the kernels")
     options = parser.parse_args(argv)
-    verdicts = budgets.judge(budgets.read_budgets(), options.only or every)
+    chosen = options.only or [*every, BASELINE]
+    verdicts = budgets.judge(budgets.read_budgets(), [name for name in every if name in chosen])
     try:
-        comparison = compare(options.result, options.kernels) if options.result or not options.only else None
+        comparison = compare(options.result, options.kernels) if options.result or BASELINE in chosen else None
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -152,14 +152,16 @@ int ftruncate64(int file, off64_t size) {
     return NEXT(ftruncate64)(file, size);
 }
 
+/* A process that dies leaves what it wrote in the kernel's memory, so a sync changes nothing that a test could see, and
+ * takes a third of a run's time. It is an event, and not done. */
 int fsync(int file) {
     GUARD("fsync", file, NULL, 0, -1)
-    return NEXT(fsync)(file);
+    return length ? 0 : NEXT(fsync)(file);
 }
 
 int fdatasync(int file) {
     GUARD("fsync", file, NULL, 0, -1)
-    return NEXT(fdatasync)(file);
+    return length ? 0 : NEXT(fdatasync)(file);
 }
 
 int rename(const char *from, const char *to) {

@@ -67,7 +67,7 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Rol
 def written(model: Path, folder: Path, mode: str = "lora", **changes: dict[str, Any]) -> str:
     """File of the settings of a training; `changes` of its sections."""
     sections: dict[str, dict[str, Any]] = json.loads(json.dumps(TINY_RUN))
-    sections["rollout"] |= {"num_generations": 4, "batch_size": VIDEOS, "micro_batch_size": 2}
+    sections["rollout"] |= {"num_generations": 4, "batch_size": VIDEOS, "micro_batch_size": 2, "num_steps": 3}
     # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
     sections["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
     sections["objective"] = {"kl_mode": "dual"}

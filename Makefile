@@ -11,9 +11,8 @@ DEMO_DIR ?= runs/demo
 DEMO_ARGS ?=
 GUARD_ARGS ?=
 PYTEST_ARGS ?=
-# Test processes; each computes on one thread. Slow tests often wait, for a disk or a rank.
+# Test processes; each computes on one thread.
 JOBS ?= auto
-SLOW_JOBS ?= $$(($$(nproc) + 1))
 REPEATS ?= 100
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
 
@@ -59,7 +58,7 @@ test: $(READY)  ## run the tests, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $(SLOW_JOBS) -m slow --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow --durations=25 $(PYTEST_ARGS)
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)

@@ -27,6 +27,7 @@ from benchmarks.results import Result
 from benchmarks.session import CEILINGS, Session
 
 BASELINE = "baseline"
+"""Name of the timings for `--only`; they stand in no group of budgets."""
 REPETITIONS = 2
 """Times that a flagged suite is measured again."""
 
@@ -115,9 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     ok = all(verdict.ok for verdict in verdicts) and (comparison is None or comparison.ok)
-    print(table(verdicts))
+    if verdicts:
+        print(table(verdicts))
     if comparison is not None:
         print(f"\n{comparison.table()}")
     failed = regressions(verdicts)
-    print(f"\nREGRESSED\n{failed}" if failed else f"\nAll {len(verdicts)} budgets hold.")
+    if verdicts:
+        print(f"\nREGRESSED\n{failed}" if failed else f"\nAll {len(verdicts)} budgets hold.")
     return 0 if ok else 1

@@ -116,11 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     ok = all(verdict.ok for verdict in verdicts) and (comparison is None or comparison.ok)
-    if verdicts:
-        print(table(verdicts))
     if comparison is not None:
-        print(f"\n{comparison.table()}")
-    failed = regressions(verdicts)
+        print(f"{comparison.table()}\n")
     if verdicts:
-        print(f"\nREGRESSED\n{failed}" if failed else f"\nAll {len(verdicts)} budgets hold.")
+        failed = regressions(verdicts)
+        print(table(verdicts), f"REGRESSED\n{failed}" if failed else f"All {len(verdicts)} budgets hold.", sep="\n\n")
     return 0 if ok else 1

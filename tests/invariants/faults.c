@@ -1,8 +1,9 @@
 /* Preloaded into a process, counts its file-system calls below one folder and lets one of them end it or fail.
  *
  * A call is an event when its path lies below the folder: those that change something, and with `reads` also those that
- * open a file or folder to read it. A process that is killed in a write has written half of it. Everything that goes
- * through libc is seen: Python, PyTorch and the Rust of safetensors alike.
+ * open a file or folder to read it. A process that is killed in a write has written half of it. Or nothing goes wrong,
+ * and every event leaves a copy of the folder: what a process that is killed there leaves. Everything that goes through
+ * libc is seen: Python, PyTorch and the Rust of safetensors alike.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -21,14 +22,16 @@
 #include <unistd.h>
 
 static char folder[4096];
+static char copies[4096];  /* where each event leaves a copy of folder, named by its number; empty for none */
 static size_t length;      /* of folder; 0 before `faults_arm` */
 static long at, count;     /* the event that goes wrong; events so far */
 static int error, reads, log_file = -1;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 /* failure: the errno of event `number`, 0 to kill the process there. A full disk (ENOSPC) stays full. */
-void faults_arm(const char *path, long number, int failure, int with_reads, int log_descriptor) {
+void faults_arm(const char *path, long number, int failure, int with_reads, int log_descriptor, const char *into) {
     strncpy(folder, path, sizeof folder - 1);
+    strncpy(copies, into, sizeof copies - 1);
     at = number, error = failure, reads = with_reads, log_file = log_descriptor, count = 0;
     length = strlen(folder);
 }
@@ -53,7 +56,7 @@ static int resolve(int directory, const char *name, char *path, size_t size) {
     return 1;
 }
 
-enum { NOTHING, FAIL, DIE };
+enum { NOTHING, FAIL, DIE, COPY };
 
 /* Whether an event goes wrong. grows: a full disk refuses it. */
 static int event(const char *call, int directory, const char *name, int grows) {
@@ -70,7 +73,8 @@ static int event(const char *call, int directory, const char *name, int grows) {
         int size = snprintf(line, sizeof line, "%s %s\n", call, path + length);
         syscall(SYS_write, log_file, line, size);
     }
-    if (verdict != DIE) pthread_mutex_unlock(&mutex); /* nobody else gets further than a process that dies */
+    if (*copies) verdict = COPY;
+    if (verdict < DIE) pthread_mutex_unlock(&mutex); /* nobody else gets further, while it dies or copies */
     errno = verdict == FAIL ? error : before;
     return verdict;
 }
@@ -80,12 +84,22 @@ static void die(void) {
     for (;;) pause();
 }
 
+static void copy(void) {
+    char command[9000];
+    snprintf(command, sizeof command, "cp -a '%s' '%s/%ld' 2>/dev/null", folder, copies, count);
+    int failed = system(command); /* as at the first event, where there is no folder yet */
+    (void)failed;
+    pthread_mutex_unlock(&mutex);
+}
+
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-#define GUARD(call, directory, name, grows, failed)                \
-    switch (event(call, directory, name, grows)) {                 \
+#define OBEY(verdict, failed)                                      \
+    switch (verdict) {                                             \
         case DIE: die();                                           \
         case FAIL: return failed;                                  \
+        case COPY: copy();                                         \
     }
+#define GUARD(call, directory, name, grows, failed) OBEY(event(call, directory, name, grows), failed)
 
 static int opening(const char *name, int directory, int flags) {
     if (flags & (O_CREAT | O_TRUNC)) return event("create", directory, name, 1);
@@ -99,10 +113,7 @@ static int opening(const char *name, int directory, int flags) {
         va_start(list, flags);                                     \
         int mode = va_arg(list, int);                              \
         va_end(list);                                              \
-        switch (opening(path, AT_FDCWD, flags)) {                  \
-            case DIE: die();                                       \
-            case FAIL: return -1;                                  \
-        }                                                          \
+        OBEY(opening(path, AT_FDCWD, flags), -1)                   \
         return NEXT(name)(path, flags, mode);                      \
     }
 #define OPENAT(name)                                               \
@@ -111,10 +122,7 @@ static int opening(const char *name, int directory, int flags) {
         va_start(list, flags);                                     \
         int mode = va_arg(list, int);                              \
         va_end(list);                                              \
-        switch (opening(path, directory, flags)) {                 \
-            case DIE: die();                                       \
-            case FAIL: return -1;                                  \
-        }                                                          \
+        OBEY(opening(path, directory, flags), -1)                  \
         return NEXT(name)(directory, path, flags, mode);           \
     }
 OPEN(open)
@@ -123,13 +131,12 @@ OPENAT(openat)
 OPENAT(openat64)
 
 ssize_t write(int file, const void *data, size_t size) {
-    switch (event("write", file, NULL, 1)) {
-        case DIE:
-            if (syscall(SYS_write, file, data, size / 2) < 0) die();
-            die();
-        case FAIL: return -1;
-    }
-    return NEXT(write)(file, data, size);
+    int verdict = event("write", file, NULL, 1);
+    ssize_t half = verdict < DIE ? 0 : syscall(SYS_write, file, data, size / 2);
+    if (half < 0) half = 0;
+    OBEY(verdict, -1)
+    ssize_t rest = NEXT(write)(file, (const char *)data + half, size - half);
+    return rest < 0 ? rest : half + rest;
 }
 
 ssize_t writev(int file, const struct iovec *parts, int number) {

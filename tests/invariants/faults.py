@@ -68,7 +68,14 @@ class FaultServer:
         self._process.wait(30)
 
     def run(
-        self, arguments: Sequence[str], folder: Path, *, at: int = 0, error: int = 0, reads: bool = False
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        at: int = 0,
+        error: int = 0,
+        reads: bool = False,
+        copies: Path | None = None,
     ) -> Outcome:
         """Run a command.
 
@@ -78,12 +85,13 @@ class FaultServer:
             at: number of the event, from 1, that goes wrong; 0 for none. WARM_UP runs in the server itself.
             error: the errno it fails with; 0 kills the process.
             reads: whether opening a file or folder to read it is an event as well.
+            copies: a folder in which every event leaves what a kill there would leave of `folder`, named by its number.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         output, log = self._scratch / "output", self._scratch / "events"
         request = {
             "arguments": list(arguments), "folder": str(folder), "at": at, "error": error, "reads": reads,
-            "output": str(output), "log": str(log),
+            "output": str(output), "log": str(log), "copies": str(copies or ""),
         }  # fmt: skip
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -118,7 +126,8 @@ def _run_in_child(request: dict[str, Any], library: ctypes.CDLL) -> None:
         os.dup2(output, stream)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     signal.alarm(60)
-    library.faults_arm(request["folder"].encode(), request["at"], request["error"], request["reads"], log)
+    copies = request["copies"].encode()
+    library.faults_arm(request["folder"].encode(), request["at"], request["error"], request["reads"], log, copies)
     status = 1
     try:
         status = main(request["arguments"])

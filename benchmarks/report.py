@@ -193,7 +193,7 @@ def presets_block(found: Results) -> str:
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": headline_block,
     "gpu": gpu_block,
-    "cpu": partial(suite_block, suites=("toy", "checkpoint", "host", "decode")),
+    "cpu": partial(suite_block, suites=("decode",)),
     "presets": presets_block,
 }
 """Name in a document -> its Markdown."""

@@ -175,12 +175,8 @@ class Trainer:
             load_adapter(transformer, Path(config.model.adapter))
         self.engine = self._make_engine(transformer, components.weights)
         self.parameters = self.engine.parameters
-        self.policy = GuidedPolicy(
-            transformer,
-            self.embed(config.rollout.negative_prompt),
-            config.rollout.guidance_scale,
-            conditional_gradient=config.training.guidance == "conditional",
-        )
+        negative = self.embed(config.rollout.negative_prompt)
+        self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
         self.anchor_kind = anchor_kind(config.objective.kl_mode)
         self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
@@ -233,11 +229,8 @@ class Trainer:
     def _make_gradient(self) -> PolicyGradient:
         """The gradient that `training.update` names."""
         config, training = self.config, self.config.training
-        if training.guidance != "paired" and config.rollout.guidance_scale == 1.0:
-            logger.info(
-                "training.guidance %s does nothing: with rollout.guidance_scale 1 there is only one branch.",
-                training.guidance,
-            )
+        if training.guidance == "split" and config.rollout.guidance_scale == 1.0:
+            logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
         shared: dict[str, Any] = {
             "policy": self.policy,
             "kernels": self.kernels,

@@ -104,11 +104,6 @@ class RunConfig:
                 "flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or training.update "
                 "forward_process, which needs no noise."
             )
-        if self.training.guidance == "conditional" and self.rollout.guidance_scale == 0:
-            raise ConfigError(
-                "training.guidance conditional differentiates the conditional branch, which has no part in the "
-                "velocity with rollout.guidance_scale 0. Raise the scale, or set training.guidance to paired."
-            )
         if self.model.adapter is not None:
             needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
             _check(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)

@@ -434,11 +434,9 @@ class TrainingConfig(Section, key="training"):
     targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic. `forward_process` is
     another objective (section `forward_process`): DiffusionNFT's and AWM's, at noised videos instead of the sampler's
     steps. It samples by ODE, and is the cheapest of the three."""
-    guidance: Literal["paired", "split", "conditional"] = free("paired", REMEDY)
+    guidance: Literal["paired", "split"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory; it takes a forward more from the second update of a rollout on.
-    `conditional` differentiates the conditional branch alone, g dv_c in place of g dv_c + (1 - g) dv_u: half the
-    backward passes, half the memory, and another gradient than the objective's."""
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     best_and_worst: Natural = 0

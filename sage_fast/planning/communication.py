@@ -118,7 +118,6 @@ class Counter:
         rollout, training, visited = self.config.rollout, self.config.training, self.visited
         micro_batches, batch = rollout.batch_size / rollout.micro_batch_size, rollout.micro_batch_size
         branches = self.branches
-        differentiated = 1 if training.guidance == "conditional" else branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
         more = training.guidance == "split" and branches == 2 and policy_moves(training)
 
@@ -127,7 +126,7 @@ class Counter:
                 phase=phase,
                 batch=batch,
                 forwards=micro_batches * forwards,
-                backwards=differentiated * micro_batches * with_gradient,
+                backwards=branches * micro_batches * with_gradient,
                 pulls=self.pulls_per_step * micro_batches * with_gradient,
             )
 

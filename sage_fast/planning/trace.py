@@ -114,7 +114,7 @@ class Call:
     guidance_scale: float
     batch: int
     gradient: bool
-    guidance: Literal["paired", "split", "conditional"] = "paired"
+    guidance: Literal["paired", "split"] = "paired"
     on_policy: bool = True
     collected: bool = False
 
@@ -208,8 +208,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
         text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
         glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
     )
-    conditional = call.guidance == "conditional"
-    policy = GuidedPolicy(transformer, prompt, call.guidance_scale, conditional_gradient=conditional)
+    policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)

@@ -47,22 +47,14 @@ class GuidedPolicy:
 
     Args:
         uncond: the empty prompt.
-        conditional_gradient: treat the unconditional velocity as a constant: g d(v_c)/dweights in place of
-            d(v_u + g (v_c - v_u))/dweights. Velocities are the same; the gradient is not that of the objective.
     """
 
     def __init__(
-        self,
-        transformer: HunyuanVideo15Transformer3DModel,
-        uncond: PromptEmbeds,
-        guidance_scale: float,
-        *,
-        conditional_gradient: bool = False,
+        self, transformer: HunyuanVideo15Transformer3DModel, uncond: PromptEmbeds, guidance_scale: float
     ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
-        self.conditional_gradient = conditional_gradient
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +62,7 @@ class GuidedPolicy:
         return velocity_dtype(self.transformer)
 
     def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
-        """Guided velocity; gradients flow through both branches, or with `conditional_gradient` through one.
+        """Guided velocity; gradients flow through both branches.
 
         Args:
             latents: (B, C, F, H, W) float32.
@@ -132,8 +124,7 @@ class GuidedPolicy:
 
     def _uncond_velocity(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """Velocity of the empty prompt."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.conditional_gradient):
-            return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
+        return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

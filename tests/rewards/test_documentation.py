@@ -30,14 +30,9 @@ def block(language: str, text: str = TEXT) -> str:
 
 def table_below(heading: str) -> list[list[str]]:
     """The cells of the first table after a line, without its head."""
-    lines = TEXT[TEXT.index(heading) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    rows = []
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+    table = re.search(r"(^\|.*\n)+", TEXT.partition(heading)[2], re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
 
 
 def test_the_example_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -124,35 +125,21 @@ def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_trunca
 def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_keeps_its_identity(
     tmp_path, sheet, monkeypatch
 ):
-    calls = []
-
-    class Wandb:
-        id = "abc"
-
-        def init(self, **options):
-            calls.append(options)
-            return self
-
-        def log(self, row, step):
-            calls.append((step, dict(row)))
-
-        def Video(self, path, caption, format):
-            return path, caption, format
-
-        def finish(self):
-            calls.append("finish")
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    wandb = MagicMock()
+    run = wandb.init.return_value
+    run.id = "abc"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for update in (1, 2):
         logger = MetricsLogger(tmp_path, wandb_project="videos", settings=SETTINGS)
         logger.log({"update": update, "a": 0.5})
         logger.close()
     logger.show(2, sheet, [(PROMPT, tmp_path / "00.mp4")])
-    first, second = (call for call in calls if isinstance(call, dict))
+    first, second = (begun.kwargs for begun in wandb.init.call_args_list)
     assert (first["project"], first["config"], first["id"], second["id"]) == ("videos", SETTINGS, None, "abc")
-    video = (str(tmp_path / "00.mp4"), PROMPT, "mp4")
-    rows = [(1, {"update": 1, "a": 0.5}), (2, {"update": 2, "a": 0.5}), (2, {"samples/00": video})]
-    assert [call for call in calls if isinstance(call, tuple)] == rows and calls.count("finish") == 2
+    rows = [call({"update": update, "a": 0.5}, step=update) for update in (1, 2)]
+    assert run.log.call_args_list == [*rows, call({"samples/00": wandb.Video.return_value}, step=2)]
+    wandb.Video.assert_called_once_with(str(tmp_path / "00.mp4"), caption=PROMPT, format="mp4")
+    assert run.finish.call_count == 2
 
 
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):

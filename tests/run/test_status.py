@@ -82,14 +82,6 @@ def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
         assert look_at_run(run, time.time() + 2500).condition == "hangs"
 
 
-def test_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(tmp_path)]) == 2
-    assert "no run directory" in capsys.readouterr().err
-    (tmp_path / "config.yaml").write_text("{}\n")
-    assert main(["status", str(tmp_path), "--seed=1"]) == 2
-    assert "takes no keys" in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------ what the run writes
 
 
@@ -105,23 +97,6 @@ def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytes
     status, _ = read_status(run.directory)
     assert status is not None and (status.state, status.error) == ("failed", "the gradient is not finite")
     assert "the gradient is not finite" in (run.directory / "index.html").read_text("utf-8")
-
-
-def test_a_directory_that_another_run_has_taken_over_keeps_that_runs_status(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tiny_run())
-
-    def lose() -> None:
-        (run.directory / "lease.txt").unlink()
-        (run.directory / "lease.txt").write_text("{}")
-        (run.directory / FILE_NAME).write_text("another run's")
-        raise TrainingError("lost")
-
-    monkeypatch.setattr(run.trainer, "iterate", lose)
-    with pytest.raises(TrainingError):
-        run.train()
-    assert (run.directory / FILE_NAME).read_text() == "another run's"
 
 
 def test_a_status_that_cannot_be_written_is_one_warning(

@@ -112,16 +112,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         each.server_close()
 
 
-def start_process(config: Path, port: int = 0, **environment: str) -> tuple[subprocess.Popen[str], str]:
-    """Start a server as another process, and read its address."""
-    command = [sys.executable, SERVER, config, "--port", str(port)]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path} | environment
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split()[-1]
-
-
 # ------------------------------------------------------------------------------------------ the same scores
 
 
@@ -293,30 +283,43 @@ def test_a_child_that_is_killed_in_a_batch_stops_the_run_by_name(
         pending.result(60)
 
 
+def start_process(name: str, nap: Path, port: int = 0) -> tuple[subprocess.Popen[str], str]:
+    """Start a server as another process, and read its address."""
+    config = nap.with_suffix(".json")
+    config.write_text(json.dumps({"rewards": {here(name): {}}}))
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "NAP": str(nap)}
+    command = [sys.executable, SERVER, config, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["the same", "other options", "nothing"])
-def test_a_server_that_is_killed_in_a_batch(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("restarted", "message"),
+    [
+        ("drowsy", None),
+        ("brightness", "has other rewards or options now"),
+        (None, r"has not answered for 3 s \(.*refused"),
+    ],
+)
+def test_a_server_that_is_killed_in_a_batch(
+    restarted: str | None, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Started again, the batch goes there; with other options, or not at all, the run stops."""
-    nap, config = tmp_path / "nap", tmp_path / "rewards.json"
-    config.write_text(json.dumps({"rewards": {DROWSY["rewards"][0]: {}}}))
-    process, url = start_process(config, NAP=str(nap))
-    monkeypatch.setattr(remote, "PATIENCE", 3.0 if then == "nothing" else 120.0)
-    found = rewards(url, **DROWSY)
-    pending = score_and_kill(found.score, process, nap)
+    nap = tmp_path / "nap"
+    process, url = start_process("drowsy", nap)
+    monkeypatch.setattr(remote, "PATIENCE", 120.0 if restarted else 3.0)
+    pending = score_and_kill(rewards(url, **DROWSY).score, process, nap)
     process.wait()
-    if then == "nothing":
-        with pytest.raises(RewardServerError, match=r"has not answered for 3 s \(.*refused"):
-            pending.result(60)
-        return
-    if then == "other options":
-        config.write_text(json.dumps({"rewards": {here("brightness"): {}}}))
-    process, again = start_process(config, int(url.rpartition(":")[2]), NAP=str(nap))
+    if restarted:
+        process, _ = start_process(restarted, nap, int(url.rpartition(":")[2]))
     try:
-        assert again == url
-        if then == "the same":
+        if message is None:
             assert torch.equal(pending.result(60)["drowsy"], support.brightness(VIDEOS, PROMPTS).double())
         else:
-            with pytest.raises(RewardServerError, match="has other rewards or options now"):
+            with pytest.raises(RewardServerError, match=message):
                 pending.result(60)
     finally:
         process.kill()

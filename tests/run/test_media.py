@@ -1,6 +1,5 @@
 """Videos decode back to what was written; sheets and plots hold what they were given."""
 
-import io
 import math
 
 import av
@@ -11,7 +10,6 @@ from PIL import Image
 
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run.media import MARGIN, Cell, contact_sheet
-from sage_fast.run.plots import reward_figure, to_png
 
 
 def colour_blocks(num_frames: int, height: int, width: int) -> torch.Tensor:
@@ -68,16 +66,6 @@ def test_file_names_keep_every_script_and_fit_on_a_disk(tmp_path, prompt, name):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.slow
-def test_the_same_video_is_the_same_file(tmp_path):
-    video = torch.randint(0, 256, (8, 3, 66, 98), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    files = set()
-    for number in range(100):
-        write_video(tmp_path / "a.mp4", video[:, :, : 66 - number % 2].contiguous(), 8)
-        files.add((number % 2, (tmp_path / "a.mp4").read_bytes()))
-    assert len(files) == 2
-
-
 def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(tmp_path):
     before = torch.zeros(9, 3, 16, 16, dtype=torch.uint8)
     after = before.clone()
@@ -122,11 +110,3 @@ def test_an_unwritable_directory_and_a_file_that_is_no_video_are_named(tmp_path)
     with pytest.raises(OSError, match="Delete it"):
         read_video(tmp_path / "file.mp4")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.mp4"]
-
-
-def test_the_reward_of_a_run_as_a_picture():
-    evaluated = [{"update": u, "eval/reward_mean": u / 9, "eval/reward_stderr": 0.1} for u in range(3)]
-    gaps = [{"update": 0, "reward/mean": 0.1}, {"update": 1, "time/rollout": 2.0}, {"update": 2, "reward/mean": None}]
-    for metrics in (evaluated, gaps, evaluated[:1]):
-        image = np.asarray(Image.open(io.BytesIO(to_png(reward_figure(metrics)))).convert("RGB"))
-        assert image.shape[1] == 1350 and (image != 255).any(axis=2).mean() > 0.01

@@ -186,6 +186,9 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     trained = {name: p.detach().clone() for name, p in first.trainer.parameters.items()}
     lora = list_checkpoints(first.checkpoints)[-1] / "lora"
     given = (f"--output_dir={tmp_path / 'second'}", f"--model.adapter={lora}", "--objective.kl_mode=fixed")
+    for word, message in (("--lora.rank=4", "does not fit .*Set lora.rank"), ("--training.mode=full", "no other mode")):
+        with pytest.raises(ConfigError, match=rf"model\.adapter.*{message}"):
+            Run(tiny_run(*given, word))
     second = Run(tiny_run(*given))
     assert all(torch.equal(p, trained[name]) for name, p in second.trainer.parameters.items())
     assert second.trainer.anchor is not None
@@ -195,16 +198,3 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     assert second.train().test is not None
     # "Before" is the model that this run starts from: the adapter's.
     assert second.evaluation.baseline == after
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--lora.rank=4", r"model\.adapter: .* does not fit .*Set lora\.rank"),
-        ("--training.mode=full", r"training\.mode is 'full', but with model\.adapter .*no other mode has an adapter"),
-    ],
-)
-def test_an_adapter_that_does_not_fit(tiny_run: MakeRun, finished_run: Path, override: str, message: str) -> None:
-    lora = list_checkpoints(finished_run / "checkpoints")[-1] / "lora"
-    with pytest.raises(ConfigError, match=message):
-        Run(tiny_run(f"--model.adapter={lora}", override))

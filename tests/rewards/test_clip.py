@@ -12,10 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
-from sage_fast.config.sections import RewardConfig
 from sage_fast.rewards.clip import CLIPScore, PickScore
-from sage_fast.rewards.composite import CompositeReward
 from tests.tiny.clip import MEAN, STD, build_tiny_clip
 
 # "a red dog" and "dog" in the tiny tokenizer, spelled out: start, words, end.
@@ -80,16 +77,6 @@ def test_a_long_prompt_is_truncated_and_that_is_said_at_the_start(
         assert not caplog.records
         reward.check_prompts([exact, exact + "y y", exact + "z"])
     assert "reads the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
-
-
-def test_a_missing_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    config = RewardConfig(rewards=["clip_score"], weights={"CLIPScore": 1.0})
-    with pytest.raises(ConfigError) as error:
-        CompositeReward.from_config(config)
-    fetch = "`hf download openai/clip-vit-large-patch14 --include"
-    for words in (fetch, "reward.options.clip_score.path", "'clip_score'"):
-        assert words in str(error.value)
 
 
 def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:

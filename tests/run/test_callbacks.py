@@ -29,6 +29,7 @@ class Recorder(Callback):
 
     def _hear(self, event: str, record: Any) -> None:
         self.told.append((event, record))
+        assert event != "on_save" or record.folder.is_dir(), "it is complete"
         if self.fault is not None and (event, record.update) == self.fault[:2]:
             raise self.fault[2]
 

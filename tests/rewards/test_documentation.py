@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.run import build_trainer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -22,7 +19,7 @@ TUTORIAL = (DOCS / "tutorials/own_reward.md").read_text(encoding="utf-8")
 MakeRun = Callable[..., RunConfig]
 
 
-def block(language: str, text: str = TEXT) -> str:
+def block(language: str, text: str) -> str:
     found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert len(found) == 1
     return found[0]
@@ -30,49 +27,26 @@ def block(language: str, text: str = TEXT) -> str:
 
 def table_below(heading: str) -> list[list[str]]:
     """The cells of the first table after a line, without its head."""
-    lines = TEXT[TEXT.index(heading) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    rows = []
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+    table = re.search(r"(^\|.*\n)+", TEXT.partition(heading)[2], re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
 
 
-def test_the_example_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(block("python"))
-    monkeypatch.syspath_prepend(tmp_path)
-    tree = yaml.safe_load(dump_config(tiny_run())) | yaml.safe_load(block("yaml"))
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tree))
-    trainer = build_trainer(load_config(tmp_path / "my.yaml"))
-    record = trainer.iterate()
-    weights = yaml.safe_load(block("yaml"))["reward"]["weights"]
-    parts = [weight * record[f"reward/{name}_mean"] for name, weight in weights.items()]
-    assert {"steadiness", "named_colours"} <= set(weights)
-    assert record["reward/mean"] == pytest.approx(sum(parts), abs=1e-9)
-    assert 0 < record["reward/steadiness_mean"] < 1
-
-    assert isinstance(trainer.reward, CompositeReward)
-    steadiness, colours = (trainer.reward.rewards[f"my_rewards:{name}"] for name in ("steadiness", "NamedColours"))
-    still = torch.zeros(2, 4, 3, 8, 8, dtype=torch.uint8)
-    flicker = still.clone()
-    flicker[1, ::2] = 255
-    assert steadiness.score(flicker, ["", ""])["steadiness"].tolist() == [1.0, 0.0]
-    red = still.clone()
-    red[:, :, 0, :4] = 255
-    assert colours.score(red, ["a red circle", "a blue circle"])["named_colours"].tolist() == [0.5, 0.0]
-
-
-def test_the_tutorial_trains(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "brightness.py").write_text(block("python", TUTORIAL))
+@pytest.mark.parametrize(
+    ("module", "score", "text"), [("my_rewards", "steadiness", TEXT), ("brightness", "brightness", TUTORIAL)]
+)
+def test_the_example_trains(
+    module: str, score: str, text: str, tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(block("python", text))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "toy.yaml").write_text(dump_config(tiny_run()))
-    (tmp_path / "bright.yaml").write_text(block("yaml", TUTORIAL))
-    trainer = build_trainer(load_config([tmp_path / "toy.yaml", tmp_path / "bright.yaml"]))
+    (tmp_path / "own.yaml").write_text(block("yaml", text))
+    trainer = build_trainer(load_config([tmp_path / "toy.yaml", tmp_path / "own.yaml"]))
     record = trainer.iterate()
-    assert 0 < record["reward/brightness_mean"] < 1
-    assert trainer.reward.weights["brightness"] == 20
+    parts = [weight * record[f"reward/{name}_mean"] for name, weight in trainer.reward.weights.items()]
+    assert record["reward/mean"] == pytest.approx(sum(parts), abs=1e-9)
+    assert score in trainer.reward.weights and 0 < record[f"reward/{score}_mean"] < 1
 
 
 @pytest.mark.parametrize("name", ["videoalign", "clip_score", "pick_score"])

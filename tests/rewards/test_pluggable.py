@@ -1,6 +1,5 @@
 """A reward that nobody else knows: what it says of itself is what `plan` and `doctor` say."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from sage_fast.rewards.base import RewardCosts
 from sage_fast.tools.diagnosis import Check, examine
 
 NAME = f"{__name__}:Judge"
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 class Judge:
@@ -45,32 +42,26 @@ class Judge:
 
 def config(tmp_path: Path, **options: object) -> RunConfig:
     """The toy run with this reward."""
-    words = [f"--reward.rewards=['{NAME}']", "--reward.weights={verdict: 1.0}", f"--output_dir={tmp_path / 'run'}"]
-    words += [f"--reward.options={json.dumps({NAME: options})}"]
-    return load_config(ROOT / "configs/toy_cpu.yaml", words)
+    reward = {"rewards": [NAME], "weights": {"verdict": 1.0}, "options": {NAME: options}}
+    return load_config("toy_cpu", {"reward": reward, "output_dir": str(tmp_path / "run")})
 
 
-def test_its_bytes_and_seconds_are_in_the_plan(tmp_path: Path) -> None:
+def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(tmp_path: Path) -> None:
     def planned(**options: object) -> dict[str, Any]:
         return to_json(make_plan(config(tmp_path, **options), DEVICES["h100"]), [])
 
-    found = planned()
-    assert found["memory"]["rollout"]["reward models"] == 3e9
-    assert found["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
-    assert found["memory"]["reward"]["scoring"] == 2e9
-    assert found["phases"]["reward"]["seconds"] == pytest.approx(7.0)
-    # The files that are here count in place of the published ones.
-    (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
-    assert planned(path=str(tmp_path))["memory"]["rollout"]["reward models"] == 1000
-
-
-def test_doctor_asks_for_its_files(tmp_path: Path) -> None:
     def file(**options: object) -> Check:
         (found,) = [check for check in examine(config(tmp_path, **options)) if check.name == "the judge"]
         return found
 
+    plan, folder = planned(), str(tmp_path)
+    assert plan["memory"]["rollout"]["reward models"] == 3e9
+    assert plan["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
+    assert plan["memory"]["reward"]["scoring"] == 2e9
+    assert plan["phases"]["reward"]["seconds"] == pytest.approx(7.0)
     assert (file().status, file().fix) == ("missing", "hf download judges/strict")
-    folder = str(tmp_path)
     assert file(path=folder).fix == f"hf download judges/strict --local-dir {folder}"
-    (tmp_path / "judge.safetensors").touch()
+    # The files that are here count in place of the published ones.
+    (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
+    assert planned(path=folder)["memory"]["rollout"]["reward models"] == 1000
     assert file(path=folder).status == "ok"

@@ -74,21 +74,6 @@ def test_every_legal_video_is_perfect():
         assert torch.equal(scores["aligned"], torch.ones(60))
 
 
-def test_scores_are_deterministic_and_independent_of_the_batch():
-    videos = noisy(0.1)
-    together, again = REWARD.score(videos, PROMPTS), REWARD.score(videos, PROMPTS)
-    alone = REWARD.score(videos[7:8], PROMPTS[7:8])
-    for name, value in together.items():
-        assert torch.equal(value, again[name])
-        assert torch.allclose(value[7:8], alone[name], atol=1e-4)
-
-
-def test_only_alignment_reads_the_prompt():
-    shifted = REWARD.score(PERFECT, PROMPTS[1:] + PROMPTS[:1])
-    assert torch.allclose(shifted["VQ"], torch.ones(60)) and torch.allclose(shifted["MQ"], torch.ones(60))
-    assert shifted["TA"].mean() < 0
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -122,58 +107,6 @@ def test_blank_and_noise_are_worst(videos):
     assert scores["VQ"] < -1.9 and scores["MQ"] < -0.5 and scores["TA"] < -0.99
 
 
-def test_a_frozen_video_has_no_motion():
-    scores = mean(PERFECT[:, 4:5].expand_as(PERFECT).contiguous())
-    assert scores["VQ"] == pytest.approx(1, abs=1e-4)
-    assert scores["MQ"] < 0.25 < mean(blurred(5))["MQ"]
-    assert scores["TA"] < mean(PERFECT)["TA"] - 0.6
-
-
-def flicker():
-    videos = PERFECT.clone()
-    videos[:, 3] = BLANK[:, 3]
-    return videos
-
-
-def colour_flicker():
-    videos = PERFECT.clone()
-    videos[:, ::2] = changed("colour", COLOURS)[:, ::2]
-    return videos
-
-
-def jump():
-    videos = PERFECT.clone()
-    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
-    videos[:, 4:] = to_uint8(render_batch(moved))[:, 4:]
-    return videos
-
-
-def cross_fade():
-    weight = torch.linspace(0, 1, 8).view(1, 8, 1, 1, 1)
-    return as_bytes((1 - weight) * PERFECT[:, :1].float() + weight * PERFECT[:, -1:].float())
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        flicker,
-        colour_flicker,
-        jump,
-        cross_fade,
-        lambda: PERFECT[:, [3, 0, 6, 1, 7, 4, 2, 5]],
-    ],
-    ids=["flicker", "colour flicker", "jump", "cross fade", "shuffled"],
-)
-def test_spoiled_motion_is_found(spoil):
-    assert mean(spoil())["MQ"] < 0.45
-
-
-def test_a_second_object_costs_quality():
-    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
-    scores = mean(torch.maximum(PERFECT, to_uint8(render_batch(moved))))
-    assert scores["VQ"] < -0.2 and scores["MQ"] < 0.5 and scores["TA"] < 0.6
-
-
 def test_errors():
     with pytest.raises(ValueError, match="60 videos and 1 prompts"):
         REWARD.score(PERFECT, PROMPTS[:1])
@@ -183,9 +116,19 @@ def test_errors():
         REWARD.score(PERFECT[:1].float(), PROMPTS[:1])
 
 
-def test_other_video_sizes_are_scored_against_their_own_manifold():
-    manifold = manifold_for(4, 16, 24)
-    rows = [0, 777, 1799]
-    scores = REWARD.score(manifold.videos[rows], [caption_of(manifold.scenes[row]).text for row in rows])
-    for name in ("VQ", "MQ", "TA"):
-        assert torch.allclose(scores[name], torch.ones(3), atol=1e-4), name
+def test_a_second_object_costs_quality():
+    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
+    scores = mean(torch.maximum(PERFECT, to_uint8(render_batch(moved))))
+    assert scores["VQ"] < -0.2 and scores["MQ"] < 0.5 and scores["TA"] < 0.6
+
+
+def test_spoiled_motion_is_found():
+    frozen = mean(PERFECT[:, 4:5].expand_as(PERFECT).contiguous())
+    assert frozen["VQ"] == pytest.approx(1, abs=1e-4)
+    assert frozen["MQ"] < 0.25 < mean(blurred(5))["MQ"]
+    assert frozen["TA"] < mean(PERFECT)["TA"] - 0.6
+    flicker, recoloured = PERFECT.clone(), PERFECT.clone()
+    flicker[:, 3] = BLANK[:, 3]
+    recoloured[:, ::2] = changed("colour", COLOURS)[:, ::2]
+    for spoiled in (flicker, recoloured, PERFECT[:, [3, 0, 6, 1, 7, 4, 2, 5]]):
+        assert mean(spoiled)["MQ"] < 0.45

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -18,24 +19,18 @@ from sage_fast.models.video_files import write_video
 from sage_fast.run.metrics import FILE_NAME, MetricsLogger, read_metrics
 
 
-def test_lines_hold_full_precision_and_ordered_keys(tmp_path):
+def test_lines_hold_numbers_of_any_kind_in_full_precision_and_ordered_keys(tmp_path):
     logger = MetricsLogger(tmp_path / "run")
     values = {"time/rollout": 0.1 + 0.2, "kl/position": 5e-324, "reward/mean": -1 / 3}
     logger.log({**values, "update": 1, "note": "第一"})
-    logger.log({"update": 2, "reward/mean": None, "policy/skipped": True})
+    numbers = {"a": torch.tensor([0.5]), "b": np.float32(0.25), "c": torch.tensor(True)}
+    logger.log({"update": np.int64(2), "reward/mean": None, **numbers})
     logger.close()
     lines = (tmp_path / "run" / FILE_NAME).read_text("utf-8").splitlines()
     assert list(json.loads(lines[0])) == ["update", "kl/position", "note", "reward/mean", "time/rollout"]
     first, second = read_metrics(logger.path)
     assert first == {"update": 1, "note": "第一", **values}
-    assert second == {"update": 2, "policy/skipped": True, "reward/mean": None}
-
-
-def test_one_element_tensors_and_arrays_become_numbers(tmp_path):
-    logger = MetricsLogger(tmp_path)
-    logger.log({"update": np.int64(3), "a": torch.tensor([0.5]), "b": np.float32(0.25), "c": torch.tensor(True)})
-    logger.close()
-    assert read_metrics(logger.path) == [{"update": 3, "a": 0.5, "b": 0.25, "c": True}]
+    assert second == {"update": 2, "a": 0.5, "b": 0.25, "c": True, "reward/mean": None}
 
 
 @pytest.mark.parametrize("bad", [math.inf, torch.tensor(math.nan)], ids=repr)
@@ -87,20 +82,6 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
     assert [row["update"] for row in read_metrics(logger.path)] == [1, 3]
 
 
-def test_truncate_after_drops_later_updates_and_logging_goes_on(tmp_path):
-    logger = MetricsLogger(tmp_path)
-    for update in range(5):
-        logger.log({"update": update, "reward/mean": update / 3})
-    logger.truncate_after(2)
-    assert [row["update"] for row in read_metrics(logger.path)] == [0, 1, 2]
-    logger.log({"update": 3, "reward/mean": 9.0})
-    logger.close()
-    rows = read_metrics(logger.path)
-    assert [row["update"] for row in rows] == [0, 1, 2, 3]
-    assert rows[1]["reward/mean"] == 1 / 3
-    assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
-
-
 # ------------------------------------------------------------------------------------------ trackers
 
 PROMPT = "一只红色的圆圈 | left"
@@ -129,6 +110,7 @@ def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_trunca
         logger.show(3, sheet, [])
     assert "TensorBoard has no samples of update 3" in caplog.text, "a run does not end for a picture"
     logger.close()
+    assert [(row["update"], row["reward/mean"]) for row in read_metrics(logger.path)] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
@@ -143,35 +125,21 @@ def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_trunca
 def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_keeps_its_identity(
     tmp_path, sheet, monkeypatch
 ):
-    calls = []
-
-    class Wandb:
-        id = "abc"
-
-        def init(self, **options):
-            calls.append(options)
-            return self
-
-        def log(self, row, step):
-            calls.append((step, dict(row)))
-
-        def Video(self, path, caption, format):
-            return path, caption, format
-
-        def finish(self):
-            calls.append("finish")
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    wandb = MagicMock()
+    run = wandb.init.return_value
+    run.id = "abc"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for update in (1, 2):
         logger = MetricsLogger(tmp_path, wandb_project="videos", settings=SETTINGS)
         logger.log({"update": update, "a": 0.5})
         logger.close()
     logger.show(2, sheet, [(PROMPT, tmp_path / "00.mp4")])
-    first, second = (call for call in calls if isinstance(call, dict))
+    first, second = (begun.kwargs for begun in wandb.init.call_args_list)
     assert (first["project"], first["config"], first["id"], second["id"]) == ("videos", SETTINGS, None, "abc")
-    video = (str(tmp_path / "00.mp4"), PROMPT, "mp4")
-    rows = [(1, {"update": 1, "a": 0.5}), (2, {"update": 2, "a": 0.5}), (2, {"samples/00": video})]
-    assert [call for call in calls if isinstance(call, tuple)] == rows and calls.count("finish") == 2
+    rows = [call({"update": update, "a": 0.5}, step=update) for update in (1, 2)]
+    assert run.log.call_args_list == [*rows, call({"samples/00": wandb.Video.return_value}, step=2)]
+    wandb.Video.assert_called_once_with(str(tmp_path / "00.mp4"), caption=PROMPT, format="mp4")
+    assert run.finish.call_count == 2
 
 
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):

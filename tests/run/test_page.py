@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -24,16 +25,19 @@ from tests.browser import CHROMIUM, Browser, Page, wide_elements
 PROMPTS = ["一只红色的圆圈向左移动", "a cat & a <b>dog</b> 🐱", *(f"prompt number {i}" for i in range(58))]
 
 
+def write_rows(run: Path, rows: list[dict[str, Any]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def long_run(finished_run: Path, tmp_path: Path) -> Path:
     """A run of 200 updates, made up from the metrics and the videos of one of two."""
     run = tmp_path / "long run"
     shutil.copytree(finished_run, run)
     rows = read_metrics(run / "metrics.jsonl")
-    extra = {"kl/grad_share": 0.1, "memory/peak_gib": 60.0, "time/evaluation": 3.0}
-    varied = [{"grad_norm": 0.1 + u / 1000, "ratio/mean": 1 + u / 1e6, "time/iteration": 36.0} for u in range(201)]
-    long = [rows[0], *({**rows[-1], **extra, **varied[u], "update": u} for u in range(1, 201))]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    last = rows[-1] | {"kl/grad_share": 0.1, "time/evaluation": 3.0, "time/iteration": 36.0}
+    varied = [{"update": u, "grad_norm": 0.1 + u / 1000, "ratio/mean": 1 + u / 1e6} for u in range(1, 201)]
+    write_rows(run, [rows[0], *(last | row for row in varied)])
     for update, gain in ((0, 0.0), (200, 0.5)):
         scores = [gain * (i % 7 - 2) for i in range(len(PROMPTS))]
         evaluation = Evaluation(prompts=PROMPTS, scores={"VQ": scores}, reward=scores, lower_is_better=["VQ"])
@@ -41,9 +45,13 @@ def long_run(finished_run: Path, tmp_path: Path) -> Path:
     source = next((run / "samples" / "update-000000").glob("*.mp4"))
     video = read_video(source).repeat(4, 1, 1, 1)
     shutil.rmtree(run / "samples")
-    for update in (0, 200):
-        for name in ("00-一只红色的圆圈.mp4", "01-a-cat-🐱.mp4"):
-            write_video(run / "samples" / f"update-{update:06d}" / name, video, 8)
+    write_video(run / "samples/update-000000/00-一只红色的圆圈.mp4", video, 8)
+    for number in range(1, 12):
+        shutil.copy(
+            run / "samples/update-000000/00-一只红色的圆圈.mp4", run / f"samples/update-000000/{number:02d}-🐱.mp4"
+        )
+    for update in (100, 200):
+        shutil.copytree(run / "samples/update-000000", run / f"samples/update-{update:06d}")
     status = Status(update=200, num_updates=400, phase="rollout", videos_per_rollout=96)
     (run / "status.json").write_text(json.dumps(asdict(status)))
     write_run_page(run)
@@ -74,18 +82,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
     assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
     assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
-    assert 'data-refresh="60"' in text
-
-
-def test_the_page_shows_the_largest_gains_and_losses_at_every_saved_update(long_run: Path) -> None:
-    source = next((long_run / "samples/update-000000").glob("*.mp4"))
-    for update in (0, 100, 200):
-        for number in range(12):
-            file = long_run / f"samples/update-{update:06d}/{number:02d}-p.mp4"
-            file.parent.mkdir(exist_ok=True)
-            shutil.copy(source, file)
-    text = run_page(long_run)
-    assert 'data-updates="0 100 200"' in text
+    assert 'data-refresh="60"' in text and 'data-updates="0 100 200"' in text
     gains, losses = text.partition("<h2>Largest gains")[2].partition("<h2>Prompts")[0].split("<h2>Largest losses")
     assert gains.count("<video") == 8 and 'class="gain">+2<' in gains and 'class="loss"' not in gains
     assert 'class="loss">-1<' in losses and 'class="gain"' not in losses
@@ -95,12 +92,6 @@ def test_the_page_says_how_the_run_differs_from_the_nearest_preset(tmp_path: Pat
     save_config(load_config("toy_cpu", {"rollout.eta": 0.3, "output_dir": "x"}), tmp_path / "config.yaml")
     rows = Page(run_page(tmp_path)).text.partition("Differences to the preset toy_cpu")[2].split("\n")
     assert "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
-
-
-def test_the_band_of_the_training_does_not_widen_the_axis() -> None:
-    gain = Line(label="evaluation", x=[0, 1], y=[0.1, 0.2], spread=[0.01, 0.01])
-    wide = Line(label="training", x=[0, 1], y=[0.1, 0.2], spread=[50.0, 50.0], colour=4)
-    assert ">0.20<" in line_chart([wide, gain]) and ">0.20<" not in line_chart([wide])
 
 
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:
@@ -113,8 +104,7 @@ def test_what_a_page_is_given_is_escaped(long_run: Path) -> None:
     status = Status(update=1, num_updates=2, state="failed", error="<t> & more")
     (long_run / "status.json").write_text(json.dumps(asdict(status)))
     (long_run / "config.yaml").write_text("<h>: 1\n")
-    rows = [{"update": 0, "eval/<c>_mean": 0.5}]
-    (long_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(long_run, [{"update": 0, "eval/<c>_mean": 0.5}])
     text = run_page(long_run)
     assert Page(text).text.count("<c>") == 1 and "&lt;t&gt; &amp; more" in text and "&lt;h&gt;" in text
     assert not {"<t>", "<h>", "<c>"} & set(re.findall(r"<\w>", text))
@@ -134,6 +124,13 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     assert (long_run / "index.html").read_bytes() == before
 
 
+SLIDE = """(() => {
+    const range = document.querySelector('%s input');
+    range.value = %s;
+    range.dispatchEvent(new Event('input'));
+})()"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path: Path) -> None:
@@ -148,18 +145,9 @@ def test_a_browser_shows_the_page_and_plays_its_videos(long_run: Path, tmp_path:
         browser.evaluate("document.querySelector('.pair button').click()")
         times = "[...document.querySelector('.pair').querySelectorAll('video')].map(video => video.currentTime)"
         browser.wait_for(f"{times}.every(time => time > 0.3)")
-        browser.evaluate(
-            "(() => { const range = document.querySelector('.pair input'); range.value = 0.5;"
-            "range.dispatchEvent(new Event('input')); })()"
-        )
+        browser.evaluate(SLIDE % (".pair", 0.5))
         browser.wait_for(f"{times}.every(time => time === 1)")  # of 2 s
-        shutil.copytree(long_run / "samples/update-000000", long_run / "samples/update-000100")
-        write_run_page(long_run)
-        browser.open(long_run / "index.html", width=400)
-        browser.evaluate(
-            "(() => { const range = document.querySelector('.updates input'); range.value = 1;"
-            "range.dispatchEvent(new Event('input')); })()"
-        )
+        browser.evaluate(SLIDE % (".updates", 1))
         sources = "[...document.querySelectorAll('.pair .video:last-child video')].map(video => video.src)"
         browser.wait_for(f"{sources}.every(source => source.includes('update-000100'))")
         browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import load_config
 from sage_fast.study import experiments
-from sage_fast.study.experiments import ARMS, EXPERIMENTS, Claim, Evidence, chosen_experiments, judge
+from sage_fast.study.experiments import EXPERIMENTS, Claim, Evidence, chosen_experiments, judge
 from sage_fast.study.findings import Finding, Findings, read_findings, write_findings
 from sage_fast.study.measures import SAMPLERS, TABLES, noise_of_steps
 from sage_fast.tools.effects import seed_effect
@@ -59,11 +58,6 @@ def test_a_verdict(evidence: tuple[Any, ...], verdict: str) -> None:
     assert judge([claim(*evidence)], FINDINGS)[0].verdict == verdict
 
 
-def test_the_numbers_stand_in_the_order_of_the_sentence() -> None:
-    assert experiments.larger(FINDINGS, "e", "q", "high", "low", 2).ours == "1.13 and 0.10"
-    assert experiments.smaller(FINDINGS, "e", "q", "low", "high", 2).ours == "0.10 and 1.13"
-
-
 def test_claims_of_one_table_are_adjusted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = Evidence(ours="", effect=seed_effect([1.0, 1.7, 0.5, 1.2]))
     assert evidence.effect is not None and 0.0125 < evidence.effect.p < 0.05
@@ -97,13 +91,6 @@ def test_tiers_include_those_below_them() -> None:
     assert [e.key for e in chosen_experiments("quick", ["fig8", "table1"])] == ["table1", "fig8"]
     with pytest.raises(ConfigError, match="--only names fig5; choose among table1"):
         chosen_experiments("quick", ["fig5", "table1"])
-
-
-@pytest.mark.slow
-def test_every_training_of_the_table_has_another_configuration() -> None:
-    files = [ROOT / "configs/toy_cpu.yaml", ROOT / "configs/study_cpu.yaml"]
-    configs = {repr(load_config(files, overrides)) for overrides in ARMS.values()}
-    assert len(configs) == len(ARMS)
 
 
 def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:

@@ -61,28 +61,17 @@ def test_the_gradient_follows_the_gain_unless_it_is_equalized(tiny_run: MakeRun)
         assert max(ratios) == pytest.approx(min(ratios), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("request_", "key"),
-    [
-        ({"measure": "rollouts", "overrides": ["--rollout.num_steps=3"]}, "base"),
-        (
-            {
-                "measure": "testbed",
-                "overrides": [],
-                "arguments": {"experiment": "testbed3", "runs": {"short": {"num_updates": 1}}},
-            },
-            "testbed3",
-        ),
-    ],
-    ids=["rollouts", "testbed"],
-)
-def test_a_measurement_is_a_file_with_its_cost(
-    tiny_run: MakeRun, tmp_path: Path, request_: dict[str, object], key: str
-) -> None:
+def test_a_measurement_is_a_file_with_its_cost(tiny_run: MakeRun, tmp_path: Path) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    result = tmp_path / "measures" / "new.jsonl"
-    make_measurement(result, request_ | {"seeds": [1, 2]}, [str(file)])
-    found = read_findings(result)
-    assert found.seeds(key) == [1, 2] and found.rows[0].torch and found.select(key, COST)[0].value > 0
-    assert found.arms(key, "reward" if key == "base" else "area") == (list(SAMPLERS) if key == "base" else ["short"])
+    short = {"experiment": "testbed3", "runs": {"short": {"num_updates": 1}}}
+    requests: dict[str, dict[str, object]] = {
+        "base": {"measure": "rollouts", "overrides": ["--rollout.num_steps=3"]},
+        "testbed3": {"measure": "testbed", "overrides": [], "arguments": short},
+    }
+    for key, request in requests.items():
+        result = tmp_path / "measures" / f"{key}.jsonl"
+        make_measurement(result, request | {"seeds": [1, 2]}, [str(file)])
+        found = read_findings(result)
+        assert found.seeds(key) == [1, 2] and found.rows[0].torch and found.select(key, COST)[0].value > 0
+    assert found.arms("testbed3", "area") == ["short"]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,17 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_jobs_run_side_by_side_and_a_failed_one_leaves_the_others(tmp_path: Path) -> None:
-    meet = (
-        "import pathlib, time\nhere = pathlib.Path({0!r})\n(here / {1!r}).touch()\n"
-        "while not (here / {2!r}).exists():\n    time.sleep(0.01)\n"
-    )
-    codes = {
-        "broken": "print('why it broke'); raise SystemExit(3)",
-        "a": meet.format(str(tmp_path), "a", "b"),
-        "b": meet.format(str(tmp_path), "b", "a"),
-    }
+    scripts = {"broken": "echo why it broke; exit 3"}
+    for name, other in (("a", "b"), ("b", "a")):
+        scripts[name] = f"cd {tmp_path}; touch {name}; until [ -e {other} ]; do sleep 0.01; done"
     said: list[str] = []
-    jobs = {name: [sys.executable, "-c", code] for name, code in codes.items()}
+    jobs = {name: ["bash", "-c", script] for name, script in scripts.items()}
     assert run_jobs(jobs, tmp_path / "logs", 2, said.append) == ["broken"]
     (failure,) = [text for text in said if "broken" in text]
     assert "status 3" in failure and "why it broke" in failure
@@ -45,12 +38,8 @@ def test_jobs_run_side_by_side_and_a_failed_one_leaves_the_others(tmp_path: Path
 
 @pytest.mark.signals
 def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> None:
-    saves = (
-        "import pathlib, signal, sys, time\nhere = pathlib.Path({0!r})\n"
-        "def stop(*_):\n    (here / ('saved-' + {1!r})).touch()\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGINT, stop)\n(here / {1!r}).touch()\ntime.sleep(60)\n"
-    )
-    jobs = {name: [sys.executable, "-c", saves.format(str(tmp_path), name)] for name in ("a", "b", "never")}
+    script = "cd {0}; trap 'echo x >> saved-{1}; exit' INT; touch {1}; sleep 60"
+    jobs = {name: ["bash", "-c", script.format(tmp_path, name)] for name in ("a", "b", "never")}
 
     def press() -> None:
         while not ((tmp_path / "a").exists() and (tmp_path / "b").exists()):
@@ -63,6 +52,7 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
         run_jobs(jobs, tmp_path / "logs", 2, lambda text: None)
     thread.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "logs", "saved-a", "saved-b"]
+    assert (tmp_path / "saved-a").read_text() == (tmp_path / "saved-b").read_text() == "x\n"
 
 
 # ------------------------------------------------------------------------------------------ trainings

@@ -66,6 +66,16 @@ def test_file_names_keep_every_script_and_fit_on_a_disk(tmp_path, prompt, name):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.slow
+def test_the_same_video_is_the_same_file(tmp_path):
+    video = torch.randint(0, 256, (8, 3, 66, 98), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    files = set()
+    for number in range(100):
+        write_video(tmp_path / "a.mp4", video[:, :, : 66 - number % 2].contiguous(), 8)
+        files.add((number % 2, (tmp_path / "a.mp4").read_bytes()))
+    assert len(files) == 2
+
+
 def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(tmp_path):
     before = torch.zeros(9, 3, 16, 16, dtype=torch.uint8)
     after = before.clone()

@@ -94,6 +94,12 @@ def test_the_page_says_how_the_run_differs_from_the_nearest_preset(tmp_path: Pat
     assert "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
 
 
+def test_the_band_of_the_training_does_not_widen_the_axis() -> None:
+    gain = Line(label="evaluation", x=[0, 1], y=[0.1, 0.2], spread=[0.01, 0.01])
+    wide = Line(label="training", x=[0, 1], y=[0.1, 0.2], spread=[50.0, 50.0], colour=4)
+    assert ">0.20<" in line_chart([wide, gain]) and ">0.20<" not in line_chart([wide])
+
+
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:
     assert (long_run / "index.html").stat().st_size < 3e6 / 4
     line = Line(label="a", x=range(20_000), y=[math.sin(i) for i in range(20_000)], spread=[1.0] * 20_000)

@@ -86,6 +86,14 @@ def test_kernel_is_as_close_to_float64_as_the_reference(
     assert parity.failures(comparisons) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_op
+def test_shapes_of_the_model_on_a_gpu(spec: OpSpec) -> None:
+    for case, dtype in itertools.product(spec.bench_cases, spec.dtypes):
+        assert parity.failures(parity.compare(spec, case, dtype, "cuda")) == [], case
+
+
 @each_op
 def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "INTERPRETED", False)

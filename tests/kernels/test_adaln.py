@@ -1,10 +1,10 @@
-"""adaln beyond parity: odd inputs, room behind rows."""
+"""adaln and gated_residual_adaln beyond parity: odd inputs, room behind rows, agreement of joined and separate ops."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from sage_kernels import adaln, adaln_backward, reference
+from sage_kernels import adaln, adaln_backward, gated_residual, gated_residual_adaln, reference
 
 
 def sample(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,12 +36,6 @@ def test_a_tail_is_room_behind_every_row(dtype: torch.dtype, device: torch.devic
     torch.library.opcheck(torch.ops.sage_kernels.adaln, (x, scale, shift, 1e-6, 8), test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan")])
-def test_refuses_eps(eps: float) -> None:
-    with pytest.raises(ValueError, match="adaln: eps is"):
-        adaln(*sample(1, 2, 4), eps=eps)
-
-
 @pytest.mark.parametrize("modulation", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_past_the_norm_is_added_before_rounding(
@@ -58,3 +52,14 @@ def test_the_gradient_past_the_norm_is_added_before_rounding(
     torch.testing.assert_close(given.double().cpu(), expected, rtol=tolerance, atol=tolerance)
     for a, b in zip(given_sums, sums, strict=True):
         torch.testing.assert_close(a.double().cpu(), b, rtol=2 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_with_the_residual_it_is_the_two_ops_one_after_the_other(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x, scale, shift = (tensor.to(device) for tensor in sample(2, 7, 40, dtype))
+    y, gate = x.flip(1), scale.flip(1)
+    residual, normed = gated_residual_adaln(x, y, gate, scale, shift)
+    assert torch.equal(residual, gated_residual(x, y, gate))
+    assert torch.equal(normed, adaln(residual, scale, shift))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sage_kernels import common, launch, parity, readme, registry
 from sage_kernels.registry import Case, OpSpec
@@ -40,15 +37,22 @@ def odd_case(spec: OpSpec) -> Case:
     return next((case for case in spec.test_cases if case.id.startswith("odd")), spec.test_cases[0])
 
 
-SMALL = {
-    "gated_residual_adaln": Case(id="small", shape={"batch": 2, "tokens": 3, "width": 8}),
+ROWS = ("adaln", "gated_residual", "gated_residual_adaln")
+SMALL = {name: Case(id="small", shape={"batch": 2, "tokens": 3, "width": 8}) for name in ROWS}
+SMALL |= {
     "qk_norm_rope": Case(id="small", shape={"batch": 2, "video": 2, "text": 2, "heads": 1, "head_dim": 4}),
+    "sde_step": Case(id="small", shape=registry.latent_shape(2, 2, 1, 2, 2, log_prob=1)),
+    "policy_loss": Case(id="small", shape=registry.latent_shape(2, 2, 1, 2, 2)),
 }
 """Where an op runs many times, and its shape is another test's matter."""
 
 
 def inputs_of(spec: OpSpec, device: torch.device, case: Case | None = None) -> registry.Inputs:
     return spec.make_inputs(case or odd_case(spec), torch.float32, device, torch.Generator().manual_seed(0))
+
+
+def permuted(inputs: registry.Inputs) -> registry.Inputs:
+    return {name: parity.permuted(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 class Recorder(TorchDispatchMode):
@@ -66,9 +70,8 @@ class Recorder(TorchDispatchMode):
 
 def cotangents_of(spec: OpSpec, inputs: registry.Inputs) -> list[Tensor]:
     outputs, _ = parity.run_forward(spec, spec.reference, inputs)
-    indices = range(len(outputs)) if spec.differentiable_outputs is None else spec.differentiable_outputs
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(outputs[i].shape, generator=generator).to(outputs[i]) for i in indices if i < len(outputs)]
+    return [torch.randn(output.shape, generator=generator).to(output) for output in spec.with_gradient(outputs)]
 
 
 @pytest.mark.parametrize(("spec", "case", "dtype", "layout"), parity_cases())
@@ -83,28 +86,28 @@ def test_kernel_is_as_close_to_float64_as_the_reference(
     assert parity.failures(comparisons) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_op
-def test_same_input_same_bits(spec: OpSpec, device: torch.device) -> None:
-    inputs = inputs_of(spec, device)
-    cotangents = cotangents_of(spec, inputs)
-    first, second = (parity.run(spec, spec.op, inputs, cotangents) for _ in range(2))
-    assert [name for (name, a), (_, b) in zip(first, second, strict=True) if not torch.equal(a, b)] == []
+def test_shapes_of_the_model_on_a_gpu(spec: OpSpec) -> None:
+    for case, dtype in itertools.product(spec.bench_cases, spec.dtypes):
+        assert parity.failures(parity.compare(spec, case, dtype, "cuda")) == [], case
 
 
 @each_op
 def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "INTERPRETED", False)
-    inputs = inputs_of(spec, torch.device("cpu"))
+    inputs = permuted(inputs_of(spec, torch.device("cpu")))
     given, _ = parity.run_forward(spec, spec.op, inputs)
     expected, _ = parity.run_forward(spec, spec.reference, inputs)
     for a, b in zip(given, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=False)
+        assert torch.equal(a, b) and (a.ndim == 1 or a.is_contiguous())
     # The reference's backward pass is written by hand: it is held against autograd in float64.
     for dtype in (torch.float32, torch.bfloat16):
         assert parity.failures(parity.compare(spec, odd_case(spec), dtype, "cpu")) == []
 
 
-@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope"])
+@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope"])
 def test_a_sample_does_not_see_its_batch(name: str, device: torch.device) -> None:
     spec = SPECS[name]
     inputs = inputs_of(spec, device)
@@ -113,14 +116,6 @@ def test_a_sample_does_not_see_its_batch(name: str, device: torch.device) -> Non
     alone = {k: v[1:2] if isinstance(v, Tensor) and v.ndim > 1 and k not in shared else v for k, v in inputs.items()}
     for one, all_rows in zip(parity.run_forward(spec, spec.op, alone)[0], together, strict=True):
         assert len(all_rows) > 1 and torch.equal(one[0], all_rows[1])
-
-
-@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
-def test_no_tokens(name: str, device: torch.device) -> None:
-    spec = SPECS[name]
-    inputs = inputs_of(spec, device, Case(id="none", shape={"batch": 2, "tokens": 0, "width": 16}))
-    results = parity.run(spec, spec.op, inputs, cotangents_of(spec, inputs))
-    assert results[0][1].shape == (2, 0, 16) and not any(value.any() for _, value in results)
 
 
 @pytest.mark.parametrize("name", ["adaln", "gated_residual_adaln", "qk_norm_rope"])
@@ -132,7 +127,7 @@ def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dims", [(3, 1, 32), (1, 3, 32)], ids=["samples", "tokens"])
-@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
+@pytest.mark.parametrize("name", ROWS)
 def test_inputs_beyond_two_to_the_31_elements(name: str, dims: tuple[int, int, int], device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 60 << 30:
         pytest.skip("needs 60 GiB of GPU memory")
@@ -157,9 +152,8 @@ def test_inputs_beyond_two_to_the_31_elements(name: str, dims: tuple[int, int, i
 
 @each_op
 def test_operators_pass_opcheck(spec: OpSpec, device: torch.device) -> None:
-    # The smallest case: shapes are another test's matter, and the operators run dozens of times.
-    case = min(spec.test_cases, key=lambda case: math.prod(case.shape.values()))
-    inputs = inputs_of(spec, device, case)
+    # Permuted, for results must be contiguous whatever the layout: the shapes that opcheck compares them with are.
+    inputs = permuted(inputs_of(spec, device, SMALL.get(spec.name)))
     cotangents = cotangents_of(spec, inputs)
     with Recorder() as recorder:
         parity.run(spec, spec.op, inputs, cotangents)
@@ -185,41 +179,6 @@ def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
-@each_op
-def test_results_are_contiguous_whatever_the_layout(
-    spec: OpSpec, interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(common, "INTERPRETED", interpreted)
-    case = next(case for case in spec.test_cases if case.strided)
-    inputs = {k: parity.permuted(v) if isinstance(v, Tensor) else v for k, v in inputs_of(spec, device, case).items()}
-    outputs, _ = parity.run_forward(spec, spec.op, inputs)
-    assert all(output.is_contiguous() for output in outputs if output.ndim > 1)
-
-
-@pytest.mark.parametrize("runs", [1, 2], ids=["kept", "recomputed"])
-def test_selective_checkpointing_sees_one_operator(runs: int, device: torch.device) -> None:
-    spec, operator = SPECS["gated_residual_adaln"], torch.ops.sage_kernels.gated_residual_adaln.default
-    inputs = inputs_of(spec, device, SMALL[spec.name])
-    kept = [operator] if runs == 1 else []
-
-    def block(**arguments: Any) -> list[Tensor]:
-        # The square keeps the op's results for the backward pass, so that there is something to recompute.
-        return [output * output for output in spec.op(**arguments)]
-
-    def checkpointed(**arguments: Any) -> list[Tensor]:
-        contexts = partial(create_selective_checkpoint_contexts, kept)
-        result: list[Tensor] = checkpoint(block, use_reentrant=False, context_fn=contexts, **arguments)
-        return result
-
-    cotangents = cotangents_of(spec, inputs)
-    expected = parity.run(spec, block, inputs, cotangents)
-    with Recorder() as recorder:
-        given = parity.run(spec, checkpointed, inputs, cotangents)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(given, expected, strict=True))
-    assert sum(func == operator for func, _, _ in recorder.calls) == runs
-
-
 @each_op
 def test_a_pass_is_one_operator_that_moves_the_bytes_of_the_formula(spec: OpSpec) -> None:
     for case in (*spec.test_cases, *spec.bench_cases):
@@ -230,77 +189,37 @@ def test_a_pass_is_one_operator_that_moves_the_bytes_of_the_formula(spec: OpSpec
             assert (forward.total, backward.total) == spec.bytes_by_formula(inputs), case
 
 
-@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
-@pytest.mark.parametrize("name", ["adaln", "gated_residual", "gated_residual_adaln"])
-def test_frozen_modulation_costs_nothing(
-    name: str, interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(common, "INTERPRETED", interpreted)
+@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope"])
+def test_gradients_of_some_inputs(name: str, device: torch.device) -> None:
     spec = SPECS[name]
-    inputs = inputs_of(spec, device)
-    cotangents = cotangents_of(spec, inputs)
-    frozen = dataclasses.replace(spec, differentiable=tuple(n for n in ("x", "y") if n in inputs))
-    expected = dict(parity.run(spec, spec.op, inputs, cotangents))
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
-        given = parity.run(frozen, spec.op, inputs, cotangents)
-    for tensor, value in given:
-        torch.testing.assert_close(value, expected[tensor], rtol=0, atol=0)
-    # One large tensor where the norm's statistics are recomputed, none for a bare residual.
-    large = [tensor for tensor in saved if tensor.shape == inputs["x"].shape]
-    assert len(large) == (0 if name == "gated_residual" else 1)
-    case = dataclasses.replace(spec.bench_cases[0], backward={})
-    _, backward = count_op(spec, case, torch.bfloat16)
-    unit = registry.nbytes(spec.make_inputs(case, torch.bfloat16, "meta", None)["x"])
-    assert backward.total // unit == {"adaln": 3, "gated_residual": 2, "gated_residual_adaln": 5}[name]
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_single_gradients(name: str, device: torch.device) -> None:
-    spec = SPECS[name]
-    inputs = inputs_of(spec, device, SMALL[name])
+    inputs = inputs_of(spec, device, SMALL.get(name))
     cotangents = cotangents_of(spec, inputs)
     expected = dict(parity.run(spec, spec.op, inputs, cotangents))
-    for wanted in spec.differentiable:
-        alone = dict(parity.run(dataclasses.replace(spec, differentiable=(wanted,)), spec.op, inputs, cotangents))
-        torch.testing.assert_close(alone[f"d {wanted}"], expected[f"d {wanted}"], rtol=0, atol=0)
+    # Each alone, and what is left where the modulation is frozen.
+    unfrozen = tuple(one for one in ("x", "y") if one in inputs)
+    for wanted in (unfrozen, *((one,) for one in spec.differentiable)):
+        some = dataclasses.replace(spec, differentiable=wanted)
+        for tensor, value in parity.run(some, spec.op, inputs, cotangents):
+            assert torch.equal(value, expected[tensor])
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_may_go_unused(used: int, device: torch.device) -> None:
+    spec = dataclasses.replace(SPECS["gated_residual_adaln"], differentiable_outputs=(used,))
+    assert parity.failures(parity.compare(spec, odd_case(spec), torch.float32, device)) == []
 
 
 @each_op
 def test_refuses_what_does_not_fit(spec: OpSpec, device: torch.device) -> None:
     inputs = inputs_of(spec, device)
     names = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dtype.is_floating_point]
-    assert names
     for name in names:
         with pytest.raises(ValueError, match=rf"^{spec.name}: {name} .*complex64"):
             spec.op(**inputs | {name: inputs[name].to(torch.complex64)})
-        with pytest.raises(ValueError, match=rf"^{spec.name}: {name} .*(str|'a word')"):
-            spec.op(**inputs | {name: "a word"})
     for name in names if len(names) > 1 else ():
         # Which of two arguments is at fault is a matter of taste, that the shape is named is not.
         with pytest.raises(ValueError, match=rf"^{spec.name}: .* shape \("):
             spec.op(**inputs | {name: inputs[name].expand(7, *inputs[name].shape)})
-    for name in names[1:]:
-        with pytest.raises(ValueError, match=rf"^{spec.name}: .*meta"):
-            spec.op(**inputs | {name: inputs[name].to("meta")})
-
-
-def test_comparison_fails_a_wrong_gradient(device: torch.device) -> None:
-    spec = SPECS["gelu_tanh"]
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return spec.op(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad
-
-    wrong = lambda x: Wrong.apply(x)  # noqa: E731
-    for dtype in spec.dtypes:
-        failed = parity.failures(parity.compare(spec, odd_case(spec), dtype, device, op=wrong))
-        assert len(failed) == 1 and failed[0].startswith("d x")
 
 
 def test_launch_table_takes_the_narrowest_row_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +232,6 @@ def test_launch_table_takes_the_narrowest_row_that_fits(monkeypatch: pytest.Monk
     assert [table.find(width, torch.device("cuda")) for width in (2048, 4096)] == [hopper, wide]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert table.find(2048, torch.device("cuda")) is narrow
-    with pytest.raises(ValueError, match="default row"):
-        launch.LaunchTable({(4096, None): wide})
 
 
 def test_readme_table_is_current() -> None:

@@ -2,23 +2,16 @@
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.models.attention import attention as module
-from sage_fast.models.attention.attention import (
-    BACKENDS,
-    attention,
-    backend_report,
-    resolve_backend,
-)
+from sage_fast.models.attention.attention import BACKENDS, attention, backend_report, resolve_backend
 from sage_fast.models.attention.libraries import LIBRARIES, Use
 from tests.models.attention.attention_cases import (
     CASES,
@@ -71,11 +64,8 @@ def test_scores_of_a_thousand_do_not_overflow(backend: str) -> None:
     assert_close("lse", lse, expected_lse, 1e-6)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_broadcast_and_strided_gradients_reach_a_library_contiguous(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = type(LIBRARIES[backend])
+def test_broadcast_and_strided_gradients_reach_a_library_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = type(LIBRARIES["reference"])
     backward = library.backward
 
     def spy(self: Any, grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +74,8 @@ def test_broadcast_and_strided_gradients_reach_a_library_contiguous(
 
     monkeypatch.setattr(library, "backward", spy)
     q, k, v, grad_out = make_inputs("odd", torch.float32)
-    strided = grad_out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-    for grad in (torch.ones(()).expand_as(grad_out), strided):
-        assert_matches_oracle(run((q, k, v, grad), backend), (q, k, v, grad), 1e-6)
+    for grad in (torch.ones(()).expand_as(grad_out), grad_out.mT.contiguous().mT):
+        assert_matches_oracle(run((q, k, v, grad), "reference"), (q, k, v, grad), 1e-6)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
@@ -98,39 +87,15 @@ def test_ops_pass_opcheck(backend: str) -> None:
     torch.library.opcheck(module._attention, (q, k, v, backend, False))
 
 
-def test_compiles_without_a_graph_break() -> None:
-    inputs = make_inputs("odd", torch.float32)
-    q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q * 1.0, k, v, backend="sdpa")
-        return out * 1.0, lse
-
-    out, lse = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
-    assert_matches_oracle((out, lse, *torch.autograd.grad(out, (q, k, v), inputs[3])), inputs, 1e-6)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_meta_and_fake_tensors_need_no_library(backend: str) -> None:
-    def check(device: str) -> None:
-        q = torch.empty(2, 5, 4, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
-        k, v = torch.empty(2, 9, 2, 4, 128, dtype=torch.bfloat16, device=device, requires_grad=True).unbind(2)
-        out, lse = attention(q, k, v, backend=backend)
-        assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-        assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-        assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
-        assert {x.dtype for x in (dq, dk, dv)} == {torch.bfloat16} and dk.is_contiguous()
-
-    check("meta")
-    with FakeTensorMode():
-        check("cpu")
-
-
-def test_a_backend_that_cannot_run_is_refused_by_the_op_itself() -> None:
-    q, k, v, _ = make_inputs("odd", torch.bfloat16)
-    with pytest.raises(ValueError, match="'flash2' cannot run on cpu.*sdpa, reference"):
-        attention(q, k, v, backend="flash2")
+def test_meta_tensors_need_no_library(backend: str) -> None:
+    q = torch.empty(2, 5, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    k, v = torch.empty(2, 9, 2, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True).unbind(2)
+    out, lse = attention(q, k, v, backend=backend)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 # Choosing
@@ -189,61 +154,35 @@ def test_auto_says_its_choice_and_why_once(gpu: Callable[..., None], caplog: pyt
     with caplog.at_level(logging.INFO, logger="sage_fast"):
         for _ in range(3):
             resolve()
-            resolve(device=CPU)
             resolve("sdpa", device=CPU)
-    first, second = caplog.messages
-    assert first.startswith("Attention on cuda:0: cudnn (not flash3: flash_attn_interface does not import")
-    assert second == "Attention on cpu: sdpa"
-    caplog.clear()
-    resolve(head_dim=13)
-    assert caplog.records[0].levelno == logging.WARNING
+    (message,) = caplog.messages
+    assert message.startswith("Attention on cuda:0: cudnn (not flash3: flash_attn_interface does not import")
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("flash2", 'pip install --no-build-isolation "flash-attn>=2.7"'),
-        ("flash3", "hopper folder of github.com/Dao-AILab/flash-attention"),
-        ("flash4", "pip install flash-attn-4"),
-        ("xformers", 'pip install "xformers>='),
-        ("cudnn", "cuDNN 9 or newer"),
-    ],
-)
-def test_a_named_backend_that_is_missing_fails_with_the_way_to_install_it(
-    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, hint: str
-) -> None:
-    gpu(9, installed=())
-    if LIBRARIES[name].module:
-        monkeypatch.setitem(sys.modules, str(LIBRARIES[name].module), None)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    with pytest.raises(ConfigError) as caught:
-        resolve(name)
-    message = str(caught.value)
-    assert hint in message and f"{name!r} cannot run on cuda:0" in message
-    assert "set model.attention to auto" in message and "sdpa, reference" in message
-
-
-def test_a_library_that_breaks_on_import_tells_its_error(
-    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", ["No module named 'flash_attn'", "flash_attn_2_cuda.so: undefined symbol: _ZN3c105"])
+def test_a_named_backend_that_does_not_import_fails_with_the_error_and_the_way_to_install_it(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     def broken(name: str) -> None:
-        raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c105\nmore")
+        raise ImportError(f"{error}\nmore")
 
     gpu(9, installed=())
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(ConfigError, match="undefined symbol: _ZN3c105\\)"):
+    with pytest.raises(ConfigError) as caught:
         resolve("flash2")
+    message = str(caught.value)
+    assert f"{error})" in message and 'pip install --no-build-isolation "flash-attn>=2.7"' in message
+    assert "'flash2' cannot run on cuda:0" in message
+    assert "set model.attention to auto" in message and "sdpa, reference" in message
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "options", "reason"),
     [
         ("flash3", (8, 0), {}, "compute capability 9.x, and this one has 8.0"),
-        ("flash4", (12, 0), {}, "compute capability 9.x to 11.x"),
         ("sdpa", (7, 5), {}, "bfloat16 needs a GPU of compute capability 8.x"),
         ("flash2", (9, 0), {"dtype": torch.float32}, "it computes in bfloat16, float16, not in float32"),
         ("cudnn", (9, 0), {"head_dim": 136}, "a multiple of 8 up to 128, not 136"),
-        ("cudnn", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
         ("xformers", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
         ("flash4", (9, 0), {"deterministic": True}, "deterministic on Blackwell GPUs only"),
     ],
@@ -268,13 +207,12 @@ def test_report_names_every_backend() -> None:
     assert tuple(report) == BACKENDS
     assert {name for name, reason in report.items() if reason is None} == set(ON_CPU)
     assert report["flash2"] == "it runs on NVIDIA GPUs, and the device is cpu"
-    assert set(backend_report(torch.device("meta")).values()) == {None}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "tokens-first"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu(

@@ -161,10 +161,9 @@ class AtenOnCuda(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::_scaled_dot_product_")
         if not name.startswith(("cudnn", "flash", "efficient")):
             return func(*args, **(kwargs or {}))
-        given = {
-            argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()
-        }
-        given |= dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
         assert given["dropout_p"] == 0.0 and given["is_causal"] is False and given.get("attn_bias") is None
         self.called.append((name, torch.are_deterministic_algorithms_enabled()))
         q, k, v = (given[key].transpose(1, 2) for key in ("query", "key", "value"))
@@ -223,34 +222,25 @@ def test_flash3_is_taken_from_the_hubs_cache_where_there_is_no_source_build(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the call of either age of the package; where the cache holds nothing, flash3 is as absent as before."""
-    called: list[tuple[object, ...]] = []
-
-    def forward(*arguments: object) -> tuple[str, str, None]:
-        called.append(arguments)
-        return "out", "lse", None
-
-    build = types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(_flash_attn_forward=forward))
     loaded: list[Path] = []
 
     def load(repo_path: Path, *, backend: str | None = None) -> object:
         loaded.append(repo_path)
-        return build
+        return types.SimpleNamespace(flash_attn_interface=module_of("flash3", {}))
 
     def load_by_name(repo_path: Path, package_name: str) -> object:
         assert package_name == "flash_attn3"
         return load(repo_path)
 
-    package = types.ModuleType("kernels")
-    package.get_local_kernel = load if kind == "kernel" else load_by_name  # type: ignore[attr-defined]
+    package = types.SimpleNamespace(get_local_kernel=load if kind == "kernel" else load_by_name)
     monkeypatch.setitem(sys.modules, "kernels", package)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
-    flash3, snapshot = LIBRARIES["flash3"], tmp_path / f"{kind}s--kernels-community--flash-attn3/snapshots/0123"
+    snapshot = tmp_path / f"{kind}s--kernels-community--flash-attn3/snapshots/0123"
     libraries._hub_flash3.cache_clear()
-    assert "kernels-community/flash-attn3" in str(flash3._missing())
+    assert "kernels-community/flash-attn3" in str(LIBRARIES["flash3"]._missing())
     snapshot.mkdir(parents=True)
     libraries._hub_flash3.cache_clear()
-    assert flash3._missing() is None
-    q = torch.zeros(1, 3, 2, 64)
-    assert flash3.forward(q, q, q) == ("out", "lse")
-    assert loaded == [snapshot] and called[0][3:] == (*(None,) * 20, 64**-0.5, False)
+    inputs = make_inputs("more-keys", torch.float32)
+    assert_matches_oracle(run_calls("flash3", inputs), inputs, 1e-6)
+    assert loaded == [snapshot]
     libraries._hub_flash3.cache_clear()

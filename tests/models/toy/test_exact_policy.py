@@ -20,11 +20,16 @@ ROOT = Path(__file__).resolve().parents[3]
 WORLD = ExactWorld(VideoConfig(num_frames=8, height=16, width=16))
 
 
-def log_density(x: Tensor, atoms: Tensor, sigma: float, spread: float) -> Tensor:
-    """Of the mixture's marginal at sigma, up to a constant; (B,)."""
+def velocity_of_score(
+    x: Tensor, atoms: Tensor, sigma: float, spread: float, log_shares: Tensor | float = 0.0
+) -> Tensor:
+    """By autograd of the log-density of the marginal at sigma, whose score is -(x + (1 - sigma) v) / sigma."""
+    x = x.detach().requires_grad_()
     variance = sigma**2 + (1 - sigma) ** 2 * spread**2
     away = x.flatten(1)[:, None] - (1 - sigma) * atoms.flatten(1)
-    return (-away.square().sum(2) / (2 * variance)).logsumexp(1)
+    density = (log_shares - away.square().sum(2) / (2 * variance)).logsumexp(1)
+    (score,) = torch.autograd.grad(density.sum(), x)
+    return -(x + sigma * score).detach() / (1 - sigma)
 
 
 @pytest.mark.parametrize("sigma", [0.99, 0.7, 0.3, 0.05])
@@ -32,12 +37,9 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     generator = torch.Generator().manual_seed(0)
     atoms = torch.randn(7, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
     noise = torch.randn(5, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
-    x = ((1 - sigma) * atoms[:5] + sigma * noise).requires_grad_()
-    (score,) = torch.autograd.grad(log_density(x, atoms, sigma, 0.3).sum(), x)
-    # The score of the marginal is -(x + (1 - sigma) v) / sigma.
-    expected = -(x + sigma * score) / (1 - sigma)
-    given = ExactPolicy(atoms, 0.3).velocity(0, x.detach(), torch.full((5,), sigma, dtype=torch.float64))
-    torch.testing.assert_close(given, expected.detach(), rtol=0, atol=1e-6)
+    x = (1 - sigma) * atoms[:5] + sigma * noise
+    given = ExactPolicy(atoms, 0.3).velocity(0, x, torch.full((5,), sigma, dtype=torch.float64))
+    torch.testing.assert_close(given, velocity_of_score(x, atoms, sigma, 0.3), rtol=0, atol=1e-6)
 
 
 def test_the_measures_of_a_known_trajectory() -> None:
@@ -123,14 +125,10 @@ def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
     atoms = (LEARNABLE.atoms + shift).double()
     assert float(LEARNABLE.drift(psi)) == pytest.approx(float(shift.norm())) and float(shift[:160].norm()) == 0
     noise = torch.randn(2, 168, generator=torch.Generator().manual_seed(2))
-    x = ((1 - sigma) * atoms[[5, 300]] + sigma * noise).requires_grad_()
-    variance = sigma**2 + (1 - sigma) ** 2 * 0.02**2
-    away = (x[:, None] - (1 - sigma) * atoms).square().sum(2) / (2 * variance)
-    density = (LEARNABLE.log_prior(psi, captions).double().log_softmax(1) - away).logsumexp(1)
-    (score,) = torch.autograd.grad(density.sum(), x)
-    expected = -(x + sigma * score) / (1 - sigma)
-    given = LEARNABLE.velocity_at(psi, captions, x.detach().float(), torch.full((2,), sigma))
-    torch.testing.assert_close(given.double(), expected.detach(), rtol=0, atol=2e-4)
+    x = (1 - sigma) * atoms[[5, 300]] + sigma * noise
+    shares = LEARNABLE.log_prior(psi, captions).double().log_softmax(1)
+    given = LEARNABLE.velocity_at(psi, captions, x.float(), torch.full((2,), sigma))
+    torch.testing.assert_close(given.double(), velocity_of_score(x, atoms, sigma, 0.02, shares), rtol=0, atol=2e-4)
 
 
 def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() -> None:

@@ -1,8 +1,7 @@
 """The shipped checkpoint loads and says how it was made; pretraining reproduces."""
 
-import itertools
 import json
-import operator
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
@@ -22,17 +21,9 @@ from sage_fast.models.toy.components import (
     load_components,
     stored_parameters,
 )
-from sage_fast.models.toy.pretrain import (
-    MODULE_COMMAND,
-    PHASES,
-    PretrainConfig,
-    main,
-    pretrain,
-    shown_by_caption,
-)
+from sage_fast.models.toy.pretrain import MODULE_COMMAND, PHASES, PretrainConfig, main, pretrain, shown_by_caption
 from sage_fast.models.toy.renderer import all_captions
 
-WORDS = all_captions()
 TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)), seed=1, batch_size=4)
 
 
@@ -82,7 +73,7 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
     assert all(torch.equal(stored[name], one[name].float()) for name in stored)
 
 
-def test_the_command_line(tmp_path, monkeypatch, capsys):
+def test_the_command_line(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
         "sage_fast.models.toy.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
@@ -90,27 +81,15 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     main(["--steps", "7,3,2", "--seed", "5", "--output", str(tmp_path)])
     phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
     assert calls == [(PretrainConfig(phases=phases, seed=5), str(tmp_path))]
-    for steps in ("7", "7,3,x"):
-        with pytest.raises(SystemExit):
-            main(["--steps", steps, "--output", str(tmp_path)])
-        assert f"--steps is {steps}: use 3 numbers, such as 8000,5500,4000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=range(len(PHASES)))
-def test_wrong_captions_differ_in_one_attribute(phase):
-    shares = shown_by_caption(phase)
-    differing = torch.tensor([[list(map(operator.ne, one, other)) for other in WORDS] for one in WORDS])
-    right = 1 - phase.wrong_colour - phase.wrong_shape - phase.wrong_motion
-    expected = {
-        (False, False, False): right,
-        (True, False, False): phase.wrong_colour,
-        (False, True, False): phase.wrong_shape,
-        (False, False, True): phase.wrong_motion,
-    }
-    for which in itertools.product((False, True), repeat=3):
-        found = torch.where((differing == torch.tensor(which)).all(-1), shares, 0)
-        assert torch.allclose(found.sum(1), torch.full((len(WORDS),), expected.get(which, 0.0)), atol=1e-6), which
-        assert len(found[found > 0].unique()) <= 1, "every other value equally often"
+def test_wrong_captions_differ_in_one_attribute():
+    words, shares = all_captions(), shown_by_caption(PHASES[-1])[0].tolist()
+    found = Counter()
+    for shown, share in zip(words, shares, strict=True):
+        differing = [name for name, value in words[0]._asdict().items() if getattr(shown, name) != value]
+        found[" and ".join(differing)] += share
+    assert +found == pytest.approx({"": 0.4, "colour": 0.45, "motion": 0.15})
 
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):

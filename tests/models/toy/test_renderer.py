@@ -15,20 +15,17 @@ from sage_fast.models.toy.renderer import (
     COLOURS,
     MOTIONS,
     SHAPES,
-    VOCABULARY,
     Caption,
     PatchCodec,
     Scene,
     all_captions,
     all_scenes,
     caption_of,
-    coverage,
     manifold_for,
     parse_caption,
     render_batch,
     to_uint8,
     tokenize,
-    track,
 )
 from sage_fast.run.prompt_files import read_prompts
 
@@ -68,45 +65,26 @@ def test_colour_fills_the_object(colour):
     assert torch.allclose(video[-1, :, 0, 0], torch.tensor(BACKGROUND))
 
 
-def test_shapes_differ_clearly_but_have_similar_area():
-    masks = [coverage(shape, track(SCENE)) for shape in SHAPES]
-    areas = [float(mask.sum()) for mask in masks]
-    assert max(areas) < 1.7 * min(areas)
-    for number, mask in enumerate(masks):
-        assert all((mask - other).abs().sum() / 8 > 2.5 for other in masks[:number])
-
-
 @pytest.mark.parametrize(
     ("motion", "step"),
     [("left", (-1, 0)), ("right", (1, 0)), ("up", (0, -1)), ("down", (0, 1)), ("closer", (0, 0))],
 )
 def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion, step):
     scene = dataclasses.replace(SCENE, motion=motion)
-    base = centres(render(scene))
+    video = render(scene)
+    base, mass = centres(video), object_mass(video).sum((1, 2))
     tolerance = 0.01 if motion != "closer" else 0.15
     assert torch.allclose(base.diff(dim=0), torch.tensor(step).float().expand(7, 2), atol=tolerance)
+    if motion == "closer":
+        assert (mass.diff() > 0).all() and mass[-1] > 4 * mass[0]
+    else:
+        assert torch.allclose(mass, mass[:1].expand(8), rtol=1e-4)
     x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     axis, other = (x, y) if motion in ("left", "right") else (y, x)
     along = centres(render(dataclasses.replace(scene, along=1))) - base
     across = centres(render(dataclasses.replace(scene, across=-2))) - base
     assert torch.allclose(along, axis.expand(8, 2), atol=0.01)
     assert torch.allclose(across, -2 * other.expand(8, 2), atol=0.01)
-
-
-def test_only_closer_grows():
-    for motion in MOTIONS:
-        mass = object_mass(render(dataclasses.replace(SCENE, motion=motion))).sum((1, 2))
-        if motion == "closer":
-            assert (mass.diff() > 0).all() and mass[-1] > 4 * mass[0]
-        else:
-            assert torch.allclose(mass, mass[:1].expand(8), rtol=1e-4)
-
-
-def test_errors_name_the_field_and_the_choices():
-    with pytest.raises(ValueError, match=r"Scene.colour is 'pink'; use one of red"):
-        Scene(colour="pink", shape="circle", motion="left")
-    with pytest.raises(ValueError, match="at least 2 frames"):
-        render(SCENE, 1)
 
 
 # ---------------------------------------------------------------------------------------------- captions
@@ -120,27 +98,20 @@ def test_captions_round_trip_whatever_the_case_and_spacing():
     assert parse_caption("  A Red circle  MOVING left ") == Caption(colour="red", shape="circle", motion="left")
 
 
-@pytest.mark.parametrize("text", ["", "red a circle moving left", "a red circle moving left left"])
-def test_other_sentences_are_errors(text):
-    with pytest.raises(ValueError, match="not of the form"):
-        parse_caption(text)
-
-
-def test_unknown_words_are_named_with_the_vocabulary():
+def test_other_sentences_are_errors_and_unknown_words_are_named():
+    for text in ("", "red a circle moving left", "a red circle moving left left"):
+        with pytest.raises(ValueError, match="not of the form"):
+            parse_caption(text)
     with pytest.raises(ValueError, match=r"'pink'.*purple"):
         tokenize("a pink circle moving left")
-    with pytest.raises(ValueError, match="Unknown word"):
-        tokenize(VOCABULARY[0])
 
 
 def test_word_embeddings():
     red, blue, free = WordEncoder().encode(["a red circle moving left", "a blue circle moving left", ""])
     assert red.text.shape == (5, EMBED_DIM) and red.text.dtype == torch.float32
-    assert red.glyph.shape == (0, GLYPH_DIM)
-    assert free.text.shape == (1, EMBED_DIM)
+    assert red.glyph.shape == (0, GLYPH_DIM) and free.text.shape == (1, EMBED_DIM)
     assert torch.allclose(red.text.square().mean(1), torch.ones(5))
     assert (red.text != blue.text).any(1).tolist() == [False, True, False, False, False]
-    assert len(VOCABULARY) <= EMBED_DIM and EMBED_DIM % 8 == 0
 
 
 def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
@@ -149,7 +120,6 @@ def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
     assert {caption for half in captions for caption in half} == set(all_captions())
     for number, (half, found) in enumerate(zip(halves, captions, strict=True)):
         assert [prompt.index for prompt in half] == list(range(1000 * number, 1000 * number + 60))
-        assert all(prompt.text == caption.text for prompt, caption in zip(half, found, strict=True))
         assert all(prompt.seed is None for prompt in half)
         # By the parity of a caption's places, so that each pair of values of two attributes is in both halves.
         places = [(list(COLOURS).index(c.colour), SHAPES.index(c.shape), MOTIONS.index(c.motion)) for c in found]
@@ -164,29 +134,12 @@ def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
 
 @pytest.mark.parametrize("size", [(8, 16, 16), (2, 4, 8)], ids=str)
 def test_round_trip_of_the_codec_is_exact_for_any_bytes(size):
-    frames, height, width = size
     generator = torch.Generator().manual_seed(0)
-    videos = torch.randint(0, 256, (3, frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    videos = torch.randint(0, 256, (3, size[0], 3, *size[1:]), generator=generator, dtype=torch.uint8)
     codec = PatchCodec()
     latents = codec.encode(videos)
     assert latents.dtype == torch.float32 and latents.shape == (3, *codec.latent_shape(*size))
     assert torch.equal(codec.decode(latents), videos)
-
-
-def test_latents_of_the_manifold_have_zero_mean_and_unit_variance():
-    latents = PatchCodec().encode(MANIFOLD.videos)
-    assert latents.shape[1:] == (96, 4, 4, 4)
-    assert latents.mean().abs() < 0.05
-    assert 0.9 < latents.std() < 1.1
-
-
-def test_locality_of_a_patch():
-    video = torch.zeros(1, 8, 3, 16, 16, dtype=torch.uint8)
-    touched = video.clone()
-    touched[0, 3, 1, 9, 6] = 255
-    codec = PatchCodec()
-    changed = (codec.encode(video) != codec.encode(touched)).any(1)[0].nonzero()
-    assert changed.tolist() == [[1, 2, 1]]
 
 
 def test_a_size_that_the_codec_does_not_have_is_named():
@@ -213,9 +166,3 @@ def test_distance_against_brute_force():
     legal = MANIFOLD.videos.double() / 255
     brute = [((video.double() / 255 - legal) ** 2).flatten(1).mean(1).sqrt().min() for video in videos]
     assert torch.allclose(MANIFOLD.distance(videos).double(), torch.stack(brute), atol=1e-6)
-
-
-def test_empty_batch_and_wrong_size():
-    assert MANIFOLD.distance(MANIFOLD.videos[:0]).shape == (0,)
-    with pytest.raises(ValueError, match=r"Expected uint8 videos \(B, 8, 3, 16, 16\)"):
-        MANIFOLD.distance(torch.zeros(1, 4, 3, 16, 16, dtype=torch.uint8))

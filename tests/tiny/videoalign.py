@@ -118,6 +118,8 @@ def _write_base_model(folder: Path) -> None:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},

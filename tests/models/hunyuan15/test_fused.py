@@ -157,12 +157,17 @@ def with_lora(
     return model
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 @pytest.mark.parametrize(
     ("targets", "checkpointing"),
     [(LORA_TARGETS, mode) for mode in CHECKPOINTING]
     + [(LORA_TARGETS[:1], "selective"), (["norm1.linear", "norm1_context.linear", "ff.net.2"], "full")],
 )
-def test_lora_wrapped(targets: list[str], checkpointing: Any) -> None:
+def test_lora_wrapped(targets: list[str], checkpointing: Any, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the updates beside the products of the weights, and within them as with many tokens."""
+    monkeypatch.setattr(
+        block, "room_for_low", lambda adapter, tokens: 0 if adapter is None or not wide else len(adapter.a)
+    )
     model = with_lora(tiny_transformer(dtype=torch.float64), targets)
     prompts = prompts_of("ragged", torch.float64)
     x, timestep = latents(3), torch.tensor([20.0, 500.0, 980.0])
@@ -171,31 +176,6 @@ def test_lora_wrapped(targets: list[str], checkpointing: Any) -> None:
     output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
     assert float((output - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
     assert given and all("lora" in name for name in given)
-    assert_same_gradients(given, gradients, 1e-10)
-
-
-@pytest.mark.parametrize(
-    ("batch", "checkpointing"), [*((1, mode) for mode in CHECKPOINTING), (3, "none"), (3, "selective")]
-)
-def test_low_rank_updates_within_the_products_of_the_weights(
-    batch: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As with many tokens: in float64 the form makes no difference.
-    wide: list[int] = []
-
-    def room(adapter: Any, tokens: int) -> int:
-        wide.append(0 if adapter is None else len(adapter.a))
-        return wide[-1]
-
-    prompts, x = prompts_of("ragged", torch.float64)[:batch], latents(batch)
-    timestep = torch.tensor([20.0, 500.0, 980.0])[:batch]
-    model = with_lora(tiny_transformer(dtype=torch.float64))
-    accelerate(model, checkpointing=checkpointing)
-    expected, gradients = differentiate(model, lambda: packed(model, x, timestep, prompts))
-    monkeypatch.setattr(block, "room_for_low", room)
-    output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
-    assert any(wide)
-    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
     assert_same_gradients(given, gradients, 1e-10)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rewards.videoalign.oracle import GOLDEN, PROMPTS, VIDEOS, assert_scores, make
+from tests.rewards.videoalign.golden import GOLDEN, PROMPTS, VIDEOS, assert_scores, make
 from tests.tiny.videoalign import build_tiny_videoalign
 
 

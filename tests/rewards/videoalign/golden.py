@@ -17,15 +17,15 @@ def blocks(batch, num_frames, height, width, seed=0):
 FPS = 6
 VIDEOS = blocks(2, 12, 41, 62)
 PROMPTS = ["a red fox", "a long prompt about a castle on a hill in {braces}"]
-# By transformers 4.45.2, the training code's version: its own Qwen2-VL, loaded with the checkpoint's own names and given
-# no position ids, and its own image processor. And by a forward in float64 from the files alone, with LoRA beside the
-# weights, patches cut out one by one and resizing by a matrix per axis; `git show
-# 83248d2:tests/rewards/videoalign/oracle.py` has it. (head outputs -> score -> videos)
+# By transformers 4.45.2, the training code's version: its own Qwen2-VL, loaded with the checkpoint's own names and
+# given no position ids, and its own image processor. And by a forward in float64 from the files alone, with LoRA beside
+# the weights, patches cut out one by one and resizing by a matrix per axis, which `git show
+# 83248d2:tests/rewards/videoalign/oracle.py` has. (head outputs -> score -> videos)
 GOLDEN = {
     3: {"VQ": [-0.126707, -0.157012], "MQ": [2.346834, 1.347432], "TA": [0.909462, 0.817102]},
     1: {"VQ": [0.071986, 0.510313], "MQ": [1.448600, 0.278778], "TA": [1.132418, 1.064647]},
 }
-# By the forward in float64: scores of `blocks(1, *size, seed=2)` and "a boat", VQ, MQ and TA by (frames, height, width).
+# By the forward in float64, of `blocks(1, *size, seed=2)` and "a boat": VQ, MQ and TA by (frames, height, width).
 SIZES = {
     (5, 352, 624): (-0.355934, 0.992661, 0.774188),
     (6, 97, 131): (-0.394103, 1.666829, 0.836905),

@@ -51,7 +51,7 @@ def write_run(model: Path, folder: Path) -> str:
         "data": {"prompts": str(folder / "prompts.txt")},
         "model": {"family": "hunyuan15", "path": str(model), "device": "cpu"},
         "video": {"num_frames": 5, "height": 16, "width": 32},
-        "reward": {"rewards": ["tests.models.hunyuan15.test_loading:Brightness"], "weights": {"brightness": 1.0}},
+        "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
         "evaluation": {"every": 0},
     }
     (folder / "run.yaml").write_text(json.dumps(tree))

@@ -41,20 +41,13 @@ TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
     "num_layers": 2,
-    "num_refiner_layers": 2,
     # The text refiner's width is the class's own 4, whatever this says.
     "mlp_ratio": 2.0,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "qk_norm": "rms_norm",
     "text_embed_dim": TEXT_DIM,
     "text_embed_2_dim": GLYPH_DIM,
     "image_embed_dim": 16,
-    "rope_theta": 256.0,
     "rope_axes_dim": [4, 4, 4],
-    "target_size": 640,
     "task_type": "t2v",
-    "use_meanflow": False,
 }
 VAE: dict[str, Any] = {
     "latent_channels": LATENT_CHANNELS,
@@ -88,9 +81,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-COLORS = {"white": 0, "black": 1, "red": 2}
-FONTS = {"en-Arial": 0, "cn-SimSun": 1}
-"""Annotations of the glyph encoder: each becomes a special token of its tokenizer."""
+GLYPH_TOKENS = [*(f"<color-{index}>" for index in range(3)), "<en-font-0>", "<cn-font-1>"]
+"""Annotations of the glyph encoder: special tokens of its tokenizer."""
 
 
 def build_pipeline(*, seed: int = 0, shift: float = 5.0, guidance_scale: float = 6.0) -> HunyuanVideo15Pipeline:
@@ -99,7 +91,7 @@ def build_pipeline(*, seed: int = 0, shift: float = 5.0, guidance_scale: float =
         torch.manual_seed(seed)
         tokenizer = _chat_tokenizer()
         glyph_tokenizer = ByT5Tokenizer()
-        glyph_tokenizer.add_tokens(_glyph_tokens(), special_tokens=True)
+        glyph_tokenizer.add_tokens(GLYPH_TOKENS, special_tokens=True)
         pipeline = HunyuanVideo15Pipeline(
             text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(vocab_size=len(tokenizer), **LANGUAGE_MODEL)),
             tokenizer=tokenizer,
@@ -126,11 +118,6 @@ def save_diffusers_layout(folder: Path, **options: Any) -> HunyuanVideo15Pipelin
     pipeline = build_pipeline(**options)
     pipeline.save_pretrained(folder)
     return pipeline
-
-
-def _glyph_tokens() -> list[str]:
-    colors = [f"<color-{index}>" for index in range(len(COLORS))]
-    return colors + [f"<{font[:2]}-font-{index}>" for font, index in FONTS.items()]
 
 
 def _chat_tokenizer() -> Qwen2Tokenizer:

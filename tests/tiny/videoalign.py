@@ -18,7 +18,6 @@ from sage_fast.rewards.videoalign.reward import QUESTIONS
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS = 64, 4, 2, 96, 2
 VISION_WIDTH, VISION_HEADS, VISION_BLOCKS = 32, 2, 2
-PATCH_ELEMENTS = (3, 2, 14, 14)
 LORA_RANK, LORA_ALPHA = 4, 8
 
 # The added tokens of Qwen2-VL that a conversation about a video can hold.
@@ -49,64 +48,46 @@ def build_tiny_videoalign(folder: Path, head_outputs: Literal[1, 3] = 3) -> tupl
         (checkpoint, base model), for the options `path` and `base_model` of the reward.
     """
     checkpoint, base = folder / f"videoalign_{head_outputs}", folder / "qwen2_vl"
-    # An older step beside it, that must not be taken: as text, 900 comes after 1200.
+    # Beside it what must not be taken: an older step (as text, 900 comes after 1200), and what is no step.
     step, older = checkpoint / "checkpoint-1200", checkpoint / "checkpoint-900"
-    for path in (base, step, older):
+    for path in (base, step, older, checkpoint / "checkpoint-best"):
         path.mkdir(parents=True, exist_ok=True)
     _write_base_model(base)
-    (checkpoint / "model_config.json").write_text(json.dumps(_model_config(head_outputs)), encoding="utf-8")
+    (checkpoint / "model_config.json").write_text(json.dumps(MODEL_CONFIG), encoding="utf-8")
 
-    language, visual = _language_weights(), _visual_weights("tuned")
-    rows = NUM_TEXT_TOKENS + len(BASE_TOKENS) + len(SPECIAL_TOKENS)
-    # The last rows are the new tokens'.
-    language["model.embed_tokens.weight"] = language["model.embed_tokens.weight"][:rows].clone()
-    tuned = visual | {"rm_head.weight": _random(f"rm_head{head_outputs}", (head_outputs, HIDDEN))}
+    weights = _language_weights() | _visual_weights()
+    weights["rm_head.weight"] = _random(f"rm_head{head_outputs}", (head_outputs, HIDDEN))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     adapters = _lora_weights()
-    state = {}
-    for name, tensor in (language | tuned).items():
+    state = {f"base_model.model.{name}.default.weight": tensor for name, tensor in adapters.items()}
+    for name, tensor in weights.items():
         module, _, kind = name.rpartition(".")
         adapted = f"{module}.lora_A" in adapters
-        state[f"base_model.model.{module}.base_layer.{kind}" if adapted else f"base_model.model.{name}"] = tensor
-    for name, tensor in adapters.items():
-        state[f"base_model.model.{name}.default.weight"] = tensor
-    state["base_model.model.lm_head.weight"] = language["model.embed_tokens.weight"]
+        state[f"base_model.model.{module}.{'base_layer.' if adapted else ''}{kind}"] = tensor
     torch.save(state, step / "model.pth")
     torch.save({name: torch.zeros_like(tensor) for name, tensor in state.items()}, older / "model.pth")
     return checkpoint, base
 
 
-def _model_config(head_outputs: int) -> dict[str, object]:
-    """The keys of the public model_config.json that say something about inference."""
-    return {
-        "data_config": {
-            "meta_data": "train.csv",
-            "data_dir": "videos",
-            "max_frame_pixels": 200704,
-            "num_frames": None,
-            "fps": 2.0,
-            "eval_dim": ["VQ", "MQ", "TA"],
-            "prompt_template_type": "detailed_special",
-            "sample_type": "uniform",
-        },
-        "training_args": {"learning_rate": 2e-6},
-        "model_config": {
-            "model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct",
-            "output_dim": head_outputs,
-            "use_special_tokens": True,
-            "freeze_vision_tower": False,
-            "reward_token": "special",
-        },
-        "peft_lora_config": {
-            "lora_enable": True,
-            "vision_lora": False,
-            "lora_r": LORA_RANK,
-            "lora_alpha": LORA_ALPHA,
-            "lora_dropout": 0.05,
-            "lora_namespan_exclude": ["lm_head", "rm_head", "embed_tokens", "visual"],
-            "use_rslora": False,
-        },
-        "inference_config": NORMALISATION,
-    }
+MODEL_CONFIG = {
+    "data_config": {
+        "max_frame_pixels": 200704,
+        "num_frames": None,
+        "fps": 2.0,
+        "prompt_template_type": "detailed_special",
+        "sample_type": "uniform",
+    },
+    "model_config": {"use_special_tokens": True},
+    "peft_lora_config": {
+        "lora_enable": True,
+        "vision_lora": False,
+        "lora_r": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+        "use_rslora": False,
+    },
+    "inference_config": NORMALISATION,
+}
+"""The entries of the public model_config.json that inference depends on."""
 
 
 def _write_base_model(folder: Path) -> None:
@@ -129,37 +110,25 @@ def _write_base_model(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
 
-    token_id = {token: NUM_TEXT_TOKENS + i for i, token in enumerate(BASE_TOKENS)}
-    language = _language_weights()
     config = {
-        "architectures": ["Qwen2VLForConditionalGeneration"],
         "model_type": "qwen2_vl",
-        "vocab_size": language["model.embed_tokens.weight"].shape[0],
+        "vocab_size": NUM_TEXT_TOKENS + len(BASE_TOKENS) + UNUSED_ROWS,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": True,
-        "bos_token_id": token_id["<|endoftext|>"],
-        "eos_token_id": token_id["<|im_end|>"],
-        "vision_start_token_id": token_id["<|vision_start|>"],
-        "vision_end_token_id": token_id["<|vision_end|>"],
-        "image_token_id": token_id["<|image_pad|>"],
-        "video_token_id": token_id["<|video_pad|>"],
+        "video_token_id": NUM_TEXT_TOKENS + BASE_TOKENS.index("<|video_pad|>"),
         "vision_config": {
             "depth": VISION_BLOCKS,
             "embed_dim": VISION_WIDTH,
             "hidden_size": HIDDEN,
-            "mlp_ratio": 4,
             "num_heads": VISION_HEADS,
-            "in_chans": 3,
-            "spatial_patch_size": 14,
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -186,17 +155,16 @@ def _norm(name: str, width: int, bias: bool, seed: str = "") -> dict[str, Tensor
 def _adapted_linears() -> dict[str, tuple[int, int, bool]]:
     """Linears of the language model that LoRA adapts: name -> (outputs, inputs, has a bias)."""
     kv_width = KV_HEADS * (HIDDEN // HEADS)
-    linears = {}
-    for layer in range(LAYERS):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        linears[f"{attention}.q_proj"] = (HIDDEN, HIDDEN, True)
-        linears[f"{attention}.k_proj"] = (kv_width, HIDDEN, True)
-        linears[f"{attention}.v_proj"] = (kv_width, HIDDEN, True)
-        linears[f"{attention}.o_proj"] = (HIDDEN, HIDDEN, False)
-        linears[f"{mlp}.gate_proj"] = (INTERMEDIATE, HIDDEN, False)
-        linears[f"{mlp}.up_proj"] = (INTERMEDIATE, HIDDEN, False)
-        linears[f"{mlp}.down_proj"] = (HIDDEN, INTERMEDIATE, False)
-    return linears
+    of_a_layer = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN, True),
+        "self_attn.k_proj": (kv_width, HIDDEN, True),
+        "self_attn.v_proj": (kv_width, HIDDEN, True),
+        "self_attn.o_proj": (HIDDEN, HIDDEN, False),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN, False),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN, False),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE, False),
+    }
+    return {f"model.layers.{layer}.{name}": sizes for layer in range(LAYERS) for name, sizes in of_a_layer.items()}
 
 
 def _lora_weights() -> dict[str, Tensor]:
@@ -208,7 +176,8 @@ def _lora_weights() -> dict[str, Tensor]:
 
 
 def _language_weights() -> dict[str, Tensor]:
-    rows = NUM_TEXT_TOKENS + len(BASE_TOKENS) + UNUSED_ROWS
+    # The last rows are the new tokens'.
+    rows = NUM_TEXT_TOKENS + len(BASE_TOKENS) + len(SPECIAL_TOKENS)
     weights = {"model.embed_tokens.weight": _random("embed_tokens", (rows, HIDDEN), 1.0)}
     for name, (outputs, inputs, bias) in _adapted_linears().items():
         weights |= _linear(name, outputs, inputs, bias)
@@ -218,11 +187,9 @@ def _language_weights() -> dict[str, Tensor]:
     return weights | _norm("model.norm", HIDDEN, bias=False)
 
 
-def _visual_weights(seed: str) -> dict[str, Tensor]:
-    """`seed` tells the tuned tower of the checkpoint from the base model's."""
-    width, merged = VISION_WIDTH, 4 * VISION_WIDTH
-    patches = _random(f"{seed}visual.patch_embed", (width, *PATCH_ELEMENTS))
-    weights = {"visual.patch_embed.proj.weight": patches}
+def _visual_weights() -> dict[str, Tensor]:
+    width, merged, seed = VISION_WIDTH, 4 * VISION_WIDTH, "tuned"
+    weights = {"visual.patch_embed.proj.weight": _random(f"{seed}visual.patch_embed", (width, 3, 2, 14, 14))}
     for index in range(VISION_BLOCKS):
         block = f"visual.blocks.{index}"
         weights |= _norm(f"{block}.norm1", width, True, seed) | _norm(f"{block}.norm2", width, True, seed)

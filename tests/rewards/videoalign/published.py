@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from sage_fast.rewards.videoalign import vision
 from sage_fast.rewards.videoalign.checkpoint import SPECIAL_TOKENS
 from sage_fast.rewards.videoalign.reward import conversation
-from tests.rewards.videoalign.oracle import FPS, blocks
+from tests.rewards.videoalign.golden import FPS, blocks
 from tests.tiny.videoalign import build_tiny_videoalign
 
 VIDEOS = blocks(6, 12, 112, 168, seed=3)

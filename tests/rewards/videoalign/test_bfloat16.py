@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_fast.rewards.videoalign.reward import VideoAlignReward
-from tests.rewards.videoalign.oracle import FPS
+from tests.rewards.videoalign.golden import FPS
 from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
 
 # By `published.py`, whose docstring says how; transformers 4.45.2, torch 2.13.0, CPU.

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sage_fast.rewards.videoalign import vision as qwen2_vl_video
-from tests.rewards.videoalign.oracle import blocks, cut_patches, resize
+from tests.rewards.videoalign.golden import blocks
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,15 @@ def test_frame_sizes_are_those_of_transformers():
 
 
 @pytest.mark.parametrize(("height", "width"), [(280, 392), (56, 84), (97, 131)], ids=["up", "down", "same"])
-def test_resize_is_that_of_pil_and_of_the_oracle(height, width):
+def test_resize_is_that_of_pil(height, width):
     from PIL import Image
 
     # Of low contrast: PIL clips and rounds between the two axes.
     frames = 64 + blocks(1, 2, 97, 131)[0] // 2
     for frame, result in zip(frames, qwen2_vl_video.resize_frames(frames, height, width), strict=True):
         image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BICUBIC)
-        difference = torch.from_numpy(np.array(image)).permute(2, 0, 1) - result
-        assert difference.abs().max() <= 1
-        # In float64: some values lie so close to a half that float32 rounds them the other way.
-        difference = resize(frame.double().numpy(), height, width) - result.numpy()
-        assert np.abs(difference).max() <= 1 and np.abs(difference).mean() < 1e-3
+        difference = (torch.from_numpy(np.array(image)).permute(2, 0, 1) - result).abs()
+        assert difference.max() <= 1 and difference.mean() < 0.02
 
 
 def test_patches_are_those_of_transformers():
@@ -73,10 +70,3 @@ def test_patches_are_those_of_transformers():
     patches = qwen2_vl_video.pixel_patches(frames.expand(-1, 2, -1, -1, -1).float())
     assert expected["image_grid_thw"].tolist() == [[1, 24, 28]] * 2
     np.testing.assert_allclose(patches.numpy(), expected["pixel_values"], atol=2e-6)
-
-
-def test_patches_of_moving_frames_are_those_cut_one_by_one():
-    frames = blocks(2, 4, 56, 84, seed=4)
-    patches = qwen2_vl_video.pixel_patches(frames.float()).numpy()
-    expected = [cut_patches(*video[i : i + 2].double().numpy())[0] for video in frames for i in (0, 2)]
-    np.testing.assert_allclose(patches, np.concatenate(expected), atol=2e-6)

@@ -86,6 +86,14 @@ def test_kernel_is_as_close_to_float64_as_the_reference(
     assert parity.failures(comparisons) == []
 
 
+@each_op
+def test_same_input_same_bits(spec: OpSpec, device: torch.device) -> None:
+    inputs = inputs_of(spec, device)
+    cotangents = cotangents_of(spec, inputs)
+    first, second = (parity.run(spec, spec.op, inputs, cotangents) for _ in range(2))
+    assert [name for (name, a), (_, b) in zip(first, second, strict=True) if not torch.equal(a, b)] == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_op
@@ -220,6 +228,23 @@ def test_refuses_what_does_not_fit(spec: OpSpec, device: torch.device) -> None:
         # Which of two arguments is at fault is a matter of taste, that the shape is named is not.
         with pytest.raises(ValueError, match=rf"^{spec.name}: .* shape \("):
             spec.op(**inputs | {name: inputs[name].expand(7, *inputs[name].shape)})
+
+
+def test_comparison_fails_a_wrong_gradient(device: torch.device) -> None:
+    spec = SPECS["gelu_tanh"]
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return spec.op(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    for dtype in spec.dtypes:
+        failed = parity.failures(parity.compare(spec, odd_case(spec), dtype, device, op=Wrong.apply))
+        assert len(failed) == 1 and failed[0].startswith("d x")
 
 
 def test_launch_table_takes_the_narrowest_row_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

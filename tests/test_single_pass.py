@@ -183,3 +183,13 @@ def test_one_accumulator_per_video_and_one_per_group_where_a_kl_acts(tiny_run: M
         scored = trainer._score(trajectories, {})
         gradient.accumulate(scored, range(len(scored.orders[0])), trainer.kl_weight.weight)
         assert not gradient._videos
+
+
+def test_untrained_steps_have_no_graph(tiny_run: MakeRun) -> None:
+    words = ("--rollout.num_steps=6", "--rollout.sde_window.size=2")
+    trainer = build_trainer(single_video(tiny_run)("single_pass", *words))
+    modes: list[bool] = []
+    trainer.policy.transformer.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    trainer.iterate()
+    pairs = modes[0:12:2]
+    assert pairs == modes[1:12:2] == [True, True, False, False, False, False]

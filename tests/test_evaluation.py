@@ -1,10 +1,12 @@
 """The paired test, by hand and against simulation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import (
@@ -15,7 +17,7 @@ from sage_fast.evaluation import (
     scored_in_both,
     yes_no_score,
 )
-from sage_fast.records import Sample
+from sage_fast.records import PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
@@ -98,9 +100,21 @@ def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[.
     """Two noises of a batch of two prompts are the mean of what the noises give alone."""
     words = ("--rollout.guidance_scale=3", "--evaluation.num_prompts=3", "--evaluation.batch_size=2")
     trainer = build_trainer(tiny_run(*words, "--evaluation.noises=2"))
+    asked: list[Tensor] = []
+    velocity = trainer.policy.velocity
+
+    def watched(latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        asked.extend(p.text for p in prompts)
+        return velocity(latents, sigma, prompts)
+
+    trainer.policy.velocity = watched  # type: ignore[method-assign]
     scores = trainer.evaluate()[0]
+    steps = trainer.config.evaluation_steps
+    first, second, third = (trainer.embed(p.text).text for p in trainer.eval_prompts)
+    expected = [first, second] * steps + [third, first] * steps + [second, third] * steps
+    assert all(torch.equal(found, text) for found, text in zip(asked, expected, strict=True))
     assert scores.noises == 2 and len(scores.reward) == 3
-    sigmas = sigma_schedule(trainer.config.evaluation_steps, trainer.config.rollout.shift)
+    sigmas = sigma_schedule(steps, trainer.config.rollout.shift)
     table = transition_table("ode", sigmas, 0.0)
     drawn = []
     for member in (0, 1):

@@ -19,7 +19,6 @@ from sage_fast.checkpoint import (
     CheckpointWriter,
     list_checkpoints,
     newest_checkpoint,
-    open_checkpoint,
     verify_checkpoint,
 )
 from sage_fast.checkpoint.folder import agree
@@ -140,14 +139,6 @@ def test_what_one_rank_cannot_read_is_more_than_what_another_finds_damaged(monke
         monkeypatch.setattr(World, "gather", lambda self, value, failures=failures: failures)
         with pytest.raises(UnreadableCheckpointError):
             agree(World(), lambda: None)
-
-
-def test_tensors_that_cannot_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    checkpoint = open_checkpoint(tmp_path / "update-000001")
-    refuse(monkeypatch, tmp_path / "update-000001/shards/__0_0.distcp", errno.ESTALE)
-    with pytest.raises(UnreadableCheckpointError, match="ESTALE"):
-        checkpoint.read("weights", "blocks.0.weight")
 
 
 def test_only_names_of_checkpoints_count(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import sage_fast
 from benchmarks import report
-from docs.tools import english, reference
+from docs.tools import reference
 from sage_fast.commands.cli import add_commands
 from sage_fast.config.load import describe_keys
 from tests.commands.programs import check_command, check_extras
@@ -83,14 +83,13 @@ GIVEN = {"pipe": "a diffusers pipeline"}
 """Names that an example takes for granted."""
 
 
-def examples() -> list[tuple[str, str]]:
-    """Page and source of every Python block."""
-    return [
-        (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    ]
+EXAMPLES = [
+    (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
+"""Page and source of every Python block."""
 
 
-@pytest.mark.parametrize(("page", "code"), examples())
+@pytest.mark.parametrize(("page", "code"), EXAMPLES)
 def test_a_python_block_imports_what_exists_and_uses_what_it_has(page: str, code: str) -> None:
     tree = ast.parse(code)
     known = {*vars(builtins), *GIVEN}
@@ -126,18 +125,14 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command."""
-    added = argparse.ArgumentParser().add_subparsers()
-    add_commands(added)
-    return dict(added.choices)
-
-
 def test_the_reference_has_every_command_option_and_key() -> None:
     commands, keys = reference.commands(), reference.configuration()
-    help_of = subparsers()
-    assert all(f"\n\n## sage-fast {name}\n" in commands for name in help_of)
-    options = {word for parser in help_of.values() for action in parser._actions for word in action.option_strings}
+    added = argparse.ArgumentParser().add_subparsers()
+    add_commands(added)
+    assert all(f"\n\n## sage-fast {name}\n" in commands for name in added.choices)
+    options = {
+        word for parser in added.choices.values() for action in parser._actions for word in action.option_strings
+    }
     assert len(options) > 25
     assert not [word for word in options - {"-h", "--help"} if f"`{word}`" not in commands]
     leaves = re.findall(r"^  --([a-z][\w.]+)", describe_keys(), re.M)
@@ -159,38 +154,20 @@ def test_every_test_that_a_page_names_is_there() -> None:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (page, test)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ('"""Whether it holds."""\nx = 1', 1),
-        ("x = 1  # it is no file; besides, this is to change", 3),
-        ('def f():\n    """Return x. What has no name\n    was told anew of its own."""', 4),
-        ('"""True if there is no file, which is no longer than 3; that is not code: `told`, "anew"."""', 0),
-    ],
-)
-def test_the_check_of_the_english(text: str, count: int) -> None:
-    parts = english.prose_of_code(text)
-    assert len([c for _, part, opening in parts for c in english.complaints(part, opening=opening)]) == count
-
-
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
     presets = PAGES["docs/performance.md"].split("<!-- benchmark presets: begin -->\n")[1].split("<!--")[0]
     monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in the test below
     found = report.read_results(report.committed_files())
-    for name in report.DOCUMENTS:
-        text = (ROOT / name).read_text("utf-8")
+    texts = {name: (ROOT / name).read_text("utf-8") for name in report.DOCUMENTS}
+    for name, text in texts.items():
         assert report.document(text, found) == text, name
+    assert all(f"<!-- benchmark {name}: begin -->" in "".join(texts.values()) for name in report.BLOCKS)
 
 
 @pytest.mark.slow
 def test_the_table_of_presets_is_what_the_planner_finds() -> None:
     assert report.presets_block([]) in PAGES["docs/performance.md"]
-
-
-def test_every_block_stands_in_a_document() -> None:
-    text = "".join((ROOT / name).read_text("utf-8") for name in report.DOCUMENTS)
-    assert all(f"<!-- benchmark {name}: begin -->" in text for name in report.BLOCKS)
 
 
 def test_the_documented_tables_are_what_the_code_gives() -> None:

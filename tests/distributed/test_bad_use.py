@@ -28,20 +28,18 @@ def refusals(ranks: int, words: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "word", "message"),
     [
-        (["--distributed.dp_shard=3"], r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
-        (["--output_dir=/proc/run"], r"output_dir '/proc/run' cannot be written"),
+        ("train", "--distributed.dp_shard=3", r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
+        ("train", "--output_dir=/proc/run", r"output_dir '/proc/run' cannot be written"),
+        ("generate", "--output=videos", r"generate is for one process, but 2 were started"),
     ],
 )
-def test_all_ranks_say_what_all_of_them_meet(words: list[str], message: str, tiny_model: Path, tmp_path: Path) -> None:
-    text = refusals(2, ["train", write_run(tiny_model, tmp_path), *words], tmp_path)
+def test_all_ranks_say_what_all_of_them_meet(
+    command: str, word: str, message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    text = refusals(2, [command, write_run(tiny_model, tmp_path), word], tmp_path)
     assert len(re.findall(message, text)) == text.count("error: ") == 2, text
-
-
-def test_a_command_of_one_process(tiny_model: Path, tmp_path: Path) -> None:
-    text = refusals(2, ["generate", write_run(tiny_model, tmp_path), "--output", str(tmp_path / "run")], tmp_path)
-    assert text.count("generate is for one process, but 2 were started") == 2
 
 
 def test_what_does_not_fit_is_found_before_the_model_is_loaded(

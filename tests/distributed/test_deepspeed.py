@@ -305,9 +305,10 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):
         zero.DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
-        zero._import_deepspeed(torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__="0.15.0"))
-    with pytest.raises(ConfigError, match=rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"):
-        zero._import_deepspeed(torch.device("cpu"))
+    for installed, message in (
+        (None, r"pip install 'sage-fast\[deepspeed\]'"),
+        (SimpleNamespace(__version__="0.15.0"), rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"),
+    ):
+        monkeypatch.setitem(sys.modules, "deepspeed", installed)
+        with pytest.raises(ConfigError, match=message):
+            zero._import_deepspeed(torch.device("cpu"))

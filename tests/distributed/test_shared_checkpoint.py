@@ -96,10 +96,11 @@ def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in whole.items()} | {"step": step, "adapter": adapter}
 
 
-def expected() -> dict[str, Tensor]:
-    weights = {name: p.detach() for name, p in model().named_parameters()}
-    momenta = {f"{name}.exp_avg": p * 3 for name, p in weights.items()}
-    return weights | momenta | {"step": torch.tensor(40.0), "adapter": torch.arange(12.0).view(3, 4)}
+def expected() -> dict[str, Any]:
+    found = {"step": 40.0, "adapter": torch.arange(12.0).view(3, 4).tolist()}
+    for name, parameter in model().named_parameters():
+        found |= {name: parameter.tolist(), f"{name}.exp_avg": (parameter * 3).tolist()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_number_of_ranks_reads_it_bit_for_bit(of_four: Path, ranks: int) -> None:
     for found in run_ranks(load, ranks, str(of_four), {"dp_shard": ranks}):
-        assert found.keys() == expected().keys()
-        for name, value in expected().items():
-            assert torch.equal(found[name], value), name
+        assert {name: value.tolist() for name, value in found.items()} == expected()
     # What one rank alone has is written by it.
     checkpoint = open_checkpoint(of_four / "update-000040")
     assert [float(checkpoint.read("single", f"of.rank.{rank}")[0]) for rank in range(4)] == [0, 1, 2, 3]

@@ -191,7 +191,6 @@ CASES = {
     # name: ranks, case
     "tokens-divide": (2, Case(size=(2, 3, 4))),
     "tokens-do-not-divide": (4, Case()),
-    "selective": (4, Case(checkpointing="selective")),
     "full-tokens-divide": (4, Case(size=(2, 3, 4), checkpointing="full", prompts=((4, 0),))),
     "no-glyph": (4, Case(prompts=((6, 0),), checkpointing="selective")),
     "rank-of-padding-one-text-token": (4, Case(size=(1, 1, 5), prompts=((1, 0),))),
@@ -275,19 +274,9 @@ def test_processes_compute_what_one_does(ranks: list[tuple[Result, Any]]) -> Non
 def test_collectives_per_layer(ranks: list[tuple[Any, dict[str, Any]]], name: str) -> None:
     case, degree = COUNTED[name], len(ranks)
     num_video, (text, glyph) = case.size[0] * case.size[1] * case.size[2], case.prompts[0]
-    layers = [
-        all_to_all_bytes(
-            batch=len(case.prompts),
-            num_video=num_video,
-            num_text=text + glyph,
-            width=case.heads * case.head_dim,
-            degree=degree,
-            itemsize=8,
-            checkpointing=case.checkpointing,
-            last=layer == LAYERS - 1,
-        )
-        for layer in range(LAYERS)
-    ]
+    sizes: Any = {"batch": len(case.prompts), "num_video": num_video, "num_text": text + glyph, "degree": degree}
+    sizes |= {"width": case.heads * case.head_dim, "itemsize": 8, "checkpointing": case.checkpointing}
+    layers = [all_to_all_bytes(**sizes, last=layer == LAYERS - 1) for layer in range(LAYERS)]
 
     def sent(collectives: list[tuple[str, int]], per_layer: int) -> list[int]:
         """Bytes that each layer sends to others; no collective but so many all-to-alls for each."""

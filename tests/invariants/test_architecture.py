@@ -114,10 +114,7 @@ def test_the_algorithm_and_what_serves_it_reach_no_family_and_no_reward() -> Non
 
 def strings(module: str) -> Iterator[tuple[int, str]]:
     """Line and text of the strings of a module that its code uses: no docstrings, no examples of a command's help."""
-    skipped: set[int] = set()
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.Expr):
-            skipped |= {id(inner) for inner in ast.walk(node.value) if isinstance(node.value, ast.Constant)}
+    skipped = {id(node.value) for node in ast.walk(TREES[module]) if isinstance(node, ast.Expr)}
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.lineno, node.value

@@ -1,20 +1,16 @@
 """Documents against code: commands parse, Python blocks import, tables are those of code and committed results."""
 
-import argparse
 import ast
-import builtins
 import json
 import pkgutil
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import sage_fast
 from benchmarks import report
-from docs.tools import reference
-from sage_fast.commands.cli import add_commands
-from sage_fast.config.load import describe_keys
 from tests.commands.programs import check_command, check_extras
 from tests.test_sde import dispersion_rows, leftover_rows
 
@@ -48,9 +44,8 @@ def documented_commands() -> list[str]:
 
 
 def test_the_documents_are_full_of_commands() -> None:
-    programs = [command.split()[0] for command in documented_commands()]
-    assert programs.count("sage-fast") >= 35 and programs.count("hf") >= 6 and programs.count("torchrun") >= 6
-    assert programs.count("make") >= 9 and programs.count("python") >= 15
+    found = Counter(command.split()[0] for command in documented_commands())
+    assert found >= Counter({"sage-fast": 35, "python": 15, "make": 9, "hf": 6, "torchrun": 6})
 
 
 @pytest.mark.parametrize("command", documented_commands())
@@ -79,10 +74,6 @@ def test_every_extra_that_is_named_exists() -> None:
         check_extras(text)
 
 
-GIVEN = {"pipe": "a diffusers pipeline"}
-"""Names that an example takes for granted."""
-
-
 EXAMPLES = [
     (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 ]
@@ -90,22 +81,9 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES)
-def test_a_python_block_imports_what_exists_and_uses_what_it_has(page: str, code: str) -> None:
-    tree = ast.parse(code)
-    known = {*vars(builtins), *GIVEN}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                exec(compile(ast.Module([node], []), page, "exec"), {})
-                known |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-            case ast.FunctionDef() | ast.ClassDef():
-                known.add(node.name)
-            case ast.arg():
-                known.add(node.arg)
-            case ast.Name(ctx=ast.Store()):
-                known.add(node.id)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert used <= known, page
+def test_a_python_block_parses_and_imports_what_exists(page: str, code: str) -> None:
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), page, "exec"), {})
 
 
 def test_the_readme_shows_the_demos_results() -> None:
@@ -123,21 +101,6 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert cells in PAGES["README.md"]
         # A large gain that is not bought with the pictures.
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
-
-
-def test_the_reference_has_every_command_option_and_key() -> None:
-    commands, keys = reference.commands(), reference.configuration()
-    added = argparse.ArgumentParser().add_subparsers()
-    add_commands(added)
-    assert all(f"\n\n## sage-fast {name}\n" in commands for name in added.choices)
-    options = {
-        word for parser in added.choices.values() for action in parser._actions for word in action.option_strings
-    }
-    assert len(options) > 25
-    assert not [word for word in options - {"-h", "--help"} if f"`{word}`" not in commands]
-    leaves = re.findall(r"^  --([a-z][\w.]+)", describe_keys(), re.M)
-    assert len(leaves) > 80
-    assert not [key for key in leaves if f"| `{key}` |" not in keys]
 
 
 def test_the_api_page_names_what_exists() -> None:

@@ -74,7 +74,7 @@ def has_no_storage(metadata: Any) -> None:
     "change", [leads_elsewhere, holds_an_object, is_too_large, has_no_storage, b"", b"cposix\nsystem\n(S'false'\ntR."]
 )
 def test_metadata_that_no_checkpoint_has_is_refused(tmp_path: Path, change: Callable[[Any], None] | bytes) -> None:
-    """What is no function takes the place of all of it."""
+    """Descriptions that were changed, and other pickles in their place."""
     save(tmp_path, 1)
     folder = tmp_path / "update-000001"
     metadata = pickle.loads((folder / "shards/.metadata").read_bytes())

@@ -19,7 +19,7 @@ from tests.run.test_run import MakeRun
 
 
 def refusals(ranks: int, words: list[str], folder: Path) -> str:
-    """What is printed by a command that all ranks refuse with status 2."""
+    """Messages of a command that all ranks refuse with status 2."""
     results, text = on_ranks(ranks, [*words, "--distributed.timeout_seconds=600"], folder)
     assert [code for _, code in results] == [2] * ranks, text
     assert "Traceback" not in text and "Warning" not in text, text

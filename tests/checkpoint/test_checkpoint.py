@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 
-ROOT = Path(__file__).resolve().parents[2]
 WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])
 
 
@@ -107,50 +106,20 @@ def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "rows", "message"),
+    ("group", "message"),
     [
-        ("weights", "nothing", 3, "update-000005 has no tensor 'nothing' in its group 'weights'"),
-        ("ema", "blocks.0.weight", 3, "update-000005 has no tensor 'blocks.0.weight' in its group 'ema'"),
-        ("weights", "blocks.0.weight", 4, r"has weights 'blocks.0.weight' of shape \(3, 5\), this run's is \(4, 5\)"),
+        ("weights", r"has weights 'blocks.0.weight' of shape \(3, 5\), this run's is \(4, 5\)"),
+        ("ema", "update-000005 has no tensor 'blocks.0.weight' in its group 'ema'"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_read(
-    tmp_path: Path, group: str, name: str, rows: int, message: str
-) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path, group: str, message: str) -> None:
     save(tmp_path, 5)
-    fits, other = torch.zeros(4), torch.zeros(rows, 5)
-    targets = {"weights": {"blocks.0.bias": fits}}
-    targets.setdefault(group, {})[name] = other
+    fits, other = torch.zeros(4), torch.zeros(4, 5)
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path / "update-000005").load_into(targets)
+        open_checkpoint(tmp_path / "update-000005").load_into(
+            {"optimizer": {"counts": fits[:2]}, group: {"blocks.0.weight": other}}
+        )
     assert not fits.any() and not other.any()
-
-
-def test_a_disk_that_fails_later_is_an_error_that_names_the_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    checkpoint = open_checkpoint(tmp_path / "update-000005")
-    os.truncate(tmp_path / "update-000005/shards/__0_0.distcp", 100)
-    with pytest.raises(CheckpointError, match="update-000005 cannot be read"):
-        checkpoint.read("weights", "blocks.0.weight")
-
-
-def test_the_manifest_describes_every_other_file(tmp_path: Path) -> None:
-    def adapter(folder: Path) -> Callable[[], object]:
-        (folder / "lora").mkdir()
-        (folder / "lora/adapter.safetensors").write_bytes(b"weights")
-        return lambda: (folder / "lora/README.md").write_text("written later")
-
-    with CheckpointWriter(tmp_path, keep_last=1) as saver:
-        folder = saver.save(1, contents(), extra=adapter)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    del files["manifest.json"]
-    lora, shards = {"lora/adapter.safetensors", "lora/README.md"}, {"shards/.metadata", "shards/__0_0.distcp"}
-    assert set(files) == {"state.json"} | lora | shards
-    assert manifest["files"] == {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
-    }
-    assert manifest["format_version"] == 2 and manifest["update"] == 1
 
 
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
@@ -163,77 +132,22 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000004", "update-000005", "update-000009"]
 
 
-def test_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: Any) -> None:
-    save(tmp_path, 1, asynchronous=True)
-    dict(open_checkpoint(tmp_path / "update-000001").tensors["weights"])
-    assert capfd.readouterr() == ("", "") and not list(recwarn)
-
-
-# ------------------------------------------------------------------------------------------ in the background
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Checkpoints are not published before the event is set."""
-    event = threading.Event()
-    publish = CheckpointWriter._publish
-
-    def waiting(self: CheckpointWriter, *arguments: Any) -> None:
-        assert event.wait(30)
-        publish(self, *arguments)
-
-    monkeypatch.setattr(CheckpointWriter, "_publish", waiting)
-    yield event
-    event.set()
-
-
-def test_a_checkpoint_has_no_name_before_it_is_complete(tmp_path: Path, gate: threading.Event) -> None:
-    """Leftovers of a run that was killed make room."""
-    (tmp_path / ".update-000009.abandoned.partial/shards").mkdir(parents=True)
-    with CheckpointWriter(tmp_path, keep_last=1, asynchronous=True) as saver:
-        saver.save(1, contents())
-        (partial,) = tmp_path.iterdir()
-        assert partial.match(".update-000001.*.partial")
-        assert newest_checkpoint(tmp_path) is None
-        gate.set()
-        saver.wait()
-        assert [p.name for p in tmp_path.iterdir()] == ["update-000001"]
-
-
-def test_a_failure_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = CheckpointWriter(tmp_path, keep_last=2, asynchronous=True)
-    saver.save(1, contents(1))
-    saver.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_manifest", _full)
-        saver.save(2, contents(2))
-        with pytest.raises(CheckpointError, match=r"update-000002: .*No space left.*--resume auto"):
-            saver.save(3, contents(3))
-    saver.save(4, contents(4))
-    saver.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["update-000001", "update-000004"]
-
-
-def _full(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
+# ------------------------------------------------------------------------------------------ what goes wrong
 
 
 def test_what_ends_the_run_is_not_hidden_by_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer, "write_manifest", _full)
-    with (
-        pytest.raises(ZeroDivisionError),
-        CheckpointWriter(tmp_path, keep_last=2, asynchronous=True) as saver,
-    ):
-        saver.save(1, contents())
-        raise ZeroDivisionError
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_manifest", full)
+    for error, expected in ((ZeroDivisionError, ZeroDivisionError), (None, CheckpointError)):
+        with pytest.raises(expected), CheckpointWriter(tmp_path, keep_last=2, asynchronous=True) as saver:
+            saver.save(1, contents())
+            if error:
+                raise error
     assert "Could not write checkpoint" in caplog.text
-    with pytest.raises(CheckpointError), CheckpointWriter(tmp_path, keep_last=2, asynchronous=True) as saver:
-        saver.save(1, contents())
-
-
-# ------------------------------------------------------------------------------------------ disks
 
 
 @pytest.mark.parametrize(("asynchronous", "limit"), [(False, 100), (True, 1500), (False, 4000)])
@@ -258,22 +172,26 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, asynchronous: bool, limit: in
     assert_holds(tmp_path / "update-000002", contents(2))
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointError, match="Could not write checkpoint"):
-        save(tmp_path / "checkpoints", 1)
-    assert (tmp_path / "checkpoints").read_text() == "a file"
+def test_an_earlier_attempt_that_has_not_ended_yet_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is removed, also while it writes there. Nothing has a name before it is complete."""
+    complete, publish = threading.Event(), CheckpointWriter._publish
 
+    def waiting(self: CheckpointWriter, *arguments: Any) -> None:
+        assert complete.wait(30)
+        publish(self, *arguments)
 
-def test_an_earlier_attempt_that_has_not_ended_yet_publishes_nothing(tmp_path: Path, gate: threading.Event) -> None:
-    """Its folder is removed, also while it writes there."""
+    monkeypatch.setattr(CheckpointWriter, "_publish", waiting)
     earlier = CheckpointWriter(tmp_path, keep_last=1, asynchronous=True)
     later = CheckpointWriter(tmp_path, keep_last=1, asynchronous=True)
     earlier.save(1, contents(1, rows=4))
     while not list(tmp_path.rglob("state.json")):  # all is written but the manifest
         time.sleep(0.01)
     later.save(1, contents(1, rows=3))
-    gate.set()
+    assert [p.match(".update-000001.*.partial") for p in tmp_path.iterdir()] == [True]
+    assert newest_checkpoint(tmp_path) is None
+    complete.set()
     later.close()
     with pytest.raises(CheckpointError):
         earlier.close()
@@ -289,36 +207,19 @@ def test_what_resume_means(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     assert find_checkpoint("none", tmp_path) is None
     for resume, name in (("auto", "update-000002"), (str(tmp_path / "update-000001"), "update-000001")):
-        found = find_checkpoint(resume, tmp_path)
-        assert found is not None and found.folder == tmp_path / name
+        assert find_checkpoint(resume, tmp_path).folder.name == name  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match="no checkpoint folder .*update-000009.*Give a folder such as"):
         find_checkpoint(str(tmp_path / "update-000009"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        ("shards/__0_0.distcp", "truncated"),
-        ("shards/.metadata", "missing"),
-        ("state.json", "altered"),
-        ("manifest.json", "altered"),
-        ("manifest.json", "missing"),
-    ],
-)
+@pytest.mark.parametrize("file", ["shards/__0_0.distcp", "shards/.metadata", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 40), Path.unlink], ids=["cut off", "missing"])
 def test_a_damaged_one_is_skipped_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
 ) -> None:
     save(tmp_path, 1, 2)
-    path = tmp_path / "update-000002" / file
-    data = bytearray(path.read_bytes())
-    if damage == "truncated":
-        path.write_bytes(data[:-1])
-    elif damage == "altered":
-        data[len(data) // 2] ^= 1 if file != "manifest.json" else 0x80
-        path.write_bytes(data)
-    else:
-        path.unlink()
-    with pytest.raises(DamagedCheckpointError, match=re.escape(file if file != "manifest.json" else "update-000002")):
+    damage(tmp_path / "update-000002" / file)
+    with pytest.raises(DamagedCheckpointError, match=file):
         open_checkpoint(tmp_path / "update-000002")
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.folder.name == "update-000001"

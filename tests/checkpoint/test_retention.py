@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from sage_fast.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
-from sage_fast.config.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import contents, save
 
 
@@ -53,14 +52,6 @@ def test_a_damaged_pin_is_named_and_replaced(tmp_path: Path, caplog: pytest.LogC
         writer.pin_best(2, 0.1)
         writer.save(3, contents(3))
     assert "best.json is damaged" in caplog.text and updates(tmp_path) == [2, 3]
-
-
-def test_a_pin_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with CheckpointWriter(tmp_path, keep_last=1) as writer:
-        writer.save(1, contents(1))
-        (tmp_path / "best.json").mkdir()
-        with pytest.raises(CheckpointError, match="best.json"):
-            writer.pin_best(1, 0.1)
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_half_checkpoint(

@@ -4,11 +4,11 @@ Ranks are forked from a server that has imported the trainer, which takes a tent
 """
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
 import re
-import socket
 import sys
 import tempfile
 import traceback
@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.conftest import TINY_RUN
+from tests.made_runs import untimed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["sage_fast.run.run", "sage_fast.models.toy.components", "sage_fast.rewards.toy"])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
 
 
 def _rank(function: Callable[..., Any], number: int, size: int, port: int, folder: str, arguments: Any) -> None:
@@ -97,6 +96,49 @@ def join(config: Any) -> Any:
     from sage_fast.distributed.start import start_world
 
     return start_world(config.distributed, config.training.mode, torch.device("cpu"), to_dict(config))
+
+
+def write_run(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
+    """File of a run with four videos of a prompt; `changes` are settings by section."""
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
+    tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
+    # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
+    tree["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
+    for name, section in changes.items():
+        tree[name] = tree.get(name, {}) | section
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tree | {"output_dir": str(folder / "run")}))
+    return str(file)
+
+
+def build(file: str, words: list[str]) -> Any:
+    """The trainer of this rank."""
+    from sage_fast.config.load import load_config
+    from sage_fast.run.run import build_trainer
+
+    config = load_config(file, words)
+    return build_trainer(config, join(config))
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies without shards. Collective."""
+    full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+    return {name: value.detach().clone() for name, value in full.items()}
+
+
+def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
+    """Metrics by update with the evaluation last; what was scored in each rollout; whole weights in the end."""
+    trainer = build(file, words)
+    rollouts: list[Any] = []
+    trainer.on_rollout = rollouts.append
+    records = []
+    while trainer.update < trainer.config.training.num_updates:
+        records.append(untimed(trainer.iterate()))
+    evaluation, _ = trainer.evaluate()
+    records.append({f"eval/{i}": reward for i, reward in enumerate(evaluation.reward)})
+    # Of ZeRO's weights each is on one rank.
+    parts = trainer.world.gather(whole(trainer.engine.tensors()["weights"]))
+    return records, rollouts, {name: value for part in parts for name, value in part.items()}
 
 
 def peak_bytes(*, anew: bool = False) -> int:

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
+from sage_fast.distributed.parallelize import Gathering, TorchEngine
 from sage_fast.distributed.world import World
-from sage_fast.optim import OptimizerSet
-from sage_fast.policy.guidance import VJP, GuidedPolicy, vjp_into_grad
+from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, copy_lora, train_all, trainable_parameters
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
@@ -76,37 +77,6 @@ def differentiate_video(policy: GuidedPolicy, update: int, video: int, vjp: VJP)
     )
 
 
-class Plain:
-    """The run on one process."""
-
-    def __init__(self, mode: str) -> None:
-        self.policy = make_policy(mode)
-        self.parameters = trainable_parameters(self.policy.transformer)
-        self.optimizer = OptimizerSet(self.parameters, CONFIG)
-
-    def update(self, number: int) -> float:
-        for video in range(2 * RANKS):
-            differentiate_video(self.policy, number, video, vjp_into_grad)
-        norm = self.optimizer.clip_gradients()
-        self.optimizer.step()
-        return norm
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
-
-    def state(self) -> dict[str, Tensor]:
-        (adamw,) = self.optimizer.optimizers
-        return {f"{n}.{k}": v.clone() for n, p in self.parameters.items() for k, v in adamw.state[p].items()}
-
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        (adamw,) = self.optimizer.optimizers
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(tensors["weights"][name])
-            adamw.state[parameter] = {
-                key: tensors["optimizer"][f"{name}.{key}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")
-            }
-
-
 class Source:
     """A checkpoint in memory."""
 
@@ -114,29 +84,31 @@ class Source:
         self.tensors = tensors
 
     def load_into(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        raise AssertionError("shards are read tensor by tensor")
+        for group, named in tensors.items():
+            for name, tensor in named.items():
+                tensor.copy_(self.tensors[group][name])
 
     def read(self, group: str, name: str) -> Tensor:
         return self.tensors[group][name]
 
 
-# ------------------------------------------------------------------------------------------------------ the children
-
-
-def engine_of(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any = "float32") -> Any:
-    """An engine with buckets that an update fills several of."""
+def make_engine(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any = "float32") -> Any:
+    """Plain torch on one process, else ZeRO with buckets that an update fills several of."""
+    if world.size == 1:
+        gathering = Gathering(policy.transformer, "never")
+        return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, gathering)
     from sage_fast.distributed import zero
 
     zero.REDUCE_BUCKET = 20_000
-    return zero.DeepSpeedEngine(
-        policy.transformer, CONFIG, DistributedConfig(zero_stage=2, param_dtype=param_dtype), world, mode=mode
-    )
+    settings = DistributedConfig(zero_stage=2, param_dtype=param_dtype)
+    return zero.DeepSpeedEngine(policy.transformer, CONFIG, settings, world, mode=mode)
 
 
-def make_gradient(policy: GuidedPolicy, engine: Any, number: int) -> float:
-    rank = engine.world.rank
-    for video in (2 * rank, 2 * rank + 1):
-        differentiate_video(policy, number, video, engine.vjp)
+def make_gradient(policy: GuidedPolicy, engine: Any, update: int) -> float:
+    """The gradient of this rank's videos, summed and clipped. Returns its norm."""
+    share = 2 * RANKS // engine.world.size
+    for video in range(share * engine.world.rank, share * (engine.world.rank + 1)):
+        differentiate_video(policy, update, video, engine.vjp)
     return float(engine.clip_gradients())
 
 
@@ -145,61 +117,60 @@ def sample(policy: GuidedPolicy) -> Tensor:
     return policy.velocity(latents(1, seed=77), torch.tensor([0.4]), [prompt(4, 1, seed=5)])
 
 
-def follow(folder: str) -> None:
-    """Everything that needs two ranks, in one pair of processes: starting them costs more than their work."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
-    world = World(rank=dist.get_rank(), size=RANKS, dp_shard=RANKS, mesh=mesh)
-    for mode in MODES:
-        torch.save(follow_run(world, folder, mode), f"{folder}/{mode}-{world.rank}.pt")
-        torch.save(follow_bf16(world, mode), f"{folder}/{mode}-bf16-{world.rank}.pt")
-
-
-def follow_run(world: World, folder: str, mode: str) -> dict[str, Any]:
+def follow(mode: str, world: World, folder: Path, source: Source | None = None) -> dict[str, Any]:
+    """Two updates, then a third one from the checkpoint of the source; without one, from its own."""
     policy = make_policy(mode)
-    engine = engine_of(policy, mode, world)
-    found: dict[str, Any] = {"start": engine.tensors(), "rates": [], "norms": []}
+    engine = make_engine(policy, mode, world)
     anchor, average = engine.snapshot(), engine.snapshot()
+    found: dict[str, Any] = {"start": deepcopy(engine.tensors()), "rates": [], "norms": []}
     found["velocity"] = [sample(policy)]
     for update in range(UPDATES):
         found["rates"].append(engine.learning_rate)
         found["norms"].append(make_gradient(policy, engine, update))
         engine.step()
         average.average(0.75)
-    found["end"], found["average"] = engine.tensors(), average.tensors()
+    found |= {"end": deepcopy(engine.tensors()), "average": {"weights": average.tensors()}}
     found["velocity"].append(sample(policy))
     with anchor.applied():
         found["velocity"].append(sample(policy))
     found["velocity"].append(sample(policy))
-    found["after anchor"] = engine.tensors()
+    found["after anchor"] = deepcopy(engine.tensors())
     with anchor.applied(), engine.whole():
         if mode == "lora":
-            copy_lora(policy.transformer, Path(f"{folder}/adapter-{world.rank}"))()
+            copy_lora(policy.transformer, folder / f"adapter-{world.rank}-of-{world.size}")()
 
-    # The plain run's checkpoint, taken over, gives its next update.
-    source = Source(torch.load(f"{folder}/{mode}.pt"))
+    source = source or Source(found["end"])
     engine.load_tensors(source)
     engine.load_state(engine.state())
-    found["loaded"] = engine.tensors()
+    found["loaded"] = deepcopy(engine.tensors())
     found["norms"].append(make_gradient(policy, engine, UPDATES))
     engine.step()
-    found["resumed"] = engine.tensors()
+    found["resumed"] = deepcopy(engine.tensors())
     anchor.load_tensors(source, "weights")
-    found["loaded anchor"] = anchor.tensors()
+    found["loaded anchor"] = {"weights": deepcopy(anchor.tensors())}
     anchor.refresh()
-    found["refreshed"] = anchor.tensors()
+    found["refreshed"] = {"weights": anchor.tensors()}
     return found
 
 
-def follow_bf16(world: World, mode: str) -> dict[str, Any]:
+def follow_bf16(mode: str, world: World) -> dict[str, Any]:
     policy = make_policy(mode, bf16=True)
-    engine = engine_of(policy, mode, world, "bfloat16" if mode == "full" else "float32")
-    found = {"start": engine.tensors()["weights"], "velocity": sample(policy)}
-    found["norm"] = make_gradient(policy, engine, 0)
+    engine = make_engine(policy, mode, world, "bfloat16" if mode == "full" else "float32")
+    found = {"bf16 start": engine.tensors(), "bf16 velocity": sample(policy)}
+    found["bf16 norm"] = make_gradient(policy, engine, 0)
     engine.step()
-    found["end"] = engine.tensors()["weights"]
-    found["types"] = {p.dtype for p in policy.transformer.parameters()}
-    return found
+    return found | {"bf16 end": engine.tensors(), "types": {p.dtype for p in policy.transformer.parameters()}}
+
+
+def follow_on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
+    """Everything that needs two ranks, in one pair of processes: starting them costs more than their work."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    world = World(rank=dist.get_rank(), size=RANKS, dp_shard=RANKS, mesh=mesh)
+    return {
+        mode: follow(mode, world, folder, Source(torch.load(folder / f"{mode}.pt"))) | follow_bf16(mode, world)
+        for mode in MODES
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests
@@ -212,46 +183,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, dict[str, Any]]:
-    """The plain run by mode; its checkpoint after the updates is in the folder."""
-    records: dict[str, dict[str, Any]] = {}
+    """Findings of the plain run by mode; its checkpoint after the updates is in the folder."""
+    found = {mode: follow(mode, World(), folder) for mode in MODES}
     for mode in MODES:
-        run = Plain(mode)
-        record: dict[str, Any] = {"start": run.weights(), "velocity": [sample(run.policy)], "norms": []}
-        average = run.weights()
-        for update in range(UPDATES):
-            record["norms"].append(run.update(update))
-            for name, value in run.weights().items():
-                average[name].lerp_(value, 0.25)
-        record["velocity"].append(sample(run.policy))
-        record |= {"end": run.weights(), "average": average, "state": run.state()}
-        torch.save({"weights": record["end"], "optimizer": record["state"]}, folder / f"{mode}.pt")
-        record["norms"].append(run.update(UPDATES))
-        record["next"] = run.weights()
-        records[mode] = record
-    return records
+        torch.save(found[mode]["end"], folder / f"{mode}.pt")
+    return found
 
 
 class Run:
-    """Findings of the ranks of one run."""
+    """Findings of the ranks of one mode."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.ranks = [torch.load(folder / f"{name}-{number}.pt") for number in range(RANKS)]
+    def __init__(self, ranks: list[dict[str, Any]]) -> None:
+        self.ranks = ranks
 
     def __getitem__(self, key: str) -> Any:
         return self.ranks[0][key]
 
-    def whole(self, key: str, group: str | None = "weights") -> dict[str, Tensor]:
+    def whole(self, key: str, group: str = "weights") -> dict[str, Tensor]:
         """A checkpoint's tensors, of which every rank has its own."""
-        parts = [rank[key] if group is None else rank[key][group] for rank in self.ranks]
+        parts = [rank[key][group] for rank in self.ranks]
         assert all(parts) and len({name for part in parts for name in part}) == sum(map(len, parts))
         return {name: value for part in parts for name, value in part.items()}
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, plain: dict[str, dict[str, Any]]) -> dict[str, Run]:
-    """The runs of two ranks by name."""
-    run_ranks(follow, RANKS, str(folder), timeout=400)
-    return {name: Run(folder, name) for mode in MODES for name in (mode, f"{mode}-bf16")}
+    """The runs of two ranks by mode."""
+    ranks = run_ranks(follow_on_ranks, RANKS, folder, timeout=400)
+    return {mode: Run([rank[mode] for rank in ranks]) for mode in MODES}
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -271,15 +230,16 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 @pytest.mark.parametrize("mode", MODES)
 def test_updates_and_average_are_those_of_one_process(mode: str, runs: dict[str, Run], plain: dict[str, Any]) -> None:
     run, expected = runs[mode], plain[mode]
-    assert_same(run.whole("start"), expected["start"])
-    assert run["norms"][:UPDATES] == pytest.approx(expected["norms"][:UPDATES], rel=1e-5)
+    assert_same(run.whole("start"), expected["start"]["weights"])
+    assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert min(expected["norms"]) > 10 * CONFIG.max_grad_norm  # all are clipped
-    assert run["rates"] == pytest.approx([0.5 * CONFIG.learning_rate, CONFIG.learning_rate])
-    assert_close(run.whole("end"), expected["end"])
-    assert not any(torch.equal(expected["end"][name], value) for name, value in expected["start"].items())
-    assert_close(run.whole("average", None), expected["average"])
+    assert run["rates"] == expected["rates"] == pytest.approx([0.5 * CONFIG.learning_rate, CONFIG.learning_rate])
+    for key in ("end", "average"):
+        assert_close(run.whole(key), expected[key]["weights"])
+    for name, value in expected["start"]["weights"].items():
+        assert not torch.equal(expected["end"]["weights"][name], value)
     for rank in run.ranks:
-        for found, velocity in zip(rank["velocity"][:2], expected["velocity"], strict=True):
+        for found, velocity in zip(rank["velocity"], expected["velocity"], strict=True):
             torch.testing.assert_close(found, velocity, rtol=1e-4, atol=1e-4)
 
 
@@ -295,34 +255,36 @@ def test_the_anchor_comes_and_goes_bit_for_bit(mode: str, runs: dict[str, Run]) 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoints_of_one_process_and_of_ranks_are_interchangeable(
-    mode: str, runs: dict[str, Run], plain: dict[str, Any], folder: Path
+    mode: str, runs: dict[str, Run], plain: dict[str, Any]
 ) -> None:
     run, expected = runs[mode], plain[mode]
-    assert_same(run.whole("loaded"), expected["end"])
-    assert_same(run.whole("loaded", "optimizer"), expected["state"])
+    for group in ("weights", "optimizer"):
+        assert_same(run.whole("loaded", group), expected["end"][group])
     assert run["norms"][UPDATES] == pytest.approx(expected["norms"][UPDATES], rel=1e-6)
-    assert_close(run.whole("resumed"), expected["next"])
-    assert_same(run.whole("loaded anchor", None), expected["end"])
-    assert_same(run.whole("refreshed", None), run.whole("resumed"))
+    assert_close(run.whole("resumed"), expected["resumed"]["weights"])
+    assert_same(run.whole("loaded anchor"), expected["end"]["weights"])
+    assert_same(run.whole("refreshed"), run.whole("resumed"))
     # The other way: the ranks' checkpoint gives one process its next update.
-    one = Plain(mode)
-    assert_close(run.whole("end", "optimizer"), torch.load(folder / f"{mode}.pt")["optimizer"], 1e-4)
-    one.load({group: run.whole("end", group) for group in ("weights", "optimizer")})
-    one.optimizer.schedulers[0].optimizer.param_groups[0]["lr"] = CONFIG.learning_rate
-    one.update(UPDATES)
-    assert_close(one.weights(), expected["next"], 2e-5)
+    assert_close(run.whole("end", "optimizer"), expected["end"]["optimizer"], 1e-4)
+    policy = make_policy(mode)
+    engine = make_engine(policy, mode, World())
+    engine.load_tensors(Source({group: run.whole("end", group) for group in ("weights", "optimizer")}))
+    engine.load_state({"updates": UPDATES})
+    make_gradient(policy, engine, UPDATES)
+    engine.step()
+    assert_close(engine.tensors()["weights"], expected["resumed"]["weights"], 2e-5)
 
 
 def test_an_adapter_is_saved_whole(runs: dict[str, Run], folder: Path) -> None:
-    start = {name.replace(".default.", "."): value for name, value in Plain("lora").weights().items()}
+    expected = load_file(folder / "adapter-0-of-1" / ADAPTER_FILE)
     for number in range(RANKS):
-        assert_same(load_file(folder / f"adapter-{number}" / ADAPTER_FILE), start)
+        assert_same(load_file(folder / f"adapter-{number}-of-{RANKS}" / ADAPTER_FILE), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run]) -> None:
-    run, start = runs[f"{mode}-bf16"], Plain(mode).weights()
-    assert_same(run.whole("start", None), start)
+def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run], plain: dict[str, Any]) -> None:
+    run = runs[mode]
+    assert_same(run.whole("bf16 start"), plain[mode]["start"]["weights"])
     reference = make_policy(mode, bf16=True)
     if mode == "full":
         cast_weights(reference.transformer, torch.bfloat16)
@@ -330,11 +292,11 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
         for parameter in trainable_parameters(reference.transformer).values():
             parameter.data = parameter.data.bfloat16().float()
     # Bit for bit: no rounded timestep, no other rounding than the weights'.
-    assert torch.equal(run["velocity"], sample(reference))
+    assert torch.equal(run["bf16 velocity"], sample(reference))
     assert run["types"] == {torch.bfloat16}
     # Steps smaller than bfloat16 can hold are kept.
-    assert not any(torch.equal(value, value.bfloat16().float()) for value in run.whole("end", None).values())
-    assert run["norm"] == pytest.approx(Plain(mode).update(0), rel=0.1)
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in run.whole("bf16 end").values())
+    assert run["bf16 norm"] == pytest.approx(plain[mode]["norms"][0], rel=0.1)
 
 
 def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +305,10 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):
         zero.DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
-        zero._import_deepspeed(torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__="0.15.0"))
-    with pytest.raises(ConfigError, match=rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"):
-        zero._import_deepspeed(torch.device("cpu"))
+    for installed, message in (
+        (None, r"pip install 'sage-fast\[deepspeed\]'"),
+        (SimpleNamespace(__version__="0.15.0"), rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"),
+    ):
+        monkeypatch.setitem(sys.modules, "deepspeed", installed)
+        with pytest.raises(ConfigError, match=message):
+            zero._import_deepspeed(torch.device("cpu"))

@@ -1,67 +1,27 @@
 """Weights over ranks: settings that would do nothing are refused, and those that do something change no number."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.parallelize import Gathering, _resolve_keep_gathered, parallelize
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.backbone import velocity
-from tests.conftest import TINY_RUN
-from tests.distributed.ranks import join, run_ranks
+from tests.distributed.ranks import run_ranks, train, write_run
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 from tests.run.test_run import MakeRun
 
 
-def write_run(model: Path, folder: Path) -> str:
-    """A run that trains every weight, two videos of a group on each of two ranks."""
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
-    tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
-    tree["training"] = {"mode": "full", "num_updates": 2}
-    tree |= {"model": {"path": str(model), "device": "cpu", "adaln": "weights"}, "output_dir": str(folder / "run")}
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(tree))
-    return str(file)
-
-
-def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of two updates, and the whole weights in the end."""
-    from sage_fast.config.load import load_config
-    from sage_fast.run.run import build_trainer
-
-    config = load_config(file, words)
-    trainer = build_trainer(config, join(config))
-    records = [trainer.iterate() for _ in range(2)]
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in trainer.parameters.items()}
-    return records, {name: value.detach() for name, value in whole.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_shards_in_cpu_memory_train_alike(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
-    file = write_run(tiny_model, tmp_path)
-    words = [f"--optimizer.name={optimizer}", "--rollout.batch_size=2"]
-    expected, weights = run_ranks(train, 2, file, words)[0]
-    given, offloaded = run_ranks(train, 2, file, [*words, "--distributed.cpu_offload=true"])[0]
-    for before, after in zip(expected, given, strict=True):
-        assert {k: v for k, v in before.items() if "time/" not in k} == {
-            k: v for k, v in after.items() if "time/" not in k
-        }
-    assert all(torch.equal(weights[name], offloaded[name]) for name in weights)
-
-
 def test_weights_gathered_in_bfloat16_have_ratio_one(tiny_model: Path, tmp_path: Path) -> None:
     """Rollout and update gather the same numbers; masters stay float32."""
-    words = ["--rollout.batch_size=2", "--distributed.param_dtype=bfloat16"]
-    for records, weights in run_ranks(train, 2, write_run(tiny_model, tmp_path), words):
-        assert all(record["ratio/first_max_deviation"] == 0.0 for record in records)
+    file = write_run(tiny_model, tmp_path, training={"mode": "full"}, rollout={"batch_size": 2})
+    for records, _, weights in run_ranks(train, 2, file, ["--distributed.param_dtype=bfloat16"]):
+        assert [record["ratio/first_max_deviation"] for record in records[:-1]] == [0.0, 0.0]
         assert {w.dtype for w in weights.values()} == {torch.float32}
 
 
@@ -76,33 +36,24 @@ def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, wor
     return parallelize(transformer, *sections, world, torch.device("cpu"), kl_position_fraction=share)
 
 
+SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1"]
 # Every video is differentiated at two of its four steps, drawn for itself.
-SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1", "--distributed.keep_gathered=never"]
-ZERO = "--distributed.zero_stage=2"
-OTHER_STEPS = [*SINGLE_PASS[:2], "--training.timestep_fraction=0.5"]
+OTHER_STEPS = [*SINGLE_PASS, "--training.timestep_fraction=0.5"]
+NEVER, ZERO = "--distributed.keep_gathered=never", "--distributed.zero_stage=2"
+BF16 = ["--distributed.param_dtype=bfloat16", "--training.mode=full"]
 
 
 @pytest.mark.parametrize(
     ("words", "world", "expected"),
     [
-        (["--distributed.keep_gathered=never"], ALONE_OR_REPLICATED, "keep_gathered is never, but nothing is gathered"),
+        ([NEVER], ALONE_OR_REPLICATED, "keep_gathered is never, but nothing is gathered"),
         (["--distributed.keep_gathered=rollout"], TWO_REPLICAS, "Set it to auto, or .* raise distributed.dp_shard"),
         (["--distributed.cpu_offload=true"], TWO_REPLICAS, "cpu_offload moves shards"),
-        (["--distributed.cpu_offload=true"], ALONE_OR_REPLICATED, "was not launched"),
-        (
-            ["--distributed.param_dtype=bfloat16", "--training.mode=full", "--model.forward=stock"],
-            TWO_SHARDS,
-            "Set model.forward to fused, or param_dtype to float32",
-        ),
-        ([*OTHER_STEPS, "--distributed.keep_gathered=never"], TWO_SHARDS, "Set keep_gathered to rollout, .*two_phase"),
+        ([*BF16, "--model.forward=stock"], TWO_SHARDS, "Set model.forward to fused, or param_dtype to float32"),
         ([*OTHER_STEPS, "--distributed.cpu_offload=true"], TWO_SHARDS, "Set cpu_offload to false, .*two_phase"),
-        (
-            [ZERO, "--optimizer.name=muon"],
-            TWO_REPLICAS,
-            r"optimizer\.name is 'muon', but with distributed\.zero_stage 2",
-        ),
-        ([ZERO, *SINGLE_PASS[:2]], TWO_REPLICAS, r"single_pass', but .*zero_stage 2"),
-        ([*SINGLE_PASS, "--objective.kl_position_fraction=0.5"], TWO_SHARDS, "kl_position_fraction 0.5.*two_phase"),
+        ([ZERO, "--optimizer.name=muon"], TWO_REPLICAS, r"optimizer\.name is 'muon', but with .*zero_stage 2"),
+        ([ZERO, *SINGLE_PASS], TWO_REPLICAS, r"single_pass', but .*zero_stage 2"),
+        ([*SINGLE_PASS, NEVER, "--objective.kl_position_fraction=0.5"], TWO_SHARDS, "fraction 0.5.*two_phase"),
     ],
 )
 def test_settings_that_do_nothing_or_exclude_each_other_are_refused(

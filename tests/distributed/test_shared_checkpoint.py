@@ -3,10 +3,8 @@
 import errno
 import math
 import os
-import resource
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from sage_fast.checkpoint import (
     list_checkpoints,
     open_checkpoint,
     verify_checkpoint,
-    writer,
 )
 from sage_fast.checkpoint import folder as folder_module
 from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
@@ -99,16 +96,11 @@ def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in whole.items()} | {"step": step, "adapter": adapter}
 
 
-def expected() -> dict[str, Tensor]:
-    weights = {name: p.detach() for name, p in model().named_parameters()}
-    momenta = {f"{name}.exp_avg": p * 3 for name, p in weights.items()}
-    return weights | momenta | {"step": torch.tensor(40.0), "adapter": torch.arange(12.0).view(3, 4)}
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+def expected() -> dict[str, Any]:
+    found = {"step": 40.0, "adapter": torch.arange(12.0).view(3, 4).tolist()}
+    for name, parameter in model().named_parameters():
+        found |= {name: parameter.tolist(), f"{name}.exp_avg": (parameter * 3).tolist()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -119,21 +111,14 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_two_ranks_read_it_bit_for_bit(of_four: Path) -> None:
-    for found in run_ranks(load, 2, str(of_four), {"dp_shard": 2}):
-        assert_equal(found, expected())
-
-
-def test_one_process_reads_it_bit_for_bit(of_four: Path) -> None:
-    checkpoint = open_checkpoint(of_four / "update-000040")
-    weights, optimizer = dict(checkpoint.tensors["weights"]), dict(checkpoint.tensors["optimizer"])
-    assert_equal(weights, {name: p.detach() for name, p in model().named_parameters()})
-    assert_equal(
-        {n: v for n, v in optimizer.items() if n.endswith("avg")}, {f"{n}.exp_avg": p * 3 for n, p in weights.items()}
-    )
-    assert checkpoint.tensors["replicated"]["half"].dtype == torch.bfloat16
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_number_of_ranks_reads_it_bit_for_bit(of_four: Path, ranks: int) -> None:
+    for found in run_ranks(load, ranks, str(of_four), {"dp_shard": ranks}):
+        assert {name: value.tolist() for name, value in found.items()} == expected()
     # What one rank alone has is written by it.
+    checkpoint = open_checkpoint(of_four / "update-000040")
     assert [float(checkpoint.read("single", f"of.rank.{rank}")[0]) for rank in range(4)] == [0, 1, 2, 3]
+    assert checkpoint.tensors["replicated"]["half"].dtype == torch.bfloat16
     assert checkpoint.shapes["weights"]["0.weight"] == (7, 6)
 
 
@@ -193,38 +178,28 @@ def test_what_one_rank_cannot_read_stops_all(of_four: Path) -> None:
     assert all(answer.startswith("unreadable: ") and "rank 1" in answer for answer in ranks[0])
 
 
-def disturb(where: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> Callable[[Path], None] | None:
-    """Let one rank fail at one moment of a save."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    if where == "extra" and rank == 0:
-        return full
-    if where == "copy" and rank == 1:
-        monkeypatch.setattr(CheckpointWriter, "_copy", full)
-    if where == "shard" and rank == 1:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
-    if where == "sum" and rank == 1:
-        monkeypatch.setattr(writer, "describe_files", full)
-    if where == "manifest" and rank == 0:
-        monkeypatch.setattr(writer, "write_manifest", full)
-    return None
+def adapter(folder: Path) -> None:
+    """Other files of a checkpoint."""
 
 
-def fail(root: str, where: str, asynchronous: bool) -> tuple[str, list[str], list[str]]:
-    """A checkpoint, one that a rank cannot write, and another: the error, and what is there after it and at the end."""
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def fail(root: str, call: str, culprit: int, asynchronous: bool) -> tuple[str, list[str], list[str]]:
+    """A checkpoint, one in which a call of one rank fails, and another: the error, and what is there after it and at
+    the end.
+    """
     world = join()
     data = contents(world, sharded(world, model()))
     with CheckpointWriter(Path(root), keep_last=2, asynchronous=asynchronous, world=world) as saver:
         saver.save(1, data)
         saver.wait()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(CheckpointError) as error:
-            saver.save(2, data, extra=disturb(where, monkeypatch, world.rank))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
+            if world.rank == culprit:
+                patch.setattr(call, full)
+            saver.save(2, data, extra=adapter)
             saver.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
         after = sorted(path.name for path in Path(root).iterdir())
         dist.barrier()
@@ -236,17 +211,23 @@ def fail(root: str, where: str, asynchronous: bool) -> tuple[str, list[str], lis
 
 
 @pytest.mark.parametrize(
-    ("where", "culprit", "asynchronous"),
-    [("extra", 0, False), ("copy", 1, True), ("shard", 1, True), ("sum", 1, False), ("manifest", 0, True)],
+    ("call", "culprit", "asynchronous"),
+    [
+        (f"{__name__}.adapter", 0, False),
+        ("sage_fast.checkpoint.writer.CheckpointWriter._copy", 1, True),
+        ("sage_fast.checkpoint.writer.FileSystemWriter.write_data", 1, True),
+        ("sage_fast.checkpoint.writer.describe_files", 1, False),
+        ("sage_fast.checkpoint.writer.write_manifest", 0, True),
+    ],
+    ids=lambda value: str(value).rpartition(".")[2],
 )
 def test_the_failure_of_one_rank_is_raised_by_all_and_loses_nothing(
-    tmp_path: Path, where: str, culprit: int, asynchronous: bool
+    tmp_path: Path, call: str, culprit: int, asynchronous: bool
 ) -> None:
-    ranks = run_ranks(fail, 2, str(tmp_path / "checkpoints"), where, asynchronous)
+    ranks = run_ranks(fail, 2, str(tmp_path / "checkpoints"), call, culprit, asynchronous)
     assert ranks[0] == ranks[1]
     message, after, last = ranks[0]
-    assert f"update-000002 on rank {culprit}: " in message
-    assert "resume with --resume auto" in message
+    assert f"update-000002 on rank {culprit}: " in message and "resume with --resume auto" in message
     assert after == ["update-000001"] and last == ["update-000001", "update-000003"]
 
 

@@ -5,17 +5,13 @@ rounding differs and nothing else does. It is kept from being amplified: AdamW's
 the reward (`rewards.py`) does not show the flip of a single byte of a video.
 """
 
-import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from sage_fast.records import RolloutRecord
-from tests.conftest import TINY_RUN
-from tests.distributed.ranks import join, run_ranks
+from tests.distributed.ranks import run_ranks, train, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -24,64 +20,39 @@ TOLERANCE = {"kl/position": 5e-6, "loss": 0.0, "log_ratio/mean": 0.0, "kl/veloci
 """Largest difference by metric where it is not 1e-5 relative. The loss is a mean of advantages, of which nothing but
 rounding is left; it is compared absolutely, to 1e-6, and the log-ratios of updates on their own rollout are zero."""
 
+KEPT = "--distributed.keep_gathered=rollout"
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     # name: ranks, data-parallel degree, words of the command line
     "replicated-2": (2, 2, []),
-    "fsdp-2": (2, 2, ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]),
-    "hsdp-2x2": (
-        4,
-        4,
-        ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
-    ),
+    "fsdp-2": (2, 2, ["--distributed.dp_shard=2", KEPT]),
+    "offloaded-2": (2, 2, ["--distributed.dp_shard=2", "--distributed.cpu_offload=true"]),
+    "hsdp-2x2": (4, 4, ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", KEPT]),
     "sp-4": (4, 1, ["--distributed.sp=4"]),
-    "fsdp-2-sp-2": (4, 2, ["--distributed.dp_shard=2", "--distributed.sp=2", "--distributed.keep_gathered=rollout"]),
+    "fsdp-2-sp-2": (4, 2, ["--distributed.dp_shard=2", "--distributed.sp=2", KEPT]),
     "zero-2": (2, 2, ["--distributed.zero_stage=2"]),
 }
 
 
-def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[RolloutRecord], dict[str, Tensor]]:
-    """Metrics by update with the evaluation last; what was scored in each rollout; weights in the end."""
-    from sage_fast.config.load import load_config
-    from sage_fast.run.run import build_trainer
-
-    config = load_config(file, words)
-    world = join(config)
-    trainer = build_trainer(config, world)
-    rollouts: list[RolloutRecord] = []
-    trainer.on_rollout = rollouts.append
-    records = []
-    while trainer.update < UPDATES:
-        records.append({k: v for k, v in trainer.iterate().items() if not k.startswith("time/")})
-    evaluation, _ = trainer.evaluate()
-    records.append({f"eval/{i}": reward for i, reward in enumerate(evaluation.reward)})
-    if config.distributed.zero_stage is not None:
-        owned = world.gather(trainer.engine.tensors()["weights"])
-        weights = {name: value for own in owned for name, value in own.items()}
-    else:
-        weights = {
-            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in trainer.parameters.items()
-        }
-    return records, rollouts, weights
-
-
 def written(model: Path, folder: Path, mode: str = "lora", **changes: dict[str, Any]) -> str:
     """File of the settings of a training; `changes` of its sections."""
-    sections: dict[str, dict[str, Any]] = json.loads(json.dumps(TINY_RUN))
-    sections["rollout"] |= {"num_generations": 4, "batch_size": VIDEOS, "micro_batch_size": 2, "num_steps": 3}
-    # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
-    sections["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
-    sections["objective"] = {"kl_mode": "dual"}
-    sections["reward"] = {
-        "rewards": ["tests.distributed.rewards:BrightShare"],
-        "weights": {"red": 1.0, "green": -0.5},
+    settings: dict[str, dict[str, Any]] = {
+        "rollout": {"batch_size": VIDEOS, "num_steps": 3},
+        "objective": {"kl_mode": "dual"},
+        "reward": {"rewards": ["tests.distributed.rewards:BrightShare"], "weights": {"red": 1.0, "green": -0.5}},
+        "optimizer": {"eps": 1e-4, "learning_rate": 1.0 if mode == "lora" else 1e-3},
+        "training": {"num_updates": UPDATES, "mode": mode, "anchor_interval": 2, "ema_decay": 0.9},
     }
-    sections["optimizer"] = {"name": "adamw", "eps": 1e-4, "learning_rate": 1.0 if mode == "lora" else 1e-3}
-    sections["training"] = {"num_updates": UPDATES, "mode": mode, "anchor_interval": 2, "ema_decay": 0.9}
     for section, values in changes.items():
-        sections[section] |= values
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(sections | {"output_dir": str(folder / "run")}))
-    return str(file)
+        settings[section] |= values
+    return write_run(model, folder, **settings)
+
+
+def train_on(layout: str, file: str, words: list[str]) -> list[Any]:
+    """Findings of every rank of a layout."""
+    ranks, degree, of_layout = LAYOUTS[layout]
+    if layout.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    return run_ranks(train, ranks, file, [*words, *of_layout, f"--rollout.batch_size={VIDEOS // degree}"])
 
 
 def assert_same_run(expected: Any, results: list[Any]) -> None:
@@ -97,29 +68,18 @@ def assert_same_run(expected: Any, results: list[Any]) -> None:
 _expected: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        ("replicated-2", "lora"),
-        ("fsdp-2", "lora"),
-        ("sp-4", "lora"),
-        ("fsdp-2-sp-2", "lora"),
-        ("zero-2", "lora"),
-        ("hsdp-2x2", "full"),
-        ("fsdp-2-sp-2", "full"),
-        ("zero-2", "full"),
-    ],
-)
+OF_LORA = ("replicated-2", "fsdp-2", "sp-4", "fsdp-2-sp-2", "zero-2")
+OF_FULL = ("hsdp-2x2", "offloaded-2", "fsdp-2-sp-2", "zero-2")
+
+
+@pytest.mark.parametrize(("layout", "mode"), [*product(OF_LORA, ["lora"]), *product(OF_FULL, ["full"])])
 def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    ranks, degree, words = LAYOUTS[layout]
-    if layout.startswith("zero"):
-        pytest.importorskip("deepspeed")
     file = written(tiny_model_4_heads, tmp_path, mode)
     if mode not in _expected:
         _expected[mode] = train(file, [])
     records, rollouts, _ = _expected[mode]
     assert max(r.get("kl/position", 0.0) for r in records) > 1e-7  # there is something to compare
-    results = run_ranks(train, ranks, file, [*words, f"--rollout.batch_size={VIDEOS // degree}"])
+    results = train_on(layout, file, [])
     assert_same_run(_expected[mode], results)
     for rank, (own_records, own_rollouts, _) in enumerate(results):
         assert [r.prompts for r in own_rollouts] == [r.prompts for r in rollouts]
@@ -131,44 +91,33 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
                 assert error <= tolerance * abs(value) + (1e-6 if name == "loss" else 1e-12), (rank, name, value)
 
 
-FORWARD = [
-    "--training.update=forward_process",
-    "--objective.kl_mode=moving",
-    "--rollout.sde_type=ode",
-    # Adapters of this size move far: a trust region that is a good part of the gradient.
-    "--forward_process.beta=1",
-]
+FORWARD = ["--training.update=forward_process", "--objective.kl_mode=moving", "--rollout.sde_type=ode"]
+# Adapters of this size move far: a trust region that is a good part of the gradient.
+FORWARD += ["--forward_process.beta=1"]
 
 
 @pytest.mark.parametrize("layout", ["fsdp-2", "sp-4", "zero-2"])
 def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    ranks, degree, words = LAYOUTS[layout]
-    if layout.startswith("zero"):
-        pytest.importorskip("deepspeed")
     file = written(tiny_model_4_heads, tmp_path)
     if "forward" not in _expected:
         _expected["forward"] = train(file, FORWARD)
-    results = run_ranks(train, ranks, file, [*FORWARD, *words, f"--rollout.batch_size={VIDEOS // degree}"])
+    results = train_on(layout, file, FORWARD)
     assert_same_run(_expected["forward"], results)
     for own_records, _, _ in results:
         for expected, given in zip(_expected["forward"][0], own_records, strict=True):
             assert given == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
-SHARED_START = ["--rollout.shared_initial_noise=true", "--rollout.sde_window.size=2"]
 DRAWS = {
-    "best-and-worst": (["--training.best_and_worst=1", *SHARED_START], "never"),
-    "single-pass": (
-        ["--training.update=single_pass", "--objective.kl_position_fraction=0.5", *SHARED_START],
-        "rollout",
-    ),
+    "never": ["--training.best_and_worst=1"],
+    "rollout": ["--training.update=single_pass", "--objective.kl_position_fraction=0.5"],
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_draws_do_not_depend_on_the_ranks(name: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", DRAWS, ids=["best-and-worst", "single-pass"])
+def test_draws_do_not_depend_on_the_ranks(keep: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
     """Two ranks that share weights, with groups that lie on both, and as many passes on each."""
-    given, keep = DRAWS[name]
+    given = [*DRAWS[keep], "--rollout.shared_initial_noise=true", "--rollout.sde_window.size=2"]
     file = written(tiny_model_4_heads, tmp_path, rollout={"batch_size": 4, "micro_batch_size": 1})
     expected = train(file, given)
     words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]

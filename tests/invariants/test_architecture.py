@@ -66,14 +66,10 @@ def lies_in(module: str, prefix: str) -> bool:
 # ------------------------------------------------------------------------------------------------ arrows
 
 
-def layers() -> list[list[str]]:
-    """The lines of CONTRIBUTING's list, from the top to the bottom."""
-    block = re.search(r"reads this list\.\n\n((?:    .*\n)+)", CONTRIBUTING)
-    assert block is not None
-    return [[f"sage_fast.{name}" for name in line.split()] for line in block[1].splitlines()]
-
-
-LAYERS = layers()
+BLOCK = re.search(r"reads this list\.\n\n((?:    .*\n)+)", CONTRIBUTING)
+assert BLOCK is not None
+LAYERS = [[f"sage_fast.{name}" for name in line.split()] for line in BLOCK[1].splitlines()]
+"""The lines of CONTRIBUTING's list, from the top to the bottom."""
 
 
 def layer_of(module: str) -> int:
@@ -87,9 +83,7 @@ def test_every_arrow_points_down_the_list_of_contributing() -> None:
     arrows = [(a, b) for a in sorted(FILES.keys() - SURFACE) for b in sorted(GRAPH[a])]
     assert len(arrows) > 200
     assert not [f"{a} -> {b}" for a, b in arrows if b in SURFACE or layer_of(a) > layer_of(b)]
-
-
-def test_contributing_lists_no_module_that_is_gone() -> None:
+    # Nor does the list name a module that is gone.
     assert not [name for names in LAYERS for name in names if not any(lies_in(module, name) for module in FILES)]
 
 
@@ -106,16 +100,13 @@ OWN = {
 }
 
 
-def test_the_algorithm_reaches_no_family_no_reward_and_nothing_that_serves_it() -> None:
+def test_the_algorithm_and_what_serves_it_reach_no_family_and_no_reward() -> None:
+    serving = {f"sage_fast.{name}" for name in ("run", "tools", "planning", "commands")}
     algorithm = {module for module in FILES if module.count(".") == 1 and FILES[module].name != "__init__.py"} - SURFACE
     assert "sage_fast.trainer" in algorithm and len(OWN) > 3
-    forbidden = OWN | {f"sage_fast.{name}" for name in ("run", "tools", "planning", "commands")}
-    assert not [m for m in sorted(reachable(*algorithm)) if any(lies_in(m, prefix) for prefix in forbidden)]
-
-
-def test_what_serves_the_algorithm_reaches_no_family_and_no_reward() -> None:
-    start = [m for m in FILES if any(lies_in(m, f"sage_fast.{n}") for n in ("run", "tools", "planning", "commands"))]
+    start = [module for module in FILES if any(lies_in(module, prefix) for prefix in serving)]
     assert not [m for m in sorted(reachable(*start)) if any(lies_in(m, prefix) for prefix in OWN)]
+    assert not [m for m in sorted(reachable(*algorithm)) if any(lies_in(m, prefix) for prefix in OWN | serving)]
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -123,10 +114,7 @@ def test_what_serves_the_algorithm_reaches_no_family_and_no_reward() -> None:
 
 def strings(module: str) -> Iterator[tuple[int, str]]:
     """Line and text of the strings of a module that its code uses: no docstrings, no examples of a command's help."""
-    skipped: set[int] = set()
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.Expr):
-            skipped |= {id(inner) for inner in ast.walk(node.value) if isinstance(node.value, ast.Constant)}
+    skipped = {id(node.value) for node in ast.walk(TREES[module]) if isinstance(node, ast.Expr)}
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.lineno, node.value
@@ -154,10 +142,8 @@ def test_the_top_level_is_the_algorithm_alone() -> None:
 
 
 def test_a_file_name_is_used_once() -> None:
-    named: dict[str, list[str]] = {}
-    for path in FILES.values():
-        named.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
-    assert not {stem: paths for stem, paths in named.items() if len(paths) > 1 and not stem.startswith("__")}
+    uses = Counter(path.stem for path in FILES.values() if not path.stem.startswith("__"))
+    assert not {stem for stem, count in uses.items() if count > 1}
 
 
 def test_a_folder_has_three_files_or_is_one() -> None:
@@ -194,11 +180,10 @@ def test_kernels_stand_on_torch_and_triton_alone() -> None:
 
 
 def test_one_module_meets_the_kernels() -> None:
-    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     meeting = {
         module
-        for module, path in files.items()
-        if any(name.split(".")[0] == "sage_kernels" for name in names_imported(ast.parse(path.read_text("utf-8"))))
+        for module, path in FILES.items()
+        if any(name.split(".")[0] == "sage_kernels" for name in names_imported(TREES[module]))
         or "torch.ops.sage_kernels" in path.read_text("utf-8")
     }
     assert meeting == {"sage_fast.kernels"}

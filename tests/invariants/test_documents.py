@@ -1,20 +1,16 @@
 """Documents against code: commands parse, Python blocks import, tables are those of code and committed results."""
 
-import argparse
 import ast
-import builtins
 import json
 import pkgutil
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import sage_fast
 from benchmarks import report
-from docs.tools import english, reference
-from sage_fast.commands.cli import add_commands
-from sage_fast.config.load import describe_keys
 from tests.commands.programs import check_command, check_extras
 from tests.test_sde import dispersion_rows, leftover_rows
 
@@ -48,9 +44,8 @@ def documented_commands() -> list[str]:
 
 
 def test_the_documents_are_full_of_commands() -> None:
-    programs = [command.split()[0] for command in documented_commands()]
-    assert programs.count("sage-fast") >= 35 and programs.count("hf") >= 6 and programs.count("torchrun") >= 6
-    assert programs.count("make") >= 9 and programs.count("python") >= 15
+    found = Counter(command.split()[0] for command in documented_commands())
+    assert found >= Counter({"sage-fast": 35, "python": 15, "make": 9, "hf": 6, "torchrun": 6})
 
 
 @pytest.mark.parametrize("command", documented_commands())
@@ -79,34 +74,16 @@ def test_every_extra_that_is_named_exists() -> None:
         check_extras(text)
 
 
-GIVEN = {"pipe": "a diffusers pipeline"}
-"""Names that an example takes for granted."""
+EXAMPLES = [
+    (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
+"""Page and source of every Python block."""
 
 
-def examples() -> list[tuple[str, str]]:
-    """Page and source of every Python block."""
-    return [
-        (page, code) for page, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    ]
-
-
-@pytest.mark.parametrize(("page", "code"), examples())
-def test_a_python_block_imports_what_exists_and_uses_what_it_has(page: str, code: str) -> None:
-    tree = ast.parse(code)
-    known = {*vars(builtins), *GIVEN}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                exec(compile(ast.Module([node], []), page, "exec"), {})
-                known |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-            case ast.FunctionDef() | ast.ClassDef():
-                known.add(node.name)
-            case ast.arg():
-                known.add(node.arg)
-            case ast.Name(ctx=ast.Store()):
-                known.add(node.id)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert used <= known, page
+@pytest.mark.parametrize(("page", "code"), EXAMPLES)
+def test_a_python_block_parses_and_imports_what_exists(page: str, code: str) -> None:
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), page, "exec"), {})
 
 
 def test_the_readme_shows_the_demos_results() -> None:
@@ -126,25 +103,6 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command."""
-    added = argparse.ArgumentParser().add_subparsers()
-    add_commands(added)
-    return dict(added.choices)
-
-
-def test_the_reference_has_every_command_option_and_key() -> None:
-    commands, keys = reference.commands(), reference.configuration()
-    help_of = subparsers()
-    assert all(f"\n\n## sage-fast {name}\n" in commands for name in help_of)
-    options = {word for parser in help_of.values() for action in parser._actions for word in action.option_strings}
-    assert len(options) > 25
-    assert not [word for word in options - {"-h", "--help"} if f"`{word}`" not in commands]
-    leaves = re.findall(r"^  --([a-z][\w.]+)", describe_keys(), re.M)
-    assert len(leaves) > 80
-    assert not [key for key in leaves if f"| `{key}` |" not in keys]
-
-
 def test_the_api_page_names_what_exists() -> None:
     names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference/api.md"], re.M)
     for name in names:
@@ -159,38 +117,20 @@ def test_every_test_that_a_page_names_is_there() -> None:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (page, test)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ('"""Whether it holds."""\nx = 1', 1),
-        ("x = 1  # it is no file; besides, this is to change", 3),
-        ('def f():\n    """Return x. What has no name\n    was told anew of its own."""', 4),
-        ('"""True if there is no file, which is no longer than 3; that is not code: `told`, "anew"."""', 0),
-    ],
-)
-def test_the_check_of_the_english(text: str, count: int) -> None:
-    parts = english.prose_of_code(text)
-    assert len([c for _, part, opening in parts for c in english.complaints(part, opening=opening)]) == count
-
-
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
     presets = PAGES["docs/performance.md"].split("<!-- benchmark presets: begin -->\n")[1].split("<!--")[0]
     monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in the test below
     found = report.read_results(report.committed_files())
-    for name in report.DOCUMENTS:
-        text = (ROOT / name).read_text("utf-8")
+    texts = {name: (ROOT / name).read_text("utf-8") for name in report.DOCUMENTS}
+    for name, text in texts.items():
         assert report.document(text, found) == text, name
+    assert all(f"<!-- benchmark {name}: begin -->" in "".join(texts.values()) for name in report.BLOCKS)
 
 
 @pytest.mark.slow
 def test_the_table_of_presets_is_what_the_planner_finds() -> None:
     assert report.presets_block([]) in PAGES["docs/performance.md"]
-
-
-def test_every_block_stands_in_a_document() -> None:
-    text = "".join((ROOT / name).read_text("utf-8") for name in report.DOCUMENTS)
-    assert all(f"<!-- benchmark {name}: begin -->" in text for name in report.BLOCKS)
 
 
 def test_the_documented_tables_are_what_the_code_gives() -> None:

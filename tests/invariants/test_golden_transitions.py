@@ -16,12 +16,9 @@ import torch
 from sage_fast.sde import sigma_schedule, transition, transition_table
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "transitions.json").read_text())
+NAMES = ("num_steps", "shift", "eta", "step")
 CASES = [
-    pytest.param(
-        case,
-        sde_type,
-        id=f"{sde_type}-T{case['num_steps']}-shift{case['shift']:g}-eta{case['eta']:g}-step{case['step']}",
-    )
+    pytest.param(case, sde_type, id="-".join([sde_type, *(f"{name} {case[name]:g}" for name in NAMES)]))
     for case in GOLDEN["cases"]
     for sde_type in case["expected"]
 ]

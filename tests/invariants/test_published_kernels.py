@@ -6,8 +6,6 @@ twins, which takes a fraction of the interpreter's time.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from sage_fast.config.sections import TrainingConfig
 from sage_fast.run.run import build_trainer
 from sage_kernels import common, launchers, registry
 from sage_kernels.tracer import backward_call
-from tests.invariants.paired_training import MakeRun
+from tests.run.test_run import MakeRun
 
 SPECS = registry.specs()
 TYPES = inspect.get_annotations(TrainingConfig)
@@ -69,16 +67,13 @@ def switches(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, object], ...
 
 def benchmark_variants() -> set[Variant]:
     """Cases of the benchmark, on the meta device."""
-    calls: list[Callable[[], object]] = []
-    for spec in SPECS.values():
-        for case in spec.bench_cases:
-            inputs = spec.make_inputs(case, spec.bench_dtype, "meta", None)
-            calls.append(partial(spec.op, **inputs))
-            if spec.differentiable:
-                calls.append(backward_call(spec, case, inputs))
     with Recorder() as recorder:
-        for call in calls:
-            call()
+        for spec in SPECS.values():
+            for case in spec.bench_cases:
+                inputs = spec.make_inputs(case, spec.bench_dtype, "meta", None)
+                spec.op(**inputs)
+                if spec.differentiable:
+                    backward_call(spec, case, inputs)()
     return recorder.variants
 
 
@@ -99,7 +94,7 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
         "--rollout.micro_batch_size=2",
     ]
     for overrides in (*MODES, *OPTIONS):
-        trainer = build_trainer(tiny_run(*small, *overrides))
+        trainer = build_trainer(tiny_run("--model.kernels=triton", *small, *overrides))
         with Recorder() as recorder:
             trainer.iterate()
         # The forward process has no log-probability.

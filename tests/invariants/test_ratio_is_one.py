@@ -21,15 +21,6 @@ def test_the_ratio_of_every_on_policy_update_is_exactly_one(tiny_run: MakeRun, m
         assert record["log_ratio/mean"] == 0.0
 
 
-def test_several_updates_per_rollout_move_the_ratio(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(
-        tiny_run("--training.updates_per_rollout=2", "--training.num_updates=4", "--optimizer.learning_rate=0.01")
-    )
-    record = trainer.iterate()
-    assert trainer.update == 2 and trainer.rollouts == 1
-    assert record["ratio/max_deviation"] > 0 == record["ratio/first_max_deviation"]
-
-
 def test_bfloat16_base_keeps_float32_adapters_and_ratio_one(tiny_run: MakeRun) -> None:
     trainer = build_trainer(tiny_run("--model.dtype=bfloat16"))
     assert trainer.policy.transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16

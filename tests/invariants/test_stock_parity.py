@@ -1,6 +1,5 @@
 """From prompt to pixels, this project against diffusers' `HunyuanVideo15Pipeline` on the same tiny checkpoint."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(stock, load_components(ModelConfig(family="hunyuan15", path=str(folder), device="cpu")))
 
 
-def sample(model: Model, prompt: str, guidance_scale: float = GUIDANCE) -> Trajectory:
+def sample(model: Model, prompt: str, guidance_scale: float) -> Trajectory:
     """Our ODE rollout of one prompt."""
     embeds, unconditional = model.ours.prompt_encoder.encode([prompt, ""])
     samples = [Sample(prompt=Prompt(text=prompt, index=0), embeds=embeds, member=0)]
@@ -92,40 +91,21 @@ def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, prompt: s
     assert (len(ours.glyph) > 0) == ('"' in prompt or "“" in prompt)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_velocities_and_latents_after_every_step(model: Model, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# A model with distilled guidance runs at scale 1, where the stock guider makes the conditional forward alone.
+@pytest.mark.parametrize(("prompt", "scale"), [*((prompt, GUIDANCE) for prompt in PROMPTS), (PROMPTS[1], 1.0)])
+def test_every_step_and_the_frames(model: Model, prompt: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stock pipeline rounds timesteps and latents to the model's dtype, which in float32 loses nothing."""
-    ours = sample(model, prompt)
-    velocities, states, _ = run_stock(model.stock, prompt, ours.latents[0], monkeypatch)
+    ours = sample(model, prompt, scale)
+    monkeypatch.setattr(model.stock.guider, "guidance_scale", scale)
+    velocities, states, frames = run_stock(model.stock, prompt, ours.latents[0], monkeypatch)
     assert len(velocities) == STEPS
     for step, state in enumerate([*ours.latents[1:], ours.final]):
         torch.testing.assert_close(ours.velocities[step], velocities[step], rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(state, states[step], rtol=1e-4, atol=2e-5)
     assert (ours.final - ours.latents[0]).abs().mean() > 0.1, "the comparison is of something that moves"
-
-
-def test_without_guidance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with distilled guidance runs at scale 1, where the stock guider makes the conditional forward alone."""
-    ours = sample(model, PROMPTS[1], guidance_scale=1.0)
-    monkeypatch.setattr(model.stock.guider, "guidance_scale", 1.0)
-    _, states, _ = run_stock(model.stock, PROMPTS[1], ours.latents[0], monkeypatch)
-    torch.testing.assert_close(ours.final, states[-1], rtol=1e-4, atol=2e-5)
-
-
-def test_frames(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = sample(model, PROMPTS[0])
-    _, states, frames = run_stock(model.stock, PROMPTS[0], ours.latents[0], monkeypatch)
     expected = (frames * 255).round().to(torch.uint8)
     assert expected.float().std() > 20
     assert torch.equal(model.ours.video_decoder.decode(states[-1])[0], expected)
     # From our own final latents a pixel near a tie may round the other way.
     video = model.ours.video_decoder.decode(ours.final)[0]
     assert (video.int() - expected.int()).abs().max() <= 1
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Each test starts from the same global random state, which nothing here may use."""
-    state = torch.get_rng_state()
-    yield
-    assert torch.equal(torch.get_rng_state(), state)

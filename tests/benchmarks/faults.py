@@ -1,14 +1,15 @@
 """A supervised run in which everything goes wrong: `python -m tests.benchmarks.faults --output FILE`.
 
 A sticky error of CUDA, a hang where Python cannot stop it, and a crash each end a process; another one goes on with the
-next cell. The first cell waits until it is killed where FILE.wait exists.
+next cell. The second cell waits until it is killed where FILE.wait exists.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,11 +18,19 @@ from benchmarks import session as sessions
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite
 
-LIMIT, GRACE = 1.0, 1.0
-"""Seconds of the suite that hangs, and for Python to stop it."""
+
+def good(session: Session) -> Record:
+    return {}
 
 
-def sticky() -> Record:
+def killed(session: Session) -> Record:
+    """Wait to be killed, in the first of two runs."""
+    while session.path is not None and session.path.with_suffix(".wait").exists():
+        time.sleep(0.05)
+    return {}
+
+
+def sticky(session: Session) -> Record:
     """Fail as CUDA does: here, and whenever the device is asked for anything from now on."""
 
     def fail(device: torch.device) -> None:
@@ -31,55 +40,38 @@ def sticky() -> Record:
     return {}
 
 
-def hang() -> Record:
+def hang(session: Session) -> Record:
     """Wait where Python's signals do not arrive, as inside CUDA."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     time.sleep(3600.0)
     raise AssertionError
 
 
-def crash() -> Record:
+def crash(session: Session) -> Record:
     """End this process by a signal."""
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError
 
 
-def killed_once(session: Session) -> Record:
-    """Wait to be killed, in the first of two runs."""
-    assert session.path is not None
-    while session.path.with_suffix(".wait").exists():
-        time.sleep(0.05)
-    return {}
+def suite_of(name: str, *work: Callable[[Session], Record], limit: float = 60.0) -> Suite:
+    """Cells named as what they do."""
 
+    def cells(session: Session) -> list[Cell]:
+        return [Cell(suite=name, name=each.__name__, work=partial(each, session)) for each in work]
 
-def suite_of(name: str, **work: Callable[[], Record]) -> Suite:
-    """Cells of these names."""
-    cells = [Cell(suite=name, name=cell, work=function) for cell, function in work.items()]
-    return Suite(name=name, cells=lambda session: iter(cells), limit=LIMIT if name == "hanging" else 60.0)
-
-
-def waiting(session: Session) -> Iterator[Cell]:
-    """A cell that is done, and one in which the run is killed."""
-    yield Cell(suite="waiting", name="good", work=dict)
-    yield Cell(suite="waiting", name="killed", work=lambda: killed_once(session))
+    return Suite(name=name, cells=lambda session: iter(cells(session)), limit=limit)
 
 
 SUITES = (
-    Suite(name="waiting", cells=waiting),
-    suite_of("broken", sticky=sticky, next=dict),
-    suite_of("hanging", hang=hang),
-    suite_of("crashing", crash=crash, next=dict),
+    suite_of("waiting", good, killed),
+    suite_of("broken", sticky, good),
+    suite_of("hanging", hang, limit=1.0),
+    suite_of("crashing", crash, good),
 )
 
-
-def main(argv: Sequence[str]) -> int:
-    """As `benchmarks.device.main`."""
-    options = sessions.parser_of("faults", __doc__).parse_args(argv)
-    if options.started is None:
-        return sessions.supervise(("tests.benchmarks.faults",), argv)
-    sessions.GRACE = GRACE
-    return sessions.execute(SUITES, options, on_cpu=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    options = sessions.parser_of("faults", __doc__).parse_args()
+    if options.started is None:
+        sys.exit(sessions.supervise(("tests.benchmarks.faults",), sys.argv[1:]))
+    sessions.GRACE = 1.0
+    sys.exit(sessions.execute(SUITES, options, on_cpu=True))

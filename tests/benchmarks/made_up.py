@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from benchmarks.results import name_of
+
 COMMIT = "0123456789abcdef"
 
 
@@ -24,10 +26,6 @@ def environment(gpu: str | None = "NVIDIA H100 80GB HBM3") -> dict[str, Any]:
     }
 
 
-def parity(suite: str, *, passed: bool = True) -> dict[str, Any]:
-    return {"suite": suite, "needs": [], "status": "done", "errors": {"out": 1e-3}, "bounds": {}, "passed": passed}
-
-
 def timed(
     suite: str, step: str, shape: str, contender: str, median: float, *, needs: tuple[str, ...] = (), **more: Any
 ) -> dict[str, Any]:
@@ -37,20 +35,17 @@ def timed(
 
 def gpu_result() -> dict[str, Any]:
     """A run on an H100 in which every suite has something, and one attention backend is wrong."""
-    cells: dict[str, Any] = {
-        "ceilings copy": timed("ceilings", "copy", "", "device", 8e-4, bytes=2**31, rate=2700.0, unit="GB/s"),
-        "ceilings matmul": timed(
-            "ceilings", "matmul", "", "device", 1.5e-3, flop=2 * 8192**3, rate=730.0, unit="TFLOP/s"
-        ),
-    }
+    cells: dict[str, Any] = {}
 
-    def add(suite: str, step: str, shape: str, who: str, median: float, judge: str, **more: Any) -> None:
-        name = " ".join(part for part in (suite, step, shape, who) if part)
-        cells[f"{suite} parity {judge}"] = parity(suite)
-        cells[name] = timed(suite, step, shape, who, median, needs=(f"{suite} parity {judge}",), **more)
+    def add(suite: str, step: str, shape: str, who: str, median: float, *, passed: bool = True, **more: Any) -> None:
+        parity = f"{suite} parity {who}"
+        cells[parity] = {"suite": suite, "needs": [], "status": "done", "errors": {"out": 1e-3}, "passed": passed}
+        cells[name_of(suite, step, shape, who)] = timed(suite, step, shape, who, median, needs=(parity,), **more)
 
+    add("ceilings", "copy", "", "device", 8e-4, bytes=2**31, rate=2700.0, unit="GB/s")
+    add("ceilings", "matmul", "", "device", 1.5e-3, flop=2 * 8192**3, rate=730.0, unit="TFLOP/s")
     for who, median in (("ours", 6e-5), ("eager", 4e-4), ("compiled", 1e-4)):
-        add("kernels", "adaln forward", "B", who, median, "adaln", bytes=2**27, rate=2237.0, unit="GB/s", share=0.83)
+        add("kernels", "adaln forward", "B", who, median, bytes=2**27, rate=2237.0, unit="GB/s", share=0.83)
     work = {"flop": 200e12, "rate": 512.0, "unit": "TFLOP/s", "share": 0.64}
     for step, who, median, gb in (
         ("forward", "P1", 1.8, 30.0),
@@ -62,18 +57,14 @@ def gpu_result() -> dict[str, Any]:
         ("train", "ours", 5.0, 55.0),
         ("single_pass", "ours", 5.2, 56.0),
     ):
-        add("transformer", step, "B", who, median, who, peak_memory_gb=gb, attention="cudnn", **work)
+        add("transformer", step, "B", who, median, peak_memory_gb=gb, attention="cudnn", **work)
     cells["transformer train B P2c"] = {"suite": "transformer", "needs": [], "status": "skipped: 180 s"}
-    for who, median in (("ours", 2.0), ("stock", 2.2)):
-        add("decode", "", "B", who, median, "B")
-    cells["attention parity wrong"] = parity("attention", passed=False)
-    cells["attention B wrong"] = timed("attention", "forward", "B", "wrong", 0.01, needs=("attention parity wrong",))
-    add("attention", "forward", "B", "cudnn", 0.017, "cudnn", rate=595.0, unit="TFLOP/s", share=0.75)
-    add("attention", "backward", "B", "cudnn", 0.05, "cudnn", rate=516.0, unit="TFLOP/s", share=0.65)
-    cells["iteration parity"] = parity("iteration")
-    iteration = timed("iteration", "2 videos of 4 steps", "B", "ours", 110.0, needs=("iteration parity",), videos=2)
-    cells["iteration B"] = iteration
-    lora = timed("sharded", "LoRA gradient", "B", "ours", 5.5)
-    lora["rows"] += timed("sharded", "LoRA gradient", "B", "unwrapped", 5.0)["rows"]
-    cells["sharded lora"] = lora
+    add("decode", "", "B", "ours", 2.0)
+    add("decode", "", "B", "stock", 2.2)
+    add("attention", "forward", "B", "wrong", 0.01, passed=False)
+    add("attention", "forward", "B", "cudnn", 0.017, rate=595.0, unit="TFLOP/s", share=0.75)
+    add("attention", "backward", "B", "cudnn", 0.05, rate=516.0, unit="TFLOP/s", share=0.65)
+    add("iteration", "2 videos of 4 steps", "B", "ours", 110.0, videos=2)
+    add("sharded", "LoRA gradient", "B", "ours", 5.5)
+    add("sharded", "LoRA gradient", "B", "unwrapped", 5.0)
     return {"environment": environment(), "smoke": False, "cells": cells}

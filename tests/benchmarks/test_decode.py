@@ -17,24 +17,20 @@ MakeSession = Callable[..., Session]
 
 
 @pytest.fixture
-def decoder() -> VAEDecoder:
-    return VAEDecoder(decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0)
+def contest() -> Contest:
+    decoder = VAEDecoder(decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0)
+    return Contest(decoder, decode.random_vae(decode.TINY, CPU, torch.float32), (4, 2, 2, 3))
 
 
-def contest_of(decoder: VAEDecoder, latent: tuple[int, int, int, int]) -> Contest:
-    return Contest(decoder, decode.random_vae(decode.TINY, CPU, torch.float32), latent)
-
-
-def test_stock_asks_its_own_mask_and_ours_never(decoder: VAEDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_asks_its_own_mask_and_ours_never(contest: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = []
     own = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
     counted = staticmethod(lambda *arguments, **options: masks.append(1) or own(*arguments, **options))
     monkeypatch.setattr(HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", counted)
-    contest = contest_of(decoder, (4, 2, 2, 3))
     assert contest.check() == {"errors": {"levels": 0.0}, "bounds": {"levels": 0}, "passed": True}
-    assert len(masks) == len(decoder.vae.decoder.mid_block.attentions)
+    assert len(masks) == len(contest.vae.decoder.mid_block.attentions)
     contest.ours()
-    assert len(masks) == len(decoder.vae.decoder.mid_block.attentions)
+    assert len(masks) == len(contest.vae.decoder.mid_block.attentions)
 
 
 def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,13 +43,12 @@ def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.Mo
     assert not results.succeeded(found.result)
 
 
-def test_both_decode_in_tiles_where_one_sample_does_not_fit(decoder: VAEDecoder) -> None:
-    decoder.memory_gib = 1e-6
-    contest = contest_of(decoder, (4, 1, 17, 2))
-    assert contest.tiled and contest.check()["passed"]
+def test_both_decode_in_tiles_where_one_sample_does_not_fit(contest: Contest) -> None:
+    contest.decoder.memory_gib = 1e-6
+    tiled = Contest(contest.decoder, contest.vae, (4, 1, 17, 2))
+    assert tiled.tiled and tiled.check()["passed"]
 
 
-def test_random_pixels_cover_their_range(decoder: VAEDecoder) -> None:
+def test_random_pixels_cover_their_range(contest: Contest) -> None:
     """A decoder of constant grey would agree with anything."""
-    videos = decoder.decode(torch.randn(1, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0)))
-    assert videos.float().std() > 10
+    assert contest.ours().float().std() > 10

@@ -1,6 +1,6 @@
 """A step under FSDP2 on one rank: what is wrapped is compared first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +13,11 @@ from benchmarks.session import Session
 from benchmarks.suites import sharded
 from benchmarks.workload import TINY, adapt, random_transformer
 from sage_fast.distributed.parallelize import fsdp_modules, shard_weights
-from sage_fast.distributed.world import World
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MakeSession = Callable[..., Session]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with sharded.one_rank(CPU) as world:
-        yield world
 
 
 def test_a_smoke_run_measures_both(session: MakeSession) -> None:
@@ -36,10 +29,14 @@ def test_a_smoke_run_measures_both(session: MakeSession) -> None:
     assert set(results.rows(found.result)["sharded", "LoRA gradient", "B"]) == {"unwrapped", "ours"}
 
 
-def test_what_is_measured_is_sharded(world: World) -> None:
+def test_what_is_measured_is_sharded_and_compared(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = random_transformer(TINY, CPU, torch.bfloat16)
     adapt(transformer)
-    engine = sharded.shard(transformer, world, CPU)
+    monkeypatch.setattr(sharded, "pooled_error", lambda given, exact: 0.6)
+    with sharded.one_rank(CPU) as world:
+        found = sharded.measure(session(), TINY, sharded.workload.SMOKE[1], world)
+        engine = sharded.shard(transformer, world, CPU)
+    assert found["status"].startswith("failed: FSDP2 differs") and "rows" not in found
     assert len(fsdp_modules(transformer)) == TINY["num_layers"] + 1 == len(engine.gathering.modules)
     assert engine.gathering.keep_gathered == "never"
     assert not any(isinstance(p, DTensor) for p in engine.parameters.values())
@@ -57,11 +54,3 @@ def test_other_weights_behind_the_wrapper_are_noticed(session: MakeSession, monk
     assert found.cells["sharded parity"]["errors"]["velocity"] > sharded.TOLERANCE
     assert found.cells["sharded lora"]["status"] == "skipped: sharded parity has not passed"
     assert not results.succeeded(found.result) and not dist.is_initialized()
-
-
-def test_the_first_step_at_full_size_is_compared_too(
-    session: MakeSession, monkeypatch: pytest.MonkeyPatch, world: World
-) -> None:
-    monkeypatch.setattr(sharded, "pooled_error", lambda given, exact: 0.6)
-    found = sharded.measure(session(), TINY, sharded.workload.SMOKE[1], world)
-    assert found["status"].startswith("failed: FSDP2 differs") and "rows" not in found

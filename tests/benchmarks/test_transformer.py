@@ -2,20 +2,17 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import goals, peers, results, roofline, workload
-from benchmarks import session as sessions
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.peers import Velocity
 from benchmarks.session import Session, Suite
@@ -25,7 +22,6 @@ from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
 from sage_fast.policy.lora import trainable_parameters
-from sage_fast.records import PromptEmbeds
 from sage_kernels.ops import gelu_tanh
 from tests.benchmarks.made_up import gpu_result
 
@@ -34,22 +30,10 @@ CPU = torch.device("cpu")
 SHAPE = SMOKE[1]
 
 
-def tiny(dtype: torch.dtype = torch.float64, num_layers: int = 2) -> HunyuanVideo15Transformer3DModel:
-    transformer = random_transformer(TINY | {"num_layers": num_layers}, CPU, dtype)
+def tiny(dtype: torch.dtype = torch.float64) -> HunyuanVideo15Transformer3DModel:
+    transformer = random_transformer(TINY, CPU, dtype)
     adapt(transformer)
     return transformer
-
-
-def test_work_is_what_torch_counts() -> None:
-    """The packed forward has no operation that the closed form lacks, and the other way round."""
-    with torch.device("meta"):
-        transformer = HunyuanVideo15Transformer3DModel(**TINY)
-        prompt = PromptEmbeds(text=torch.empty(SHAPE.text_tokens, 48), glyph=torch.empty(0, 32))
-        latents = torch.empty(1, *SHAPE.latent)
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad(), peers.packed(transformer, backend="cudnn") as velocity:
-        velocity(latents, torch.tensor([0.64]), prompt)
-    assert counter.get_total_flops() == forward_work(TINY, SHAPE).total
 
 
 def test_packed_peer_is_diffusers_without_padding() -> None:
@@ -72,24 +56,21 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
 def test_padded_peer_passes_what_the_pipeline_passes() -> None:
     transformer = random_transformer(TINY, CPU, torch.float32)
     inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
-    seen: dict[str, Any] = {}
-    hook = transformer.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    with torch.no_grad(), peers.padded(transformer, SHAPE) as velocity:
+    forward = Mock(wraps=transformer.forward)
+    with torch.no_grad(), patch.object(transformer, "forward", forward), peers.padded(transformer, SHAPE) as velocity:
         out = velocity(inputs.latents, inputs.sigma, inputs.conditional)
-    hook.remove()
+        expected = diffusers_velocity(transformer, inputs.latents, inputs.sigma, [inputs.conditional])
+    seen = forward.call_args_list[0].kwargs
     lengths = [seen[name].shape[1] for name in ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")]
     assert lengths == list(SHAPE.padding) and int(seen["encoder_attention_mask"].sum()) == SHAPE.text_tokens
-    with torch.no_grad():
-        expected = diffusers_velocity(transformer, inputs.latents, inputs.sigma, [inputs.conditional])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiler", [None, "eager"])
-def test_a_peer_leaves_the_transformer_as_it_was(compiler: str | None) -> None:
+def test_a_peer_leaves_the_transformer_as_it_was() -> None:
     transformer = tiny(torch.bfloat16)
     processors = transformer.attn_processors
     masters = {name: p.data_ptr() for name, p in trainable_parameters(transformer).items()}
-    with pytest.raises(KeyError), peers.packed(transformer, backend="sdpa", compiler=compiler):
+    with pytest.raises(KeyError), peers.packed(transformer, backend="sdpa"):
         assert transformer.attn_processors != processors
         assert {p.dtype for p in trainable_parameters(transformer).values()} == {torch.bfloat16}
         raise KeyError
@@ -108,47 +89,39 @@ def test_all_blocks_share_one_compilation() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@contextmanager
-def wrong(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
-    """A fused forward that is off by 2 %."""
+def off_by(factor: float) -> Callable[..., AbstractContextManager[Velocity]]:
+    """A fused forward whose velocity is multiplied."""
 
-    def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
+    @contextmanager
+    def fused(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
         with peers.packed(transformer, backend="sdpa", cast_adapters=False) as right:
-            return 1.02 * right(latents, sigma, prompt)
+            yield lambda *inputs: factor * right(*inputs)
 
-    yield velocity
+    return fused
 
 
 def run(session: Session, *names: str) -> dict[str, Any]:
     """Parity, and the cells of the transformer with these names."""
     chosen = [timed for timed in transformer.ORDER if timed.name in names]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "ORDER", chosen)
+    with patch.object(transformer, "ORDER", chosen):
         session.run(Suite(name="transformer", cells=transformer.cells))
     return session.cells
 
 
 def test_a_red_parity_leaves_no_ratio(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "fused", wrong)
+    monkeypatch.setattr(peers, "fused", off_by(1.02))
     found = session()
     cells = run(found, "forward B P2", "forward B ours")
     assert cells["transformer parity P2"]["passed"] and not cells["transformer parity ours"]["passed"]
     assert cells["transformer forward B ours"]["status"] == "skipped: transformer parity ours has not passed"
     assert cells["transformer forward B P2"]["status"] == "done"
-    assert not results.succeeded(found.result)
-    (line,) = [line for line in results.table(found.result).splitlines() if line.startswith("forward B vs P2 ")]
-    assert line.endswith("not measured")
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
 def test_a_forward_that_is_wrong_at_full_depth_only_is_not_timed(
-    session: MakeSession, value: float, monkeypatch: pytest.MonkeyPatch
+    session: MakeSession, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def constant(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
-        yield lambda latents, sigma, prompt: torch.full_like(latents, value)
-
-    monkeypatch.setattr(peers, "fused", constant)
+    monkeypatch.setattr(peers, "fused", off_by(factor))
     found = session({f"transformer parity {who}": {"status": "done", "passed": True} for who in ("P1", "P2", "ours")})
     cells = run(found, "forward B ours")
     assert "differs from P2" in cells["transformer forward B ours"]["status"]
@@ -189,6 +162,7 @@ def test_goals_are_judged(seconds: float, verdict: str) -> None:
     found = {outcome.name: outcome for outcome in goals.outcomes(result)}
     assert found["forward B vs P2"].verdict == verdict and found["forward A vs P2"].text == "not measured"
     assert found["video B: rollout, anchor, train"].text == "172 s, target met", "where less is better"
+    assert verdict not in "\n".join(goals.lines(result | {"smoke": True}))
 
 
 def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +175,7 @@ def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatc
     found = session()
     found.run(attention.SUITES[0])
     assert {who for contenders in results.rows(found.result).values() for who in contenders} == {"reference"}
-    assert any("sdpa: PARITY FAILED" in line for line in results.problems(found.result))
     assert attention.fastest(found.result) is None, "it is not chosen either"
-    assert not results.succeeded(found.result)
     assert "NVIDIA" in found.cells["attention parity flash3"]["status"], "what is absent is no failure"
 
 
@@ -231,21 +203,20 @@ def test_the_ends_of_attention_are_looked_at(fault: str, monkeypatch: pytest.Mon
     right = attention.gradients
 
     def wrong(tensors: list[Tensor], backend: str) -> list[Tensor]:
-        results = right(tensors, backend)
+        out, dq, *others = right(tensors, backend)
         rest = tensors[0].shape[1] % 128
         if backend == "sdpa" and fault == "last tokens" and rest == 127:
-            results[1][:, -rest:] *= 0.5
+            dq[:, -rest:] *= 0.5
         if backend == "sdpa" and fault == "padded keys" and rest:
             lse = attention.attention(*tensors[:3], backend="reference")[1]
-            results[1] = results[1] + 0.0 * (-lse).exp().transpose(1, 2)[..., None]
-        return results
+            dq = dq + 0.0 * (-lse).exp().transpose(1, 2)[..., None]
+        return [out, dq, *others]
 
     monkeypatch.setattr(attention, "gradients", wrong)
     sizes = [(attention.SMALL + remainder, 1) for remainder in attention.REMAINDERS]
-    found = attention.check("sdpa", CPU, sizes, 64)
-    assert not found["passed"] and "dq of " in found["reason"]
+    reason = attention.check("sdpa", CPU, sizes, 64)["reason"]
     # Without an offset exp(-lse) is small, and what is padded adds nothing.
-    assert found["reason"].count("dq") == (2 if fault == "last tokens" else found["reason"].count("very negative lse"))
+    assert reason.count("dq of ") == (2 if fault == "last tokens" else reason.count("very negative lse")) > 0
 
 
 @pytest.mark.slow
@@ -276,32 +247,10 @@ def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_a_whole_iteration(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the trainer of a run; a ratio other than 1 leaves no figure."""
-    found = session()
-    found.run(iteration.SUITES[0])
-    (row,) = found.cells["iteration B"]["rows"]
-    assert set(row["phases"]) == {"rollout", "decode", "reward", "anchor", "update"}
-    assert found.cells["iteration parity"]["errors"] == {"ratio": 0.0}
+def test_an_iteration_whose_first_ratios_are_not_1_has_no_figure(
+    session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(iteration.Trainer, "iterate", lambda self: {"ratio/first_max_deviation": 1e-3})
     found = session()
     found.run(iteration.SUITES[0])
-    assert not found.cells["iteration parity"]["passed"] and results.rows(found.result) == {}
-
-
-@pytest.mark.slow
-def test_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every contender and every step on the tiny model."""
-    file = tmp_path / "transformer.json"
-    assert sessions.main("transformer", ["--smoke", "--output", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "mean nothing" in printed and "forward B vs P2c" in printed
-    assert "target met" not in printed and "MISSES FLOOR" not in printed
-    result = json.loads(file.read_text("utf-8"))
-    every = (*transformer.ORDER, *transformer.COMPILED_ORDER)
-    cells = [result["cells"][f"transformer {timed.name}"] for timed in every]
-    assert {cell["status"] for cell in cells} == {"done"}
-    # Of a rollout, and a training step of P2, nothing is compared but the peer with itself.
-    assert all(0 <= cell["rows"][0]["difference_from_p2"] < transformer.FULL_DEPTH for cell in cells)
-    assert result["environment"]["packages"]["torch"] == version("torch")
-    assert {("attention", "forward", "A"), ("attention", "backward", "B")} <= results.rows(result).keys()
+    assert found.cells["iteration parity"]["errors"] == {"ratio": 1e-3} and results.rows(found.result) == {}

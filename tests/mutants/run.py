@@ -29,9 +29,9 @@ def read_mutants(wanted: list[str]) -> list[Mutant]:
     """Mutants whose name or file is wanted; all without a wish."""
     table = yaml.safe_load((ROOT / "tests/mutants/mutants.yaml").read_text("utf-8"))
     return [
-        (name, file, before, after, entry["tests"])
+        (name, file, before, after, tests or entry["tests"])
         for file, entry in table.items()
-        for name, (before, after) in entry["mutants"].items()
+        for name, (before, after, *tests) in entry["mutants"].items()
         if not wanted or any(word == name or file.endswith(word) for word in wanted)
     ]
 

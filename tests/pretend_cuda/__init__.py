@@ -14,25 +14,23 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 SOURCE = Path(__file__).with_name("device.cpp")
 PLACES = ("sage_fast", "sage_kernels", "benchmarks")
-GIB = 2**30
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "major": 9,
     "minor": 0,
-    "total_memory": 79 * GIB,
+    "total_memory": 79 * 2**30,
     "multi_processor_count": 132,
-    "uuid": "pretended",
-    "L2_cache_size": 50 * 2**20,
-    "shared_memory_per_block_optin": 232448,
 }
 
 waits: Counter[tuple[str, str]] = Counter()
@@ -88,12 +86,9 @@ def _load(library: Path) -> Any:
 
 def _place() -> str:
     """Innermost file and function of the project."""
-    frame = sys._getframe(1)
-    while frame is not None:  # type: ignore[unreachable]
-        path = Path(frame.f_code.co_filename)
-        if found := [name for name in PLACES if name in path.parts]:
-            return f"{'/'.join(path.parts[path.parts.index(found[0]) :])}:{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+    for frame, _ in traceback.walk_stack(None):
+        if any(name in Path(frame.f_code.co_filename).parts for name in PLACES):
+            return f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
     return "?"
 
 
@@ -112,12 +107,8 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
     extension.start(devices, _noted)
 
     def index(device: Any = None) -> int:
-        if isinstance(device, int) or device is None:
-            return extension.current() if device in (None, -1) else int(device)
-        found = torch.device(device)
-        if found.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        return extension.current() if found.index is None else found.index
+        number: int = torch.cuda._utils._get_device_index(device, optional=True)
+        return extension.current() if number < 0 else number
 
     def exchange(to: int) -> int:
         before = extension.current()
@@ -132,16 +123,6 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
             return torch.Event("cuda", enable_timing=enable_timing)
-
-    @contextmanager
-    def stream(given: Any) -> Iterator[None]:
-        before = torch.accelerator.current_stream()
-        torch.accelerator.set_stream(given or before)
-        yield
-        torch.accelerator.set_stream(before)
-
-    def generators(count: int = devices) -> list[Any]:
-        return [extension.generator(number) for number in range(count)]
 
     replaced: dict[str, Any] = {
         # A function for each name: Dynamo has rules by function.
@@ -158,22 +139,15 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
         "current_device": extension.current,
         "set_device": lambda d: extension.set_device(index(d)),
         "get_device_properties": lambda d=None: SimpleNamespace(**H100 | {"uuid": f"pretended-{index(d)}"}),
-        "get_device_capability": lambda d=None: (H100["major"], H100["minor"]),
-        "get_device_name": lambda d=None: H100["name"],
-        "get_arch_list": lambda: ["sm_90"],
         "synchronize": lambda d=None: extension.synchronize(index(d)),
         "_sleep": lambda cycles: None,
         "Stream": Stream,
         "Event": Event,
-        "stream": stream,
+        "stream": lambda given: given or nullcontext(),
         "current_stream": lambda d=None: torch.accelerator.current_stream(torch.device("cuda", index(d))),
-        "default_stream": lambda d=None: torch.Stream(stream_id=0, device_index=index(d), device_type=1),
-        "manual_seed": lambda seed: generators()[extension.current()].manual_seed(seed),
-        "manual_seed_all": lambda seed: [each.manual_seed(seed) for each in generators()],
-        "get_rng_state": lambda d="cuda": generators()[index(d)].get_state(),
-        "set_rng_state": lambda state, d="cuda": generators()[index(d)].set_state(state),
-        "get_rng_state_all": lambda: [each.get_state() for each in generators()],
-        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(generators(), states, strict=True)],
+        "manual_seed_all": lambda seed: [extension.generator(d).manual_seed(seed) for d in range(devices)],
+        "get_rng_state": lambda d="cuda": extension.generator(index(d)).get_state(),
+        "set_rng_state": lambda state, d="cuda": extension.generator(index(d)).set_state(state),
     }
     for name, value in replaced.items():
         for module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
@@ -200,6 +174,18 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
 _library: Any = None
 
 
+@contextmanager
+def _hosts(extension: Any, arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Arguments of an operator with their tensors on the host, where nothing counts as a wait of the program."""
+    import torch
+
+    extension.quiet(True)
+    try:
+        yield [extension.host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    finally:
+        extension.quiet(False)
+
+
 def _operators(extension: Any) -> None:
     """The three attention kernels of torch and the product with a float32 result."""
     global _library
@@ -211,16 +197,11 @@ def _operators(extension: Any) -> None:
         """The function over tensors of the host, with its results on the device."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            given = [a for a in arguments if isinstance(a, torch.Tensor)]
-            assert {tensor.device for tensor in given} == {given[0].device}, "tensors on several devices"
-            hosts = [extension.host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            extension.quiet(True)
-            try:
+            places = {a.device for a in arguments if isinstance(a, torch.Tensor)}
+            assert len(places) == 1, "tensors on several devices"
+            with _hosts(extension, arguments) as hosts:
                 found = function(*hosts, **options)
-                move = torch.utils._pytree.tree_map_only
-                return move(torch.Tensor, lambda t: t.to(given[0].device), found)
-            finally:
-                extension.quiet(False)
+                return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(*places), found)
 
         return run
 
@@ -238,22 +219,21 @@ def _operators(extension: Any) -> None:
         dq, dk = scores @ k.double(), scores.transpose(2, 3) @ q.double()
         return dq.to(q.dtype), dk.to(q.dtype), (weights.transpose(2, 3) @ wide).to(q.dtype)
 
-    def nothing(dtype: Any = torch.int64) -> Any:
-        return torch.empty(0, dtype=dtype)
+    nothing = (torch.empty(0, dtype=torch.int64),) * 3
 
     def flash(q: Any, k: Any, v: Any, *rest: Any, scale: float | None = None) -> Any:
         assert q.dtype in (torch.bfloat16, torch.float16), "the flash kernel computes in half precision"
         out, lse = softmax(q, k, v, scale)
-        return out, lse, None, None, q.shape[2], k.shape[2], nothing(torch.uint64), nothing(torch.uint64), nothing()
+        return out, lse, None, None, q.shape[2], k.shape[2], *nothing
 
     def flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: float) -> Any:
         assert rest[2:4] == (q.shape[2], k.shape[2]), "lengths"
         return gradients(grad, q, k, v, out, lse, scale)
 
-    def efficient(q: Any, k: Any, v: Any, bias: Any, *rest: Any, scale: float | None = None) -> Any:
+    def efficient(q: Any, k: Any, v: Any, *rest: Any, scale: float | None = None) -> Any:
         out, lse = softmax(q, k, v, scale)
         # Rows of the lse are whole multiples of 32.
-        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), nothing(), nothing()
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), *nothing[:2]
 
     def efficient_backward(
         grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *_: Any, scale: float
@@ -261,9 +241,9 @@ def _operators(extension: Any) -> None:
         assert lse.shape[-1] % 32 == 0, "rows of the lse"
         return *gradients(grad, q, k, v, out, lse[..., : q.shape[2]], scale), None
 
-    def cudnn(q: Any, k: Any, v: Any, bias: Any, *rest: Any, scale: float | None = None) -> Any:
+    def cudnn(q: Any, k: Any, v: Any, *rest: Any, scale: float | None = None) -> Any:
         out, lse = softmax(q, k, v, scale)
-        return out, lse[..., None], None, None, q.shape[2], k.shape[2], nothing(), nothing(), nothing()
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], *nothing
 
     def cudnn_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any, scale: float) -> Any:
         return gradients(grad, q, k, v, out, lse[..., 0], scale)
@@ -271,14 +251,9 @@ def _operators(extension: Any) -> None:
     def product(a: Any, b: Any, dtype: Any) -> Any:
         return (a.float() @ b.float()).to(dtype)
 
-    attention = "_scaled_dot_product_{}_attention"
-    for name, forward, backward in (
-        ("flash", flash, flash_backward),
-        ("efficient", efficient, efficient_backward),
-        ("cudnn", cudnn, cudnn_backward),
-    ):
-        _library.impl(attention.format(name), on_host(forward))
-        _library.impl(attention.format(name) + "_backward", on_host(backward))
+    for function in (flash, flash_backward, efficient, efficient_backward, cudnn, cudnn_backward):
+        name, _, backward = function.__name__.partition("_")
+        _library.impl(f"_scaled_dot_product_{name}_attention{backward and '_backward'}", on_host(function))
     _library.impl("mm.dtype", on_host(product))
 
 
@@ -311,14 +286,10 @@ def _kernels(extension: Any, jit: bool) -> None:
             given = launcher(*arguments)
             if not any(isinstance(a, torch.Tensor) and a.is_cuda for a in arguments):
                 return given
-            hosts = [extension.host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            extension.quiet(True)
-            try:
+            with _hosts(extension, arguments) as hosts:
                 for mine, theirs in zip(tree_leaves(given), tree_leaves(plain(*hosts)), strict=True):
                     assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.is_contiguous(), plain
                     mine.copy_(theirs)
-            finally:
-                extension.quiet(False)
             return given
 
         return run
@@ -340,20 +311,14 @@ def _compile(extension: Any) -> None:
     from triton.runtime.jit import JITFunction
 
     limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
-    utils = SimpleNamespace(
-        load_binary=lambda *_: (1, 1, 0, 0, 1024),
-        get_device_properties=lambda device: limits,
-        unload_module=lambda _: None,
-    )
+    loaded = {"load_binary.return_value": (1, 1, 0, 0, 1024), "get_device_properties.return_value": limits}
     driver.set_active(
-        SimpleNamespace(
-            utils=utils,
-            launcher_cls=lambda source, metadata: lambda *arguments: None,
+        Mock(
+            utils=Mock(**loaded),
             get_current_device=extension.current,
             get_current_stream=lambda device: 0,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
             get_active_torch_device=lambda: torch.device("cuda", extension.current()),
-            set_current_device=extension.set_device,
         )
     )
     compile_one = JITFunction._do_compile

@@ -1,16 +1,15 @@
-"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER [FAULT...]
+"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER
 
-It writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges. A fault changes one line of the
-sources as they are imported.
+It writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges.
 """
 
 import json
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -31,51 +30,11 @@ MODES: dict[str, list[str]] = {
 }
 """Training modes that are compared with the CPU."""
 
-FAULTS = {
-    "exchange without a wait": (
-        "distributed/engine.py",
-        "            torch.cuda.synchronize()\n",
-        "            pass\n",
-    ),
-    "save without a wait": ("checkpoint/writer.py", "            torch.cuda.synchronize()\n", "            pass\n"),
-    "launch on another device": ("sage_kernels/launch.py", "    with torch.cuda.device(device):", "    if True:"),
-    "noise on the host": (
-        "sage_fast/noise.py",
-        "dtype=torch.int64).to(device, non_blocking=True)",
-        "dtype=torch.int64)",
-    ),
-    "videos on the device": (
-        "toy/renderer.py",
-        "self._mean.to(latents.device)).cpu()",
-        "self._mean.to(latents.device))",
-    ),
-    "a copy that waits": ("rollout.py", ".to(advantage.device, non_blocking=True)", ".to(advantage.device)"),
-    "judged on the host": ("distributed/parallelize.py", ", computes_in=(device, dtype))", ")"),
-    "cudnn by torch's own choice": ("sage_fast/trainer.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
-}
-"""Faults that the tests must notice: file, a text of it, and its replacement."""
 
-
-def break_source(file: str, old: str, new: str) -> None:
-    """Import that file with one line changed."""
-    get_code = SourceFileLoader.get_code
-
-    def changed(self: SourceFileLoader, name: str) -> Any:
-        if not self.path.endswith(file):
-            return get_code(self, name)
-        text = Path(self.path).read_text("utf-8")
-        assert text.count(old) == 1, f"{file} has {text.count(old)} of {old!r}"
-        return compile(text.replace(old, new), self.path, "exec")
-
-    SourceFileLoader.get_code = changed  # type: ignore[method-assign]
-
-
-def numbers(tensors: dict[str, Any]) -> dict[str, list[float]]:
+def numbers(tensors: Iterable[Any]) -> list[float]:
     """Tensors as JSON, of sharded ones this rank's part."""
-    return {
-        name: getattr(t, "to_local", lambda t=t: t)().detach().double().cpu().flatten().tolist()
-        for name, t in tensors.items()
-    }
+    parts = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors)
+    return [number for part in parts for number in part.detach().double().cpu().flatten().tolist()]
 
 
 def write_run(folder: Path, **model: Any) -> Path:
@@ -97,32 +56,33 @@ def train(file: Path, *words: str) -> dict[str, Any]:
 
     from sage_fast.config.load import load_config, to_dict
     from sage_fast.distributed.start import rank_device, start_world
+    from sage_fast.run.metrics import read_metrics
     from sage_fast.run.run import Run
 
     config = load_config(file, words)
     device = rank_device(config.model.device)
     run = Run(config, start_world(config.distributed, config.training.mode, device, to_dict(config)))
-    before = numbers(run.trainer.parameters)
+    before = numbers(run.trainer.parameters.values())
     run.train()
-    rows = [json.loads(line) for line in (file.parent / "run/metrics.jsonl").read_text().splitlines()]
-    first = [row["ratio/first_max_deviation"] for row in rows if "ratio/first_max_deviation" in row]
+    rows = read_metrics(file.parent / "run/metrics.jsonl")
+    first = [row["ratio/first_max_deviation"] for row in rows if row["update"]]
     decoder = run.trainer.decoder
     latents = torch.zeros(1, *decoder.latent_shape(4, 16, 16), device=device)
     return {
         "before": before,
-        "after": numbers(run.trainer.parameters),
+        "after": numbers(run.trainer.parameters.values()),
         "first_ratio": first,
         "videos_on": decoder.decode(latents).device.type,
     }
 
 
-def modes(folder: Path, device: str, names: Iterable[str] = MODES, *words: str) -> dict[str, Any]:
+def modes(folder: Path, device: str) -> dict[str, Any]:
     """Trainings in every mode on the device or on the CPU."""
-    return {name: train(write_run(folder / name, device=device), *MODES[name], *words) for name in names}
+    return {name: train(write_run(folder / name, device=device), *words) for name, words in MODES.items()}
 
 
-def on_cuda(folder: Path, names: Iterable[str] = MODES, *words: str) -> dict[str, Any]:
-    """Some modes, and whether what a checkpoint is written from has arrived when it is handed to the writing thread."""
+def on_cuda(folder: Path) -> dict[str, Any]:
+    """All modes, and whether what a checkpoint is written from has arrived when it is handed to the writing thread."""
     from sage_fast.checkpoint.writer import CheckpointWriter
 
     copy, finite = CheckpointWriter._copy, []
@@ -133,11 +93,13 @@ def on_cuda(folder: Path, names: Iterable[str] = MODES, *words: str) -> dict[str
         return found
 
     CheckpointWriter._copy = copied  # type: ignore[method-assign]
-    return {"modes": modes(folder, "cuda", names, *words), "saved_finite": finite}
+    return {"modes": modes(folder, "cuda"), "saved_finite": finite}
 
 
-def sharded(folder: Path, names: Iterable[str] = ("fixed", "ema", "sdpa", "triton")) -> dict[str, Any]:
-    """FSDP2 on one rank, with a fake NCCL: weights in CPU memory with anchors and averages; explicit backends."""
+def sharded(folder: Path) -> dict[str, Any]:
+    """Trainings by FSDP2 on one rank, with a fake NCCL: weights in CPU memory with anchors and averages; explicit
+    backends. True for each that has moved its weights.
+    """
     from torch import distributed
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
@@ -148,10 +110,9 @@ def sharded(folder: Path, names: Iterable[str] = ("fixed", "ema", "sdpa", "trito
 
     distributed.init_process_group = init
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= rank | {"MASTER_PORT": "0"}
-    full = ["--training.mode=full", "--optimizer.learning_rate=0.001"]
-    offloaded = [*full, "--distributed.cpu_offload=true"]
-    half = [*full, UNEVALUATED, "--distributed.param_dtype=bfloat16"]
+    os.environ |= rank | {"MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    offloaded = ["--distributed.cpu_offload=true"]
+    half = [UNEVALUATED, "--distributed.param_dtype=bfloat16"]
     runs = {
         "fixed": [*offloaded, UNEVALUATED, "--objective.kl_mode=fixed"],
         "ema": [*offloaded, "--objective.kl_mode=dual", "--training.ema_decay=0.5"],
@@ -159,13 +120,11 @@ def sharded(folder: Path, names: Iterable[str] = ("fixed", "ema", "sdpa", "trito
         "triton": [*half, "--model.attention=cudnn", "--model.kernels=triton"],
     }
     found = {}
-    for name in names:
-        os.environ["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
-        trained = train(write_run(folder / name, device="cuda"), *runs[name])
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        moved = trained["before"] != trained["after"]
-        found[name] = {"moved": moved, "races": list(races)}
+    for name, words in runs.items():
+        full = ["--training.mode=full", "--optimizer.learning_rate=0.001"]
+        trained = train(write_run(folder / name, device="cuda"), *full, *words)
+        distributed.destroy_process_group()
+        found[name] = trained["before"] != trained["after"]
     return found
 
 
@@ -183,23 +142,23 @@ def two_devices(folder: Path) -> dict[str, Any]:
     model = build_transformer(TRANSFORMER_CONFIG | TINY)
     x = torch.randn(1, TRANSFORMER_CONFIG["out_channels"], 2, 4, 4)
     prompt = [torch.randn(3, TRANSFORMER_CONFIG[f"text_embed{n}_dim"]) for n in ("", "_2")]
-    found = []
+    found = {}
     for device in ("cpu", "cuda:1"):
         model.zero_grad(set_to_none=True)
         with accelerate(model.to(device), adaln="weights"):
             given = PromptEmbeds(text=prompt[0].to(device), glyph=prompt[1].to(device))
             velocity(model, x.to(device), torch.tensor([0.5]), [given]).square().mean().backward()
-        found.append(numbers({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+        found[device] = numbers(p.grad for p in model.parameters() if p.grad is not None)
     assert torch.cuda.current_device() == 0
-    return {"before": {name: [0.0] * len(v) for name, v in found[0].items()}, "cpu": found[0], "cuda": found[1]}
+    return found
 
 
-def budget(folder: Path, updates: Iterable[str] = ("two_phase", "single_pass")) -> dict[str, Any]:
+def budget(folder: Path) -> dict[str, Any]:
     """Waits by phase of one iteration, and kernels that a second one compiles."""
     from benchmarks.counts.iteration import toy_trainer
 
     found: dict[str, Any] = {}
-    for update in updates:
+    for update in ("two_phase", "single_pass"):
         trainer: Any = toy_trainer(update, 6.0, "cuda")
         trainer.iterate()
         within, enter, first = Counter[str](), trainer._phase, len(compiled)
@@ -248,39 +207,34 @@ def commands(folder: Path) -> dict[str, Any]:
     return {"status": status, "videos": len(list((folder / "videos").glob("*.mp4")))}
 
 
-WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "modes": on_cuda,
-    "mode": lambda folder: on_cuda(folder, ["lora"], UNEVALUATED, "--training.num_updates=1"),
-    "sharded": sharded,
-    "two shards": lambda folder: sharded(folder, ("ema", "triton")),
-    "two_devices": two_devices,
-    "budget": budget,
-    "waits": lambda folder: budget(folder, ["two_phase"]),
-    "commands": commands,
-}
+def benchmarks(folder: Path) -> dict[str, Any]:
+    """Cells of a smoke run, without the two GPUs that need NCCL throughout and have a test on the CPU."""
+    from benchmarks import device
+
+    device.SUITES = tuple(suite for suite in device.SUITES if suite.name != "two_ranks")
+    device.main(["--smoke", "--output", str(folder / "smoke.json")])
+    return json.loads((folder / "smoke.json").read_text())["cells"]
 
 
-def main(work: str, folder: Path, *faults: str) -> None:
-    """Install the device, break what is asked for, work, write."""
-    for fault in faults:
-        break_source(*FAULTS[fault])
-    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
+WORK = {work.__name__: work for work in (on_cuda, sharded, two_devices, budget, commands, benchmarks)}
+
+
+def main(work: str, folder: Path) -> None:
+    """Install the device, work, write."""
+    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work in ("budget", "benchmarks"))
     import torch
 
     torch.set_num_threads(1)
     try:
         found = WORK[work](folder)
-    except Exception as error:  # noqa: BLE001  the test judges it
-        import traceback
-
+        cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        report = {"found": found, "races": races, "launches": dict(launches), "cudnn_by_choice": cudnn}
+        (folder / "found.json").write_text(json.dumps(report))
+    except Exception:  # noqa: BLE001  the test judges it
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    report = {"found": found, "races": races, "launches": dict(launches), "cudnn_by_choice": cudnn}
-    (folder / "found.json").write_text(json.dumps(report))
     sys.stdout.flush()
     os._exit(0)  # threads of rewards and of the device's generators do not hold the process up
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]))

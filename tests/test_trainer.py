@@ -162,7 +162,6 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         (f"{FORWARD} --objective.kl_mode=dual", "objective.kl_mode"),
         (f"{FORWARD} --training.updates_per_rollout=2", "training.updates_per_rollout"),
         (f"{FORWARD} --rollout.sde_type=ode --rollout.shared_initial_noise=true", "rollout.shared_initial_noise"),
-        ("--training.guidance=conditional --rollout.guidance_scale=0", "guidance_scale 0"),
         ("--rollout.negative_prompt=x --rollout.guidance_scale=1", "negative_prompt is .*empty with"),
     ],
 )

@@ -35,14 +35,14 @@ def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
 
 
 def test_the_newest_figure_of_a_device_counts_and_smoke_runs_do_not(tmp_path: Path) -> None:
-    def toy(median: float, smoke: bool) -> dict[str, Any]:
-        cells = {"toy iteration": timed("toy", "iteration", "", "ours", median)}
+    def decoded(median: float, smoke: bool) -> dict[str, Any]:
+        cells = {"decode tiny": timed("decode", "tiny", "", "ours", median)}
         return {"environment": environment(gpu=None), "smoke": smoke, "cells": cells}
 
     runs = {
-        "2026-02-01-a.json": toy(1.5, False),
-        "2026-01-01-b.json": toy(9.0, False),
-        "2026-03-01-c.json": toy(7.0, True),
+        "2026-02-01-a.json": decoded(1.5, False),
+        "2026-01-01-b.json": decoded(9.0, False),
+        "2026-03-01-c.json": decoded(7.0, True),
     }
     found = report.read_results([written(tmp_path, result, name) for name, result in runs.items()])
     text = "a\n<!-- benchmark cpu: begin -->\nold\n<!-- benchmark cpu: end -->\nb\n"

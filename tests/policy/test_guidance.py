@@ -127,38 +127,6 @@ def test_split_halves_what_is_kept_for_the_backward_pass(trainer: Trainer) -> No
     assert peak(True) < 0.6 * peak(False)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"])
-def test_a_conditional_gradient_takes_the_free_branch_for_a_constant(
-    trainer: Trainer, calls: list[tuple[str, bool]], known: bool
-) -> None:
-    latents, sigma, prompts = batch(trainer)
-    policy = trainer.policy
-    with torch.no_grad():
-        plain = policy.velocity(latents, sigma, prompts)
-    cotangent = plain.cos()
-    guidance.model_velocity(policy.transformer, latents, sigma, prompts).backward(6 * cotangent)
-    expected = gradients(trainer)
-    policy.velocity(latents, sigma, prompts).backward(cotangent)
-    assert relative(gradients(trainer), expected) > 0.05, "the two gradients differ"
-    policy.conditional_gradient = True
-    calls.clear()
-    velocity = policy.velocity_and_gradient(latents, sigma, prompts, [cotangent] if known else lambda v: [v.cos()])
-    assert torch.equal(velocity, plain)
-    assert relative(gradients(trainer), expected) < 1e-6
-    assert calls == [("prompt", True), ("free", False)]
-
-
-@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
-def test_a_conditional_gradient_is_an_option_of_a_run(
-    tiny_run: MakeRun, calls: list[tuple[str, bool]], update: str
-) -> None:
-    given = ["--rollout.guidance_scale=6", "--rollout.micro_batch_size=1", "--training.guidance=conditional"]
-    trainer = build_trainer(tiny_run(*given, f"--training.update={update}"))
-    calls.clear()
-    assert trainer.iterate()["ratio/first_max_deviation"] == 0.0
-    assert ("prompt", True) in calls and ("free", True) not in calls
-
-
 # ------------------------------------------------------------------------------------------ training
 
 

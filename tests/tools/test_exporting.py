@@ -125,13 +125,6 @@ def test_weights_that_cannot_be_trained_are_the_base_models(tiny_run: MakeRun, t
         assert torch.equal(exported[name], value), name
 
 
-def test_the_newest_complete_checkpoint_of_a_run_is_taken(finished_run: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
-    assert export(run, tmp_path / "newest").update == 2
-    (run / "checkpoints/update-000002/manifest.json").unlink()
-    assert export(run, tmp_path / "older").update == 1
-
-
 def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,23 +152,7 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     assert thesis.read_text() == "years of work"
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "expected"),
-    [
-        ("", ["--format", "full", "--layout", "official"], "--layout official is for adapters"),
-        ("", ["--format", "full", "--model.path=/moved"], "--model.path=FOLDER"),
-        ("checkpoints", [], "no checkpoint and no run"),
-    ],
-    ids=["whole-for-the-official-class", "model-moved", "one-level-too-high"],
-)
-def test_a_wrong_request_is_refused(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], expected: str
-) -> None:
-    assert main(["export", str(finished_run / source), "--output", str(tmp_path / "o"), *more]) == 2
-    assert expected in capsys.readouterr().err and not (tmp_path / "o/export.json").exists()
-
-
-def test_a_damaged_checkpoint_is_not_exported(
+def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(finished_run, tmp_path / "run")
@@ -183,6 +160,9 @@ def test_a_damaged_checkpoint_is_not_exported(
     adapter.write_bytes(adapter.read_bytes()[:-1])
     assert main(["export", str(run / "checkpoints/update-000002"), "--output", str(tmp_path / "o")]) == 1
     assert "missing, truncated or altered" in capsys.readouterr().err
+    moved = ["export", str(finished_run), "--output", str(tmp_path / "o"), "--format", "full", "--model.path=/moved"]
+    assert main(moved) == 2
+    assert "--model.path=FOLDER" in capsys.readouterr().err
 
 
 def test_the_card_leads_from_the_base_model_to_the_result(finished_run: Path, tmp_path: Path) -> None:
@@ -272,25 +252,13 @@ class OfficialNames(PeftAdapterMixin, nn.Module):
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
         super().__init__()
-        self.names = {
-            name: "double_blocks.{}.{}".format(name.split(".")[1], OFFICIAL[name.split(".", 2)[2]])
-            for name, module in transformer.named_modules()
-            if name.startswith("transformer_blocks.") and isinstance(module, nn.Linear)
-        }
-        for ours, theirs in self.names.items():
-            *path, leaf = theirs.split(".")
-            parent: nn.Module = self
-            for part in path:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
-            parent.add_module(leaf, transformer.get_submodule(ours))
-
-    def give_back(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
-        """Put the layers, which may have adapters by now, where they came from."""
-        for ours, theirs in self.names.items():
-            parent, _, leaf = ours.rpartition(".")
-            transformer.get_submodule(parent).add_module(leaf, self.get_submodule(theirs))
+        self.double_blocks = nn.ModuleList(nn.Module() for _ in transformer.transformer_blocks)
+        for ours, theirs in zip(transformer.transformer_blocks, self.double_blocks, strict=True):
+            for name, official in OFFICIAL.items():
+                parent, _, leaf = official.rpartition(".")
+                if parent and parent not in theirs._modules:
+                    theirs.add_module(parent, nn.Module())
+                theirs.get_submodule(parent).add_module(leaf, ours.get_submodule(name))
 
 
 def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) -> None:
@@ -302,7 +270,7 @@ def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) ->
         pretrained_model_name_or_path_or_dict=str(tmp_path / "o"), prefix=None, adapter_name="default",
         use_safetensors=True, hotswap=False,
     )  # fmt: skip
-    official.give_back(transformer)
+    official.fuse_lora()
     close_to_trained(public_run, transformer)
 
 

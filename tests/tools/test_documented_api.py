@@ -35,10 +35,25 @@ def test_the_page_names_what_there_is() -> None:
     assert {name for name in vars(Callback) if name.startswith("on_")} <= set(re.findall(r"`(on_\w+)`", PAGE))
 
 
+MYPY = """
+[mypy]
+strict = true
+disallow_untyped_defs = false
+follow_imports = silent
+[mypy-torch.*,numpy.*,diffusers.*,transformers.*,peft.*,safetensors.*,triton.*]
+follow_imports = skip
+"""
+"""The types of SAGE-Fast; reading those of torch takes minutes."""
+
+
 @pytest.mark.slow
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings but for the size of a rollout."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.py").write_text("\n".join(BLOCKS))
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    environment = os.environ | {"MYPYPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))}
+    subprocess.run([sys.executable, "-m", "mypy", "page.py"], env=environment, check=True)
     small = '"evaluation.num_prompts": 6, "rollout.batch_size": 32}'
     assert BLOCKS[0].count('"evaluation.num_prompts": 6}') == 1
     exec(BLOCKS[0].replace('"evaluation.num_prompts": 6}', small), {"__name__": "documented"})

@@ -81,7 +81,7 @@ def _check_module(arguments: list[str]) -> None:
     assert arguments[0] == "-m"
     _, module, *rest = arguments
     if module == "pytest":
-        return _check_files(word for word in rest if not word.startswith("-"))
+        return check_command(shlex.join(arguments[1:]))
     if not module.startswith(("benchmarks", "sage_kernels")):
         assert importlib.util.find_spec(module) is not None, module
         return None

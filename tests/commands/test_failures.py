@@ -1,6 +1,5 @@
 """Faults of a run: each ends in one clear message and an intact output directory."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,13 +30,10 @@ class FaultyReward:
         self.word = word
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        values = videos.float().mean((1, 2, 3, 4))
         bad = torch.tensor([self.word in p for p in prompts])
-        if bad.any():
-            if self.fault == "raise":
-                raise ConnectionError("the scoring server is gone")
-            values = values.masked_fill(bad, float(self.fault))
-        return {"brightness": values}
+        if bad.any() and self.fault == "raise":
+            raise ConnectionError("the scoring server is gone")
+        return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(bad, float("nan"))}
 
 
 def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> RunConfig:
@@ -126,17 +122,6 @@ def test_out_of_memory_says_what_to_lower_and_how_to_go_on(
     errors = capsys.readouterr().err
     assert "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB." in errors
     assert all(part in errors for part in advice) and "Traceback" not in errors
-
-
-def test_a_damaged_checkpoint_is_named(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
-    newest = list_checkpoints(run / "checkpoints")[-1]
-    (shard,) = (newest / "shards").glob("*.distcp")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    assert main(["train", str(run), f"--resume={newest}"]) == 1
-    assert f"{shard.name} is missing, truncated or altered" in capsys.readouterr().err
 
 
 def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:

@@ -95,9 +95,9 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     assert (config.kl_weight.minimum, config.kl_weight.maximum, config.kl_weight.warmup_updates) == (1e-7, 1e-5, 100)
     optimizer = config.optimizer
     assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == ("muon", 1e-5, 0.01)
-    assert optimizer.max_grad_norm == 1.0
-    assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
-    assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
+    training = config.training
+    assert (training.anchor_interval, training.permute_timesteps, training.timestep_fraction) == (10, True, 1.0)
+    assert optimizer.max_grad_norm == 1.0 and config.evaluation.num_steps == 40
     weights = (0.5, 0.5, 1.0) if preset.stem.endswith("_paper") else (1.0, 1.0, 1.0)
     assert config.reward.weights == dict(zip(("VQ", "MQ", "TA"), weights, strict=True))
     assert config.reward.options["videoalign"]["fps"] == video.fps

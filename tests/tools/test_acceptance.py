@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
@@ -87,11 +88,11 @@ def wrong_shift(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
     exact = guidance.model_velocity
-    patch.setattr(
-        guidance,
-        "model_velocity",
-        lambda transformer, latents, sigma, *rest: exact(transformer, latents, sigma.bfloat16().float(), *rest),
-    )
+
+    def rounded(transformer: Any, latents: Tensor, sigma: Tensor, *rest: Any) -> Tensor:
+        return exact(transformer, latents, sigma.bfloat16().float(), *rest)
+
+    patch.setattr(guidance, "model_velocity", rounded)
     return []
 
 

@@ -193,29 +193,22 @@ def test_memory_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, giga
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
-@pytest.mark.parametrize(("gigabytes", "status"), [(8, "missing"), (16, "ok")])
-def test_loading_needs_cpu_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
-) -> None:
+def test_loading_needs_cpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's part of the transformer never lies in CPU memory whole: the process and the reward's weights count."""
     on_gpu(monkeypatch, 80)
-    monkeypatch.setattr(doctor, "host_memory", lambda: int(gigabytes * 1e9))
-    assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
+    for gigabytes, status in ((8, "missing"), (16, "ok")):
+        monkeypatch.setattr(doctor, "host_memory", lambda size=gigabytes: int(size * 1e9))
+        assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
 
 
-@pytest.mark.parametrize(
-    ("free", "words", "status"),
-    [
-        (300, (), "ok"),
-        (50, (), "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign must be fetched
-        (300, ("--training.mode=full", "--model.dtype=float32"), "missing"),  # five checkpoints of 8.3e9 weights
-    ],
-    ids=["enough", "downloads", "checkpoints"],
-)
-def test_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, words: tuple[str, ...], status: str
-) -> None:
+def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_existing", lambda path: tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free * 1e9))
-    (found,) = doctor._disk(preset(tmp_path, *words))
-    assert (found.status, bool(found.fix)) == (status, status != "ok"), found
+    full = ["--training.mode=full", "--model.dtype=float32"]
+    for free, words, status in (
+        (300, [], "ok"),
+        (50, [], "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign must be fetched
+        (300, full, "missing"),  # five checkpoints of 8.3e9 weights
+    ):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, size=free: SimpleNamespace(free=size * 1e9))
+        (found,) = doctor._disk(preset(tmp_path, *words))
+        assert (found.status, bool(found.fix)) == (status, status != "ok"), found

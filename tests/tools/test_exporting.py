@@ -24,7 +24,7 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import load_components
 from sage_fast.policy.lora import ADAPTER_FILE
-from sage_fast.policy.trained import use_adapter, whole_parameters
+from sage_fast.policy.trained import whole_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
@@ -303,14 +303,9 @@ def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path)
 
 
 def test_an_adapter_comes_back(public_run: Run, tmp_path: Path) -> None:
-    """By `generate --lora`, and by model.adapter into a run of any alpha."""
+    """By model.adapter into a run of any alpha; `generate --lora` loads it by the same function."""
     export(public_run.directory, tmp_path / "o")
-    transformer = public_transformer(public_run)
-    use_adapter(transformer, tmp_path / "o")
-    close_to_trained(public_run, transformer)
-    words = {
-        "output_dir": str(tmp_path / "run"),
-        "model": replace(public_run.config.model, adapter=str(tmp_path / "o")),
-    }
-    again = Run(replace(public_run.config, **words, lora=replace(public_run.config.lora, alpha=8)))
+    config = public_run.config
+    model, lora = replace(config.model, adapter=str(tmp_path / "o")), replace(config.lora, alpha=8)
+    again = Run(replace(config, output_dir=str(tmp_path / "run"), model=model, lora=lora))
     torch.testing.assert_close(trained(again), trained(public_run), rtol=1e-6, atol=1e-6)

@@ -119,5 +119,5 @@ def _check_own(arguments: list[str]) -> None:
         return
     assert files or options.command in ("doctor", "reproduce")
     if not files or f"{files[0]}/".startswith("runs/"):
-        files = [reproduce.DEFAULT_CONFIG if options.command == "reproduce" else "toy_cpu"]
+        files = reproduce.DEFAULT_CONFIG if options.command == "reproduce" else ["toy_cpu"]
     load_config(files, overrides)

@@ -41,8 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for number in range(2):
         write_video(root / f"{number}.mp4", VIDEOS[number], FPS)
-        seen, rate = read_video_and_rate(root / f"{number}.mp4")
-        assert rate == FPS
+        seen, _ = read_video_and_rate(root / f"{number}.mp4")
         scores = {name: float(value[0]) for name, value in reward.score(seen[None], [PROMPTS[number]]).items()}
         rows.append({"video": f"{number}.mp4", "prompt": PROMPTS[number], "scores": scores})
     (root / "scores.json").write_text(json.dumps({"videoalign": rows}))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
@@ -125,9 +125,7 @@ def test_weights_that_cannot_be_trained_are_the_base_models(tiny_run: MakeRun, t
         assert torch.equal(exported[name], value), name
 
 
-def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     export(finished_run, folder, format="full")
     (folder / "mine.json").write_text("{}")
@@ -136,33 +134,29 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     (folder / "mine.json").unlink()
     export(finished_run, folder)
     assert not (folder / "config.json").exists(), "nothing of the first export is left"
-    words = ["export", str(shutil.copytree(finished_run, tmp_path / "other")), "--output", str(folder)]
-    assert main(words) == 2
-    assert "is another run's" in capsys.readouterr().err
+    other = shutil.copytree(finished_run, tmp_path / "other")
+    with pytest.raises(ConfigError, match="is another run's"):
+        export(other, folder)
     assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(str(finished_run))
-    assert main([*words, "--overwrite"]) == 0 and main(words) == 0
+    words = ["export", str(other), "--output", str(folder)]
+    assert main([*words, "--overwrite"]) == main(words) == 0
     # A record that names files elsewhere deletes none of them.
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")
     (tmp_path / "crafted").mkdir()
     (tmp_path / "crafted/export.json").write_text('{"files": ["../thesis.tex", "/thesis.tex"]}')
     export(finished_run, tmp_path / "crafted")
-    with pytest.raises(ConfigError, match="is a file"):
-        export(finished_run, thesis)
     assert thesis.read_text() == "years of work"
 
 
-def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
-    adapter = run / "checkpoints/update-000002/lora" / ADAPTER_FILE
+def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(finished_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model.path=FOLDER"):
+        export(finished_run, tmp_path / "o", format="full", overrides=["--model.path=/moved"])
+    checkpoint = shutil.copytree(finished_run / "checkpoints/update-000002", tmp_path / "checkpoint")
+    adapter = checkpoint / "lora" / ADAPTER_FILE
     adapter.write_bytes(adapter.read_bytes()[:-1])
-    assert main(["export", str(run / "checkpoints/update-000002"), "--output", str(tmp_path / "o")]) == 1
-    assert "missing, truncated or altered" in capsys.readouterr().err
-    moved = ["export", str(finished_run), "--output", str(tmp_path / "o"), "--format", "full", "--model.path=/moved"]
-    assert main(moved) == 2
-    assert "--model.path=FOLDER" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="missing, truncated or altered"):
+        export(checkpoint, tmp_path / "o")
 
 
 def test_the_card_leads_from_the_base_model_to_the_result(finished_run: Path, tmp_path: Path) -> None:

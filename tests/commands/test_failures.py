@@ -36,11 +36,8 @@ class FaultyReward:
         return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(bad, float("nan"))}
 
 
-def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> RunConfig:
-    prompts = tmp_path / "two.txt"
-    prompts.write_text("a red circle moving left\na blue square moving up\n")
-    return tiny_run(
-        f"--data.prompts={prompts}",
+def faulty(tiny_run: MakeRun, fault: str, on_failure: str) -> RunConfig:
+    config = tiny_run(
         "--evaluation.every=0",
         "--evaluation.num_prompts=null",
         f"--reward.rewards=['{__name__}:FaultyReward']",
@@ -48,15 +45,15 @@ def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> Ru
         "--reward.weights={brightness: 1}",
         f"--reward.on_failure={on_failure}",
     )
+    config.data.prompts = ["a red circle moving left", "a blue square moving up"]
+    return config
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"), [("raise", "ConnectionError: the scoring server is gone"), ("nan", "brightness = nan")]
 )
-def test_a_failed_reward_stops_the_run_and_names_the_prompt(
-    tiny_run: MakeRun, tmp_path: Path, fault: str, expected: str
-) -> None:
-    run = Run(faulty(tiny_run, tmp_path, fault, "stop"))
+def test_a_failed_reward_stops_the_run_and_names_the_prompt(tiny_run: MakeRun, fault: str, expected: str) -> None:
+    run = Run(faulty(tiny_run, fault, "stop"))
     before = {n: p.detach().clone() for n, p in run.trainer.parameters.items()}
     with pytest.raises(RewardError, match=r"'a red circle moving left'\), sample 0") as error:
         run.train()
@@ -67,10 +64,10 @@ def test_a_failed_reward_stops_the_run_and_names_the_prompt(
 
 def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_path: Path) -> None:
     """The gradient is that of a run on the other prompt alone."""
-    both = build_trainer(faulty(tiny_run, tmp_path, "nan", "drop_group"))
+    both = build_trainer(faulty(tiny_run, "nan", "drop_group"))
     alone = tmp_path / "one.csv"
     alone.write_text("prompt,index\na blue square moving up,1\n")
-    config = faulty(tiny_run, tmp_path, "nan", "stop")
+    config = faulty(tiny_run, "nan", "stop")
     config.data.prompts = str(alone)
     config.rollout.batch_size = config.rollout.micro_batch_size = 2
     record = both.iterate()
@@ -78,8 +75,8 @@ def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_pa
     assert record["grad_norm"] == pytest.approx(build_trainer(config).iterate()["grad_norm"], rel=1e-4)
 
 
-def test_every_group_dropped_is_an_error(tiny_run: MakeRun, tmp_path: Path) -> None:
-    config = faulty(tiny_run, tmp_path, "nan", "drop_group")
+def test_every_group_dropped_is_an_error(tiny_run: MakeRun) -> None:
+    config = faulty(tiny_run, "nan", "drop_group")
     config.reward.options[f"{__name__}:FaultyReward"]["word"] = "moving"
     with pytest.raises(TrainingError, match="failed in every group"):
         Run(config).train()

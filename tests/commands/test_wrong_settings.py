@@ -14,7 +14,6 @@ WORDS = {
     "long-dash": ("\u2014rollout.eta=0.3", ["write two hyphens before it: --rollout.eta=0.3"]),
     "no-value": ("--seed", ["--seed has no value", "Write --seed=VALUE"]),
     "number": ("--rollout.eta=high", ["rollout.eta is 'high'", "a valid number"]),
-    "truth": ("--logging.tensorboard=1", ["logging.tensorboard is 1", "true or false"]),
     "mapping": ("--reward.weights=VQ:1", ["reward.weights is 'VQ:1'", "{NAME: VALUE}"]),
     "append": ("--seed+=1", ["seed is not a list", "--seed=VALUE"]),
     "choice": ("--rollout.sde_type=ddim", ["rollout.sde_type is 'ddim'", "sage_grpo"]),
@@ -127,7 +126,6 @@ def test_a_reward_that_is_wrong_in_use(good: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--rollout.eta=high", "rollout.eta"),
         ("--rollout.eta=0.7", "rollout.eta: 0.5 in the checkpoint, 0.7 now"),
         ("--seed=5 --resume=none", "already holds a run"),
     ],

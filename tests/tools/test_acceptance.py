@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor
 
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.models.hunyuan15 import text_encoders
@@ -20,7 +19,7 @@ from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.video_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
 from sage_fast.rewards.videoalign.reward import VideoAlignReward
-from sage_fast.tools.acceptance import examine_deeply, one_update, read_scores
+from sage_fast.tools.acceptance import examine_deeply, one_update
 from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
 from tests.tiny.checkpoints import build_pipeline, copy_tree
 
@@ -146,10 +145,3 @@ def test_every_preset_has_its_one_update(preset: str) -> None:
     config = one_update(load_config(preset))
     assert config.rollout.sde_window.size is None and config.training.best_and_worst == 0
     assert config.rollout.batch_size == config.rollout.num_generations == 2
-
-
-def test_scores_of_another_form_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "scores.json"
-    file.write_text('{"videoalign": [{"video": "a.mp4"}]}')
-    with pytest.raises(ConfigError, match=r"scores.json cannot be used.*prompt.*It is JSON of the form"):
-        read_scores(file)

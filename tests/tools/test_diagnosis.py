@@ -156,24 +156,21 @@ def edit_json(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-def test_doctor_refuses_the_weights_that_the_loader_refuses(model: Path, tmp_path: Path) -> None:
-    edit_json(model / "transformer/config.json", use_meanflow=True)
-    config = preset(tmp_path, f"--model.path={model}")
-    found = by_name(list(doctor._files(config)))["model weights"]
-    assert found.status == "missing" and "use_meanflow" in found.detail and found.fix
-    with pytest.raises(ValueError) as error:
-        load_components(config.model)
-    assert str(error.value) == found.detail
-
-
-def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path: Path) -> None:
+def test_doctor_says_of_the_weights_what_the_loader_says(model: Path, tmp_path: Path) -> None:
     edit_json(model / "scheduler/scheduler_config.json", shift=9.0)
-    checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={model}"))))
+    config = preset(tmp_path, f"--model.path={model}")
+    checks = by_name(list(doctor._files(config)))
     found = checks["rollout.shift"]
     assert (found.status, found.fix) == ("warning", "--rollout.shift=9") and "shift is 5" in found.detail
     assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
+    edit_json(model / "transformer/config.json", use_meanflow=True)
+    found = by_name(list(doctor._files(config)))["model weights"]
+    assert found.status == "missing" and "use_meanflow" in found.detail and found.fix
+    with pytest.raises(ValueError) as error:
+        load_components(config.model)
+    assert str(error.value) == found.detail
 
 
 # ------------------------------------------------------------------------------------------ memory, disk

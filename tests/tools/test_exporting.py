@@ -187,9 +187,8 @@ def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Adapters of every kind of layer, trained for three updates on the tiny public model, their scale not 1."""
     folder = tmp_path_factory.mktemp("public")
     save_diffusers_layout(folder / "model")
-    (folder / "prompts.txt").write_text("a red circle moving left\na green square moving up\n")
     tree = TINY_RUN | {
-        "data": {"prompts": str(folder / "prompts.txt")},
+        "data": {"prompts": ["a red circle moving left", "a green square moving up"]},
         "output_dir": str(folder / "run"),
         "model": {"family": "hunyuan15", "path": str(folder / "model"), "device": "cpu", "forward": "stock"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},

@@ -141,7 +141,7 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     kept = first.stat().st_mtime_ns
     assert generate(config_file, prompts, output, *words) == 0
     assert "Wrote 2 videos, kept 1" in capsys.readouterr().out and first.stat().st_mtime_ns == kept
-    # What is lost is made again, and more videos of the same kind are added.
+    # A lost video is made again, and more of the same kind are added.
     second = sorted(output.glob("*.mp4"))[1]
     content = second.read_bytes()
     second.unlink()

@@ -98,12 +98,14 @@ def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
 
     assert call("-m", "sage_fast", "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
     small = ["--training.num_updates=1", "--rollout.batch_size=32", "--evaluation.num_prompts=4"]
-    for words in (
+    commands = [
         ["train", "toy_cpu", *small],
         ["evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200"],
         ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos"],
-    ):
-        call("-m", "sage_fast", *words)
-    code = "import sage_fast, sage_kernels\nprint(sage_fast.__file__, sage_kernels.__file__)"
-    assert call("-c", code).count(str(unpacked)) == 2
+    ]
+    code = (
+        "import sage_fast, sage_kernels\nfrom sage_fast.commands.cli import main\n"
+        f"assert not any(map(main, {commands}))\nprint(sage_fast.__file__, sage_kernels.__file__)\n"
+    )
+    assert call("-c", code).splitlines()[-1].count(str(unpacked)) == 2
     assert (empty / "videos/00-a-red-circle-moving-left.mp4").exists() and (empty / "scores/evaluation.html").exists()

@@ -48,10 +48,8 @@ def check_command(command: str) -> None:
         case "sbatch":
             export, script = arguments
             _check_files([script, re.sub(r".*\bCONFIG=([^,]+).*", r"\1", export)])
-        case "configs/launch/torchrun.sh":
+        case "configs/launch/torchrun.sh" | ".ci/run":
             _check_files([program, *arguments[1:]])
-        case ".ci/run":
-            _check_files([program])
         case "modelscope":  # from here on, programs that this project does not install
             assert re.fullmatch(r"download --model [\w-]+/[\w.-]+ --local_dir \S+", shlex.join(arguments))
         case "tensorboard" | "git" | "source" | "ulimit" | "touch":
@@ -81,7 +79,7 @@ def _check_module(arguments: list[str]) -> None:
     assert arguments[0] == "-m"
     _, module, *rest = arguments
     if module == "pytest":
-        return _check_files(word for word in rest if not word.startswith("-"))
+        return check_command(shlex.join(arguments[1:]))
     if not module.startswith(("benchmarks", "sage_kernels")):
         assert importlib.util.find_spec(module) is not None, module
         return None
@@ -119,12 +117,7 @@ def _check_own(arguments: list[str]) -> None:
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command == "configs" or (options.command == "train" and options.keys):
         return
-    if options.command == "reproduce":
-        load_config(files or reproduce.DEFAULT_CONFIG, overrides)
-        return
-    if files and not f"{files[0]}/".startswith("runs/"):
-        load_config(files, overrides)
-    else:
-        assert files or options.command == "doctor"
-        assert all(f"{name}/".startswith("runs/") for name in files)
-        load_config("toy_cpu", overrides)
+    assert files or options.command in ("doctor", "reproduce")
+    if not files or f"{files[0]}/".startswith("runs/"):
+        files = reproduce.DEFAULT_CONFIG if options.command == "reproduce" else ["toy_cpu"]
+    load_config(files, overrides)

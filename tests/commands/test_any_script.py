@@ -1,14 +1,13 @@
-"""Prompts in any script through train, generate and evaluate: file names, sheets, pages and records keep them."""
+"""Prompts in any script through train, generate and evaluate: file names, pages and records keep them."""
 
 import json
 from pathlib import Path
 
 import pytest
 from markupsafe import escape
-from PIL import Image
 
 from sage_fast.commands.cli import main
-from sage_fast.models.video_files import read_video, video_file_name
+from sage_fast.models.video_files import video_file_name
 from tests.conftest import TINY_RUN
 from tests.rewards import support
 from tests.tiny.checkpoints import save_diffusers_layout
@@ -46,18 +45,9 @@ def test_prompts_in_any_script_go_all_the_way(tmp_path: Path) -> None:
     texts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     assert main(["generate", str(run), *texts, "--output", str(tmp_path / "videos")]) == 0
     assert mp4s(tmp_path / "videos") == names
-    record = json.loads((tmp_path / "videos/generation.json").read_text("utf-8"))
-    assert [record[name]["prompt"]["text"] for name in names] == PROMPTS
-    # The run's evaluation has the same noise: the videos are those that it scored.
-    scored = run / "samples/update-000001" / names[0]
-    assert (read_video(tmp_path / "videos" / names[0]).int() - read_video(scored).int()).abs().max() <= 2
 
     scores = tmp_path / "scores"
     assert main(["evaluate", str(run), "--output", str(scores), "--trust-config", "--resamples", "100"]) == 0
     assert mp4s(scores / "base") == mp4s(scores / "trained") == names
-    page, document = ((scores / f"evaluation.{kind}").read_text("utf-8") for kind in ("html", "json"))
-    for prompt in PROMPTS:
-        assert f">{escape(prompt)}</bdi>" in page
-    assert [row["prompt"] for row in json.loads(document)["per_prompt"]] == PROMPTS
-    for sheet in (run / "before_after.png", run / "samples/update-000001.png", tmp_path / "videos/contact_sheet.png"):
-        assert Image.open(sheet).height > 4 * 128
+    page = (scores / "evaluation.html").read_text("utf-8")
+    assert all(f">{escape(prompt)}</bdi>" in page for prompt in PROMPTS)

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import split_words
-from sage_fast.config.load import dump_config, load_config
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.load import load_config
 from sage_fast.models import video_files
 from sage_fast.sde import SDE_TYPES
 
-MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def config_file(tiny_run: MakeRun, tmp_path: Path) -> Path:
-    """A configuration that no run was made of."""
-    file = tmp_path / "new.yaml"
-    file.write_text(dump_config(tiny_run()))
-    return file
 
 
 @pytest.fixture
@@ -40,44 +29,16 @@ def prompts(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------ words
 
 
-@pytest.mark.parametrize(
-    ("words", "files", "overrides"),
-    [
-        (["a.yaml", "seed=1", "reward.rewards+=mine"], ["a.yaml"], ["--seed=1", "--reward.rewards+=mine"]),
-        (["--resume", "seed=1"], [], ["--resume", "seed=1"]),
-        (["--a=1", "b.yaml", "--c", "2", "d.yaml"], ["b.yaml", "d.yaml"], ["--a=1", "--c", "2"]),
-    ],
-    ids=["bare", "value-with-an-equals-sign", "mixed"],
-)
-def test_files_and_overrides_are_told_apart(
-    words: list[str], files: list[str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert split_words(words) == (files, overrides)
+def test_files_options_and_overrides_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("seed=1").write_text("seed: 2\n")
-    assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"]), "a file may have an equals sign in its name"
-
-
-def test_an_override_with_spaces_is_no_file() -> None:
-    for weights in (["--reward.weights={VQ: 1, MQ: 2}"], ["--reward.weights", "{VQ: 1, MQ: 2}"]):
-        options, overrides = parse(["train", "a.yaml", *weights, "--seed=1"])
-        assert options.config == ["a.yaml"] and overrides == [*weights, "--seed=1"]
-
-
-def test_hyphens_and_underscores_are_one() -> None:
+    more = ["--reward.rewards+=mine", "--reward.weights", "{VQ: 1, MQ: 2}", "--reward.weights={VQ: 1, MQ: 2}"]
+    options, overrides = parse(["train", "a.yaml", "seed=1", more[0], "--print_config", *more[1:], "b.yaml"])
+    assert options.config == ["a.yaml", "b.yaml"] and options.print_config
+    assert overrides == ["--seed=1", *more]
     for word in ("--output-dir=a_b", "--output_dir=a_b"):
         assert parse(["train", "toy_cpu", word])[1] == ["--output_dir=a_b"]
-    for word in ("--print-config", "--print_config"):
-        assert parse(["train", "toy_cpu", word])[0].print_config
-    assert parse(["train", "x", "--reward.options.my-reward.a_b=1", "--resume", "a_b"])[1][0].endswith(
-        "my-reward.a_b=1"
-    )
-
-
-def test_keys_are_filtered_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--keys", "ema"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-    assert names and all("ema" in name for name in names)
+    Path("seed=1").write_text("seed: 2\n")
+    assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"]), "a file may have an equals sign in its name"
 
 
 def test_a_dry_run_checks_and_writes_nothing(
@@ -97,9 +58,7 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.execv", replaced)
-    main(["train", str(config_file), "--gpus", "2", "--seed=3"])
     main(["train", "--gpus=2", str(config_file), "--seed=3"])
-    assert started[0] == started[1]
     assert started[0][1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "sage_fast", "train", str(config_file), "--seed=3"),
@@ -115,12 +74,7 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert f"usage: sage-fast {command}" in result.stdout and "examples:" in result.stdout
-
-
-def test_the_help_names_every_sampler(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    assert "{" + ",".join(SDE_TYPES) + "}" in capsys.readouterr().out
+    assert command != "generate" or "{" + ",".join(SDE_TYPES) + "}" in result.stdout
 
 
 def test_the_presets_are_listed_and_shown(
@@ -142,12 +96,6 @@ def test_the_presets_are_listed_and_shown(
     assert main(["configs", "show", "../setup.py"]) == 2
 
 
-def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["generate", "runs/x", "--out=y"])
-    assert "--output" in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------ generate
 
 
@@ -155,56 +103,52 @@ def generate(config: Path, prompts: Path, output: Path, *more: str) -> int:
     return main(["generate", str(config), "--prompts", str(prompts), "--output", str(output), *more])
 
 
-def test_a_base_model_generates_without_a_run_and_without_its_rewards(
-    config_file: Path, prompts: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "videos"
+def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(config_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "v"
     # Neither the training prompts nor the reward is there: they are not needed.
     gone = ["--checkpoint", "none", "--data.prompts=gone.csv", "--reward.rewards=[no_such_reward]"]
-    assert generate(config_file, prompts, output, *gone) == 0
-    names = sorted(p.name for p in output.iterdir())
-    assert names == [
-        "00-a-blue-square-moving-up.mp4",
-        "01-a-red-circle-moving-left.mp4",
-        "02-a-green-triangle-moving-down.mp4",
-        "contact_sheet.png",
-        "generation.json",
-    ]
-    assert video_files.read_video(output / names[0]).shape == (4, 3, 128, 128)
-    record = json.loads((output / "generation.json").read_text())[names[0]]
-    assert record["weights"] == "base" and record["sampler"] == "ode" and record["num_steps"] == 4
-
-
-def test_prompts_are_given_as_texts(config_file: Path, tmp_path: Path) -> None:
-    command = ["generate", str(config_file), "--checkpoint", "none", "--data.prompts=gone.csv"]
     texts = ["--prompt", " a blue square moving up ", "--prompt=a red circle moving left"]
-    assert main([*command, *texts, "--seed", "3", "--num-videos", "2", "--output", str(tmp_path / "v")]) == 0
-    words = ["00-a-blue-square-moving-up", "01-a-red-circle-moving-left"]
-    names = {path.name for path in (tmp_path / "v").iterdir()}
-    assert names == {f"{word}-{i}.mp4" for word in words for i in (0, 1)} | {"contact_sheet.png", "generation.json"}
-    record = json.loads((tmp_path / "v/generation.json").read_text())[f"{words[0]}-1.mp4"]
-    assert record["noise_seed"] == 3 and record["prompt"]["text"] == "a blue square moving up"
+    words = ["--seed", "3", "--num-videos", "2", "--output", str(output)]
+    assert main(["generate", str(config_file), *gone, *texts, *words]) == 0
+    videos = ("00-a-blue-square-moving-up", "01-a-red-circle-moving-left")
+    names = [f"{video}-{i}.mp4" for video in videos for i in (0, 1)]
+    assert sorted(path.name for path in output.iterdir()) == [*names, "contact_sheet.png", "generation.json"]
+    assert video_files.read_video(output / names[0]).shape == (4, 3, 128, 128)
+    record = json.loads((output / "generation.json").read_text())[names[1]]
+    assert (record["weights"], record["sampler"], record["num_steps"], record["noise_seed"]) == ("base", "ode", 4, 3)
+    assert record["prompt"]["text"] == "a blue square moving up"
 
 
-def test_what_is_there_is_kept_and_what_is_lost_is_made_again(
-    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
+    config_file: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = tmp_path / "videos"
-    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
-    first, second, _ = sorted(output.glob("*.mp4"))
+    words = ["--checkpoint", "none", "--evaluation.batch_size=1"]
+    output, write = tmp_path / "videos", video_files.write_video
+
+    def interrupted(path: Path, *rest: object) -> None:
+        if list(output.glob("*.mp4")):
+            raise KeyboardInterrupt
+        write(path, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.models.video_files.write_video", interrupted)
+        assert generate(config_file, prompts, output, *words) == 130
+    (first,) = output.glob("*.mp4")
+    kept = first.stat().st_mtime_ns
+    assert generate(config_file, prompts, output, *words) == 0
+    assert "Wrote 2 videos, kept 1" in capsys.readouterr().out and first.stat().st_mtime_ns == kept
+    # A lost video is made again, and more of the same kind are added.
+    second = sorted(output.glob("*.mp4"))[1]
     content = second.read_bytes()
     second.unlink()
-    kept = first.stat().st_mtime_ns
-    capsys.readouterr()
-    assert generate(config_file, prompts, output, "--checkpoint", "none") == 0
-    assert "Wrote 1 videos, kept 2" in capsys.readouterr().out
-    assert second.read_bytes() == content and first.stat().st_mtime_ns == kept
-    # More videos of the same kind are added beside them.
-    more = tmp_path / "more.txt"
-    more.write_text(prompts.read_text() + "a red square moving up\n")
-    assert generate(config_file, more, output, "--checkpoint", "none") == 0
-    assert "Wrote 1 videos, kept 3" in capsys.readouterr().out
-    assert generate(config_file, more, output, "--checkpoint", "none", "--overwrite") == 0
+    prompts.write_text(prompts.read_text() + "a red square moving up\n")
+    assert generate(config_file, prompts, output, *words) == 0
+    assert "Wrote 2 videos, kept 2" in capsys.readouterr().out and second.read_bytes() == content
+    assert generate(config_file, prompts, output, *words, "--overwrite") == 0
     assert "Wrote 4 videos; " in capsys.readouterr().out and first.stat().st_mtime_ns > kept
 
 
@@ -224,29 +168,6 @@ def test_a_video_of_other_settings_is_not_touched(
     assert "is in the way" in errors and "--overwrite" in errors
     assert "sampler: 'ode' there, 'sage_grpo' now" in errors and "noise_seed: 1000003 there, 3 now" in errors
     assert {p: p.read_bytes() for p in output.iterdir()} == before
-    assert generate(config_file, prompts, output, "--checkpoint", "none", *more, "--overwrite") == 0
-    assert {p: p.read_bytes() for p in output.iterdir()} != before
-
-
-def test_an_interrupted_call_goes_on(
-    config_file: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "videos"
-    write, written = video_files.write_video, []
-
-    def interrupted(path: Path, *rest: object) -> None:
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        written.append(path)
-        write(path, *rest)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sage_fast.models.video_files.write_video", interrupted)
-        assert generate(config_file, prompts, output, "--checkpoint", "none", "--evaluation.batch_size=1") == 130
-    assert len(list(output.glob("*.mp4"))) == 1
-    stamp = written[0].stat().st_mtime_ns
-    assert generate(config_file, prompts, output, "--checkpoint", "none", "--evaluation.batch_size=1") == 0
-    assert len(list(output.glob("*.mp4"))) == 3 and written[0].stat().st_mtime_ns == stamp
 
 
 def test_an_adapter_generates_the_videos_of_its_checkpoint_and_is_known_by_its_weights(
@@ -269,14 +190,12 @@ def test_an_adapter_generates_the_videos_of_its_checkpoint_and_is_known_by_its_w
 def test_an_adapter_of_another_model_is_refused(
     finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors"
-    tensors = load_file(adapter)
+    tensors = load_file(finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors")
     foreign = {k.replace("transformer_blocks.0", "single_blocks.0"): v for k, v in tensors.items()}
-    save_file(foreign, tmp_path / "foreign.safetensors")
-    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(tmp_path / "foreign.safetensors")) == 2
-    assert "which the model lacks" in capsys.readouterr().err
     wide = {k: (torch.zeros(2, 7) if k.endswith("to_q.lora_A.weight") else v) for k, v in tensors.items()}
-    save_file(wide, tmp_path / "wide.safetensors")
-    assert generate(config_file, prompts, tmp_path / "v", "--lora", str(tmp_path / "wide.safetensors")) == 2
-    assert "does not fit this model" in capsys.readouterr().err
+    for other, message in ((foreign, "which the model lacks"), (wide, "does not fit this model")):
+        file = tmp_path / "other.safetensors"
+        save_file(other, file)
+        assert generate(config_file, prompts, tmp_path / "v", "--lora", str(file)) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "v").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sage_fast import open_run
 from sage_fast.commands.cli import main, parse
 from sage_fast.commands.common import load_run_config
 from sage_fast.config.errors import ConfigError
@@ -62,6 +63,12 @@ def test_a_file_that_the_user_names_is_trusted_and_videos_need_no_reward(foreign
     prompts = tmp_path / "one.txt"
     prompts.write_text("a red circle moving left\n")
     assert main(["generate", str(foreign_run), f"--output={tmp_path / 'videos'}", f"--prompts={prompts}"]) == 0
+
+
+def test_the_python_api_asks_for_trust_too(foreign_run: Path) -> None:
+    with pytest.raises(ConfigError, match="downloaded_code:score"):
+        open_run(foreign_run)
+    assert open_run(foreign_run, trust_config=True).config.reward.rewards == ["downloaded_code:score"]
 
 
 def test_a_model_family_needs_trust_for_every_command(foreign_run: Path, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import dump_yaml, read_json, read_yaml
+from sage_fast.config.files import dump_yaml, read_yaml
 from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
 from sage_fast.config.registry import REWARDS, resolve
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import by_dotted_key, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,16 +110,6 @@ def test_what_is_written_is_read_back(text: str) -> None:
     assert load_config("run.yaml") == config
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [('{"a": 1, "a": 2}', "'a' is given twice"), ("9" * 5000, "5000 digits"), ('{"a": 1}\n{', "line 2")],
-)  # fmt: skip
-def test_json_is_read_as_strictly(text: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected) as error:
-        read_json(text, "zero.json")
-    assert str(error.value).startswith("zero.json: ")
-
-
 def test_every_number_has_an_upper_bound_and_every_key_a_meaning() -> None:
     config = load_config("toy_cpu", {"lora.alpha": 1.0, "evaluation.num_prompts": 2, "rollout.sde_window.size": 1})
     values = by_dotted_key(to_dict(config), ("reward.weights", "reward.options"))
@@ -132,26 +122,17 @@ def test_every_number_has_an_upper_bound_and_every_key_a_meaning() -> None:
     assert not [key for key in values if f"  --{key}  (" not in listed] and ")\n\n" not in listed
 
 
-@pytest.mark.parametrize("name", ["..:x", ":x", "os:", "os.path", "a b:c"])
-def test_a_name_of_code_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="reward.rewards is"):
-        resolve(name, REWARDS, "reward.rewards")
-
-
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for name, code, reason in (
-        ("exits", "import sys\nsys.exit(0)", "SystemExit: 0 (exits_module.py:2)"),
-        ("raises", "\n1 / 0", "ZeroDivisionError: division by zero (raises_module.py:2)"),
-        ("looks_up", "import os\nos.nothing", "has no attribute 'nothing' (looks_up_module.py:2)"),
-    ):
-        (tmp_path / f"{name}_module.py").write_text(code)
-        with pytest.raises(ConfigError) as error:
-            resolve(f"{name}_module:x", REWARDS, "reward.rewards")
-        assert reason in str(error.value)
+    (tmp_path / "failing_module.py").write_text("\n1 / 0")
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(failing_module.py:2\)"):
+        resolve("failing_module:x", REWARDS, "reward.rewards")
 
 
-def test_a_configuration_is_made_in_python_too() -> None:
-    assert isinstance(load_config(overrides={"output_dir": "x", "data.prompts": "p"}), RunConfig)
+def test_a_configuration_is_made_in_python_too(tmp_path: Path) -> None:
+    config = load_config(overrides={"output_dir": tmp_path, "data.prompts": "p", "optimizer.betas": (0.8, 0.9)})
+    assert (config.output_dir, config.optimizer.betas) == (str(tmp_path), (0.8, 0.9))
     with pytest.raises(ConfigError, match=r"data\.prompts is missing"):
         load_config(overrides={"output_dir": "x", "data.shuffle": False})
+    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.et'"):
+        load_config("toy_cpu", {"rollout.et": 1})

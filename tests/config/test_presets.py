@@ -1,7 +1,6 @@
 """The recipes that ship: each one loads, alone and with every ablation, and says what the reference does."""
 
 import csv
-import math
 import re
 from functools import cache
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.load import load_config
 from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
@@ -59,30 +56,12 @@ MINUTES_PER_UPDATE = {
 }
 """As the presets' comments say."""
 
-SECONDS_PER_VIDEO = {
-    "hv15_480p_lora_8gpu_fast": 190,
-    "hv15_352x624_lora_8gpu_fast": 68,
-    "hv15_480p_distilled_lora_8gpu_nft": 60,
-    "hv15_quick_lora_1gpu": 8,
-    "hv15_quick_lora_1gpu_nft": 8,
-    "hv15_quick_lora_8gpu": 8,
-}
-"""At most, on an H100 with cuDNN's attention."""
-
 LEVERS = {
     "hv15_352x624_lora_8gpu_fast": "hv15_352x624_lora_8gpu",
     "hv15_480p_distilled_lora_8gpu": "hv15_480p_lora_8gpu",
     "hv15_480p_lora_8gpu_fast": "hv15_480p_lora_8gpu",
 }
 """Preset -> the one that it changes by levers."""
-
-BESIDE = {"training.update": ["objective.kl_position_fraction"]}
-"""Lever -> keys that its factor has on both sides."""
-
-LARGE = {"table2": 22} | dict.fromkeys(
-    ("published_sage_grpo", "published_dance_grpo", "published_flow_grpo", "published_cps"), 40
-)
-"""Ablations of a whole recipe -> most lines that they change; the others change a few."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,25 +85,20 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     rollout, objective, video = config.rollout, config.objective, config.video
     assert (rollout.sde_type, rollout.num_steps, rollout.shift, rollout.eta) == ("sage_grpo", 20, 5.0, 0.5)
     assert rollout.guidance_scale == (1.0 if "distilled" in preset.stem else 6.0)
-    assert rollout.num_generations == 4
-    assert (video.num_frames, video.fps) == (81, 24.0)
+    assert (rollout.num_generations, video.num_frames, video.fps) == (4, 81, 24.0)
     assert (video.height, video.width) == ((352, 624) if "352x624" in preset.stem else (480, 832))
     assert (objective.clip_range, objective.kl_mode, objective.equalizer) == (1e-4, "dual", True)
     assert (objective.kl_position_weight, objective.kl_velocity_weight) == (1.0, 0.1)
     assert (config.kl_weight.minimum, config.kl_weight.maximum, config.kl_weight.warmup_updates) == (1e-7, 1e-5, 100)
-    assert (config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay) == (
-        "muon",
-        1e-5,
-        0.01,
-    )
-    assert config.optimizer.max_grad_norm == 1.0
-    assert (config.training.anchor_interval, config.training.permute_timesteps) == (10, True)
-    assert config.training.timestep_fraction == 1.0 and config.evaluation.num_steps == 40
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == ("muon", 1e-5, 0.01)
+    training = config.training
+    assert (training.anchor_interval, training.permute_timesteps, training.timestep_fraction) == (10, True, 1.0)
+    assert optimizer.max_grad_norm == 1.0 and config.evaluation.num_steps == 40
     weights = (0.5, 0.5, 1.0) if preset.stem.endswith("_paper") else (1.0, 1.0, 1.0)
     assert config.reward.weights == dict(zip(("VQ", "MQ", "TA"), weights, strict=True))
     assert config.reward.options["videoalign"]["fps"] == video.fps
-    # What the video autoencoder can encode, and what the window of every step leaves to train.
-    assert video.num_frames % 4 == 1 and video.height % 16 == 0 and video.width % 16 == 0
+    # What the window of every step leaves to train.
     assert int(rollout_table(rollout, 0).trainable.sum()) == 20
 
 
@@ -185,7 +159,6 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
     assert plan.memory.peak < (SAFE_SHARE if filled else 0.9) * 80e9
     assert plan.waiting < 0.1 * sum(phase.predicted for phase in plan.phases)
     assert plan.seconds_per_rollout / 60 == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
-    assert plan.seconds_per_video <= SECONDS_PER_VIDEO.get(preset.stem, math.inf)
 
 
 @cache
@@ -216,11 +189,12 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
         left = "( with the [^,:]+)?, (exact|unbiased|another policy): "
         said = re.search(rf"^ +{key.rpartition('.')[2]}: .*# (\d\.\d\d)x{left}", text, re.M)
         assert said, key
-        beside = BESIDE.get(key, [])
+        # The factor of an update in one pass has the share of the KL on both sides.
+        beside = ["objective.kl_position_fraction"] if key == "training.update" else []
         without, alone = seconds(*beside) if beside else base, seconds(key, *beside)
         assert float(said[1]) == pytest.approx(without / alone, abs=0.006), key
     plan = planned(preset, **{"model.attention": "cudnn"})
-    assert plan.fits and plan.seconds_per_video <= SECONDS_PER_VIDEO.get(preset, base)
+    assert plan.fits
     assert [phase.name for phase in plan.phases] == ["rollout", "decode", "reward", "anchor", "update", "optimizer"]
     page = (ROOT / "docs/how_to/faster.md").read_text("utf-8")
     for name, found in ((LEVERS[preset], base), (preset, plan.seconds_per_video)):
@@ -236,35 +210,13 @@ def test_the_prompts_of_a_preset_are_there_and_held_out(preset: Path) -> None:
     assert {p.index for p in prompts}.isdisjoint(p.index for p in evaluated)
 
 
-@pytest.mark.parametrize("preset", [p for p in PRESETS if p.stem.endswith(("352x624_lora_1gpu", "480p_full_64gpu"))])
-def test_every_ablation_changes_a_few_lines_of_a_preset(preset: Path) -> None:
-    plain = dump_config(load_config(preset)).splitlines()
-    for ablation in ABLATIONS:
-        config = load_config([preset, ablation])
-        most = LARGE.get(ablation.stem, 8)
-        assert len(set(plain) ^ set(dump_config(config).splitlines())) <= most, ablation
-        named = (config.objective.kl_mode, config.rollout.sde_type)
-        sought = ablation.stem.removeprefix("kl_").removeprefix("published_")
-        assert sought in named or ablation.stem in ("kl_strong", "setting_a", "setting_b", "table2"), ablation
-
-
-def test_an_ablation_alone_is_no_run() -> None:
-    with pytest.raises(ConfigError, match="output_dir"):
-        load_config(ABLATIONS[0])
-
-
-def test_the_command_line_takes_several_files_wherever_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
-    preset, ablation = "hv15_480p_lora_1gpu", "ablations/kl_none"
-    printed = []
-    for words in (
-        [preset, ablation, "--print_config", "--rollout.eta=0.4"],
-        ["--print_config", preset, "--rollout.eta=0.4", ablation],
-        [preset, "--rollout.eta", "0.4", ablation, "--print_config"],
-    ):
-        assert main(["train", *words]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] == printed[2]
-    assert "kl_mode: none" in printed[0] and "eta: 0.4" in printed[0]
+@pytest.mark.parametrize("preset", ["hv15_352x624_lora_1gpu", "hv15_480p_full_64gpu"])
+def test_every_ablation_goes_over_a_preset_and_is_what_its_name_says(preset: str) -> None:
+    for path in ABLATIONS:
+        config = load_config([preset, path])
+        sought = path.stem.removeprefix("kl_").removeprefix("published_")
+        named = (config.objective.kl_mode, config.rollout.sde_type, "strong", "setting_a", "setting_b", "table2")
+        assert sought in named, path
 
 
 def test_the_prompt_files_are_csv_that_others_read_too_and_fit_the_model() -> None:

@@ -14,13 +14,11 @@ import torch
 from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.family import model_family
 from sage_fast.models.hunyuan15.loading import load_components
-from sage_fast.rewards.base import reward_requirements
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools.diagnosis import can_run
 from tests.commands.programs import check_command
-from tests.tiny.checkpoints import copy_tree, save_diffusers_layout
+from tests.tiny.checkpoints import save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,31 +38,25 @@ def preset(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 def test_a_machine_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert f"torch {version('torch')}" in text and "This machine is ready." in text
+    assert main(["doctor", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["can_run"] is True and {"software", "hardware", "attention"} == {c["section"] for c in tree["checks"]}
     monkeypatch.setattr(doctor.av, "codecs_available", set())
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert (
-        "This machine is not ready: see the 1 marked missing." in text and "-> pip install --force-reinstall av" in text
-    )
+    assert f"torch {version('torch')}" in text and "-> pip install --force-reinstall av" in text
+    assert "This machine is not ready: see the 1 marked missing." in text
 
 
-def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    found = by_name(list(doctor.hardware()))["cuda"]
-    assert found.status == "missing" and "pytorch.org" in found.fix
-
-
-@pytest.mark.parametrize(("used", "status"), [(0.01, "ok"), (0.5, "warning")], ids=["free", "in-use"])
-def test_a_gpu_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, used: float, status: str) -> None:
+def test_a_gpu_that_torch_cannot_use_is_missing_and_one_in_use_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 80)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int((1 - used) * 80e9), int(80e9)))
-    assert by_name(list(doctor.hardware()))["cuda:0"].status == status
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((79e9, 80e9), (40e9, 80e9))[index])
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    for available, expected in ((True, {"cuda:0": "ok", "cuda:1": "warning"}), (False, {"cuda": "missing"})):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        found = by_name(list(doctor.hardware()))
+        assert {name: found[name].status for name in expected} == expected
 
 
 def test_attention_backends_and_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,9 +80,7 @@ def test_the_toy_configuration_can_run(tiny_run: MakeRun, tmp_path: Path, capsys
 
 
 PROBLEMS: dict[str, tuple[str, str, str, str]] = {
-    "device": ("--model.device=tpu7", "model.device", "tpu7", "--model.device=auto"),
     "family": ("--model.family=hunyuan99", "model weights", "hunyuan99", ""),
-    "reward": ("--reward.rewards=[beauty]", "reward beauty", "beauty", ""),
     "reward-option": ("--reward.options.toy.size=3", "reward toy", "size", "reward.options.toy"),
     "prompts": ("--data.prompts=gone.csv", "prompts", "gone.csv", ""),
     "output": ("--output_dir=/dev/null/run", "output_dir", "cannot be written", "--output_dir=FOLDER"),
@@ -112,19 +102,10 @@ def test_a_problem_is_named_and_the_rest_is_still_checked(
     assert [c.name for c in checks if c.status == "missing"] == [key] and len(checks) > 3
 
 
-@pytest.mark.parametrize(
-    ("override", "part", "name", "status", "detail"),
-    [
-        ("--reward.options.videoalign.fps=16", "_settings", "reward videoalign", "warning", "fps is 16, but"),
-        ("--video.num_frames=80", "_memory", "training", "missing", "80"),
-    ],
-    ids=["other-fps", "frames"],
-)
-def test_settings_that_the_real_model_cannot_have(
-    tmp_path: Path, override: str, part: str, name: str, status: str, detail: str
-) -> None:
-    found = by_name(list(getattr(doctor, part)(preset(tmp_path, override))))[name]
-    assert found.status == status and detail in found.detail and found.fix
+def test_a_frame_rate_that_is_not_the_rewards_is_a_warning(tmp_path: Path) -> None:
+    checks = doctor._settings(preset(tmp_path, "--reward.options.videoalign.fps=16"))
+    found = by_name(list(checks))["reward videoalign"]
+    assert found.status == "warning" and "fps is 16, but" in found.detail and found.fix
 
 
 def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
@@ -139,31 +120,20 @@ def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
 def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    config = load_config(
-        PRESET,
-        ["--reward.rewards=[videoalign, clip_score, pick_score]", "--reward.options.clip_score.path=models/clip"],
-    )
-    needed = model_family(config.model.family).requirements(config.model)
-    for name in config.reward.rewards:
-        needed = [*needed, *reward_requirements(name, config.reward.options.get(name, {}))]
-    assert all(r.missing for r in needed)
+    words = ["--reward.rewards=[videoalign, clip_score, pick_score]", "--reward.options.clip_score.path=models/clip"]
+    needed = doctor.needed_files(load_config(PRESET, words))
     for requirement in needed:
+        assert requirement.missing
         check_command(requirement.fetch)
     fetched = {r.name: r.fetch for r in needed}
     assert len(fetched) == 6 and fetched["VideoAlign"].endswith("--local-dir models/VideoReward")
 
 
-@pytest.fixture(scope="module")
-def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "model"
-    save_diffusers_layout(folder)
-    return folder
-
-
 @pytest.fixture
-def model(whole_model: Path, tmp_path: Path) -> Path:
-    """A whole checkpoint in diffusers' layout that a test may change."""
-    return copy_tree(whole_model, tmp_path / "model")
+def model(tmp_path: Path) -> Path:
+    """A whole checkpoint in diffusers' layout."""
+    save_diffusers_layout(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def test_a_download_that_was_interrupted_names_the_shard(model: Path, tmp_path: Path) -> None:
@@ -186,47 +156,21 @@ def edit_json(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-def image_to_video(model: Path) -> None:
-    edit_json(model / "model_index.json", _class_name="HunyuanVideo15ImageToVideoPipeline")
-
-
-def step_distilled(model: Path) -> None:
-    edit_json(model / "transformer/config.json", use_meanflow=True)
-
-
-def truncated(model: Path) -> None:
-    file = model / "vae/diffusion_pytorch_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (image_to_video, "HunyuanVideo15ImageToVideoPipeline"),
-        (step_distilled, "use_meanflow"),
-        (truncated, "not downloaded to its end"),
-    ],
-)
-def test_doctor_refuses_the_weights_that_the_loader_refuses(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
-    damage(model)
-    config = preset(tmp_path, f"--model.path={model}")
-    found = by_name(list(doctor._files(config)))["model weights"]
-    assert found.status == "missing" and words in found.detail and found.fix
-    with pytest.raises(ValueError) as error:
-        load_components(config.model).check_guidance(config.rollout.guidance_scale)
-    assert str(error.value) == found.detail
-
-
-def test_a_shift_that_is_not_the_checkpoints_is_a_warning(model: Path, tmp_path: Path) -> None:
+def test_doctor_says_of_the_weights_what_the_loader_says(model: Path, tmp_path: Path) -> None:
     edit_json(model / "scheduler/scheduler_config.json", shift=9.0)
-    checks = by_name(list(doctor._files(preset(tmp_path, f"--model.path={model}"))))
+    config = preset(tmp_path, f"--model.path={model}")
+    checks = by_name(list(doctor._files(config)))
     found = checks["rollout.shift"]
     assert (found.status, found.fix) == ("warning", "--rollout.shift=9") and "shift is 5" in found.detail
     assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
+    edit_json(model / "transformer/config.json", use_meanflow=True)
+    found = by_name(list(doctor._files(config)))["model weights"]
+    assert found.status == "missing" and "use_meanflow" in found.detail and found.fix
+    with pytest.raises(ValueError) as error:
+        load_components(config.model)
+    assert str(error.value) == found.detail
 
 
 # ------------------------------------------------------------------------------------------ memory, disk
@@ -246,35 +190,22 @@ def test_memory_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, giga
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
-@pytest.mark.parametrize(("gigabytes", "status"), [(8, "missing"), (16, "ok")])
-def test_loading_needs_cpu_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
-) -> None:
+def test_loading_needs_cpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's part of the transformer never lies in CPU memory whole: the process and the reward's weights count."""
     on_gpu(monkeypatch, 80)
-    monkeypatch.setattr(doctor, "host_memory", lambda: int(gigabytes * 1e9))
-    assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
+    for gigabytes, status in ((8, "missing"), (16, "ok")):
+        monkeypatch.setattr(doctor, "host_memory", lambda size=gigabytes: int(size * 1e9))
+        assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
 
 
-@pytest.mark.parametrize(
-    ("free", "words", "status"),
-    [
-        (300, (), "ok"),
-        (50, (), "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign must be fetched
-        (300, ("--training.mode=full", "--model.dtype=float32"), "missing"),  # five checkpoints of 8.3e9 weights
-    ],
-    ids=["enough", "downloads", "checkpoints"],
-)
-def test_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, words: tuple[str, ...], status: str
-) -> None:
+def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_existing", lambda path: tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free * 1e9))
-    (found,) = doctor._disk(preset(tmp_path, *words))
-    assert (found.status, bool(found.fix)) == (status, status != "ok"), found
-
-
-def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    tree = json.loads(capsys.readouterr().out)
-    assert tree["can_run"] is True and {"software", "hardware", "attention"} == {c["section"] for c in tree["checks"]}
+    full = ["--training.mode=full", "--model.dtype=float32"]
+    for free, words, status in (
+        (300, [], "ok"),
+        (50, [], "missing"),  # 52.4 GB of the model and 5 GB of VideoAlign must be fetched
+        (300, full, "missing"),  # five checkpoints of 8.3e9 weights
+    ):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, size=free: SimpleNamespace(free=size * 1e9))
+        (found,) = doctor._disk(preset(tmp_path, *words))
+        assert (found.status, bool(found.fix)) == (status, status != "ok"), found

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import load_components
 from sage_fast.policy.lora import ADAPTER_FILE
-from sage_fast.policy.trained import use_adapter, whole_parameters
+from sage_fast.policy.trained import whole_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
@@ -125,16 +125,7 @@ def test_weights_that_cannot_be_trained_are_the_base_models(tiny_run: MakeRun, t
         assert torch.equal(exported[name], value), name
 
 
-def test_the_newest_complete_checkpoint_of_a_run_is_taken(finished_run: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
-    assert export(run, tmp_path / "newest").update == 2
-    (run / "checkpoints/update-000002/manifest.json").unlink()
-    assert export(run, tmp_path / "older").update == 1
-
-
-def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     export(finished_run, folder, format="full")
     (folder / "mine.json").write_text("{}")
@@ -143,46 +134,29 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     (folder / "mine.json").unlink()
     export(finished_run, folder)
     assert not (folder / "config.json").exists(), "nothing of the first export is left"
-    words = ["export", str(shutil.copytree(finished_run, tmp_path / "other")), "--output", str(folder)]
-    assert main(words) == 2
-    assert "is another run's" in capsys.readouterr().err
+    other = shutil.copytree(finished_run, tmp_path / "other")
+    with pytest.raises(ConfigError, match="is another run's"):
+        export(other, folder)
     assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(str(finished_run))
-    assert main([*words, "--overwrite"]) == 0 and main(words) == 0
+    words = ["export", str(other), "--output", str(folder)]
+    assert main([*words, "--overwrite"]) == main(words) == 0
     # A record that names files elsewhere deletes none of them.
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")
     (tmp_path / "crafted").mkdir()
     (tmp_path / "crafted/export.json").write_text('{"files": ["../thesis.tex", "/thesis.tex"]}')
     export(finished_run, tmp_path / "crafted")
-    with pytest.raises(ConfigError, match="is a file"):
-        export(finished_run, thesis)
     assert thesis.read_text() == "years of work"
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "expected"),
-    [
-        ("", ["--format", "full", "--layout", "official"], "--layout official is for adapters"),
-        ("", ["--format", "full", "--model.path=/moved"], "--model.path=FOLDER"),
-        ("checkpoints", [], "no checkpoint and no run"),
-    ],
-    ids=["whole-for-the-official-class", "model-moved", "one-level-too-high"],
-)
-def test_a_wrong_request_is_refused(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], expected: str
-) -> None:
-    assert main(["export", str(finished_run / source), "--output", str(tmp_path / "o"), *more]) == 2
-    assert expected in capsys.readouterr().err and not (tmp_path / "o/export.json").exists()
-
-
-def test_a_damaged_checkpoint_is_not_exported(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
-    adapter = run / "checkpoints/update-000002/lora" / ADAPTER_FILE
+def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(finished_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model.path=FOLDER"):
+        export(finished_run, tmp_path / "o", format="full", overrides=["--model.path=/moved"])
+    checkpoint = shutil.copytree(finished_run / "checkpoints/update-000002", tmp_path / "checkpoint")
+    adapter = checkpoint / "lora" / ADAPTER_FILE
     adapter.write_bytes(adapter.read_bytes()[:-1])
-    assert main(["export", str(run / "checkpoints/update-000002"), "--output", str(tmp_path / "o")]) == 1
-    assert "missing, truncated or altered" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="missing, truncated or altered"):
+        export(checkpoint, tmp_path / "o")
 
 
 def test_the_card_leads_from_the_base_model_to_the_result(finished_run: Path, tmp_path: Path) -> None:
@@ -213,9 +187,8 @@ def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Adapters of every kind of layer, trained for three updates on the tiny public model, their scale not 1."""
     folder = tmp_path_factory.mktemp("public")
     save_diffusers_layout(folder / "model")
-    (folder / "prompts.txt").write_text("a red circle moving left\na green square moving up\n")
     tree = TINY_RUN | {
-        "data": {"prompts": str(folder / "prompts.txt")},
+        "data": {"prompts": ["a red circle moving left", "a green square moving up"]},
         "output_dir": str(folder / "run"),
         "model": {"family": "hunyuan15", "path": str(folder / "model"), "device": "cpu", "forward": "stock"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
@@ -272,25 +245,13 @@ class OfficialNames(PeftAdapterMixin, nn.Module):
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
         super().__init__()
-        self.names = {
-            name: "double_blocks.{}.{}".format(name.split(".")[1], OFFICIAL[name.split(".", 2)[2]])
-            for name, module in transformer.named_modules()
-            if name.startswith("transformer_blocks.") and isinstance(module, nn.Linear)
-        }
-        for ours, theirs in self.names.items():
-            *path, leaf = theirs.split(".")
-            parent: nn.Module = self
-            for part in path:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
-            parent.add_module(leaf, transformer.get_submodule(ours))
-
-    def give_back(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
-        """Put the layers, which may have adapters by now, where they came from."""
-        for ours, theirs in self.names.items():
-            parent, _, leaf = ours.rpartition(".")
-            transformer.get_submodule(parent).add_module(leaf, self.get_submodule(theirs))
+        self.double_blocks = nn.ModuleList(nn.Module() for _ in transformer.transformer_blocks)
+        for ours, theirs in zip(transformer.transformer_blocks, self.double_blocks, strict=True):
+            for name, official in OFFICIAL.items():
+                parent, _, leaf = official.rpartition(".")
+                if parent and parent not in theirs._modules:
+                    theirs.add_module(parent, nn.Module())
+                theirs.get_submodule(parent).add_module(leaf, ours.get_submodule(name))
 
 
 def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) -> None:
@@ -302,7 +263,7 @@ def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) ->
         pretrained_model_name_or_path_or_dict=str(tmp_path / "o"), prefix=None, adapter_name="default",
         use_safetensors=True, hotswap=False,
     )  # fmt: skip
-    official.give_back(transformer)
+    official.fuse_lora()
     close_to_trained(public_run, transformer)
 
 
@@ -335,14 +296,9 @@ def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path)
 
 
 def test_an_adapter_comes_back(public_run: Run, tmp_path: Path) -> None:
-    """By `generate --lora`, and by model.adapter into a run of any alpha."""
+    """By model.adapter into a run of any alpha; `generate --lora` loads it by the same function."""
     export(public_run.directory, tmp_path / "o")
-    transformer = public_transformer(public_run)
-    use_adapter(transformer, tmp_path / "o")
-    close_to_trained(public_run, transformer)
-    words = {
-        "output_dir": str(tmp_path / "run"),
-        "model": replace(public_run.config.model, adapter=str(tmp_path / "o")),
-    }
-    again = Run(replace(public_run.config, **words, lora=replace(public_run.config.lora, alpha=8)))
+    config = public_run.config
+    model, lora = replace(config.model, adapter=str(tmp_path / "o")), replace(config.lora, alpha=8)
+    again = Run(replace(config, output_dir=str(tmp_path / "run"), model=model, lora=lora))
     torch.testing.assert_close(trained(again), trained(public_run), rtol=1e-6, atol=1e-6)

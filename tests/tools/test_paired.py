@@ -1,7 +1,6 @@
 """The paired evaluation: its numbers by hand, its page complete in itself, and what a second call keeps."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,15 +66,8 @@ def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
     assert tests[OVERALL].after == pytest.approx(0.8067) and tests[REWARD].after == pytest.approx(1.16415)
 
 
-@pytest.mark.parametrize(
-    ("differences", "count", "expected"),
-    [([0.0, 3.0, 1.0], 2, [1, 0]), ([0.0, 3.0, 1.0], 9, [1, 2, 0]), ([1.0], 0, [])],
-    ids=["ends", "all", "none"],
-)
-def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss(
-    differences: list[float], count: int, expected: list[int]
-) -> None:
-    assert spread_over_ranks(differences, count) == expected
+def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss() -> None:
+    assert [spread_over_ranks([0.0, 3.0, 1.0], count) for count in (0, 2, 9)] == [[], [1, 0], [1, 2, 0]]
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -143,16 +135,11 @@ def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(report: Report)
 # ------------------------------------------------------------------------------------------ the command
 
 
-@pytest.fixture
-def run(finished_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
 def test_evaluate_writes_everything_and_does_not_repeat_itself(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "scores"
-    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "2", "--resamples", "200"]
+    command = ["evaluate", str(finished_run), "--output", str(output), "--num-videos", "2", "--resamples", "200"]
     assert main(command) == 0
     names = {"after.json", "base", "before.json", "contact_sheet.png", "evaluation.html", "evaluation.json", "trained"}
     assert {p.name for p in output.iterdir()} == names
@@ -169,35 +156,23 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
         raise AssertionError("the model was loaded again")
 
     settings = (output / "base/settings.json").read_text()
+    adapter = ["--lora", str(finished_run / "checkpoints/update-000002/lora"), "--model.vae_dtype=bfloat16"]
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.tools.paired.load_generator", refuse)
         assert main([*command, "--num-videos", "4"]) == 0
         # What changes the scores is evaluated again.
-        for other in ("--evaluation.num_steps=3", "--evaluation.height=24"):
+        for other in (["--evaluation.num_steps=3"], ["--evaluation.height=24"], adapter):
             (output / "base/settings.json").write_text(settings)
             with pytest.raises(AssertionError, match="loaded again"):
-                main([*command, other])
-        adapter = ["--lora", str(run / "checkpoints/update-000002/lora")]
-        (output / "base/settings.json").write_text(settings)
-        with pytest.raises(AssertionError, match="loaded again"):
-            main([*command, *adapter, "--model.vae_dtype=bfloat16"])
+                main([*command, *other])
     assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
     assert main(command) == 0
 
 
-def test_evaluate_has_a_size_of_its_own(run: Path, tmp_path: Path) -> None:
-    output = tmp_path / "scores"
-    command = ["evaluate", str(run), "--output", str(output), "--num-videos", "0"]
-    size = ["--evaluation.height=24", "--evaluation.width=32"]
-    assert main([*command, *size]) == 0
-    for video in (output / "trained").glob("*.mp4"):
-        assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
-
-
-def test_evaluate_takes_more_rewards_and_an_exported_adapter(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, adapter = tmp_path / "scores", run / "checkpoints/update-000002/lora"
+    output, adapter = tmp_path / "scores", finished_run / "checkpoints/update-000002/lora"
     (tmp_path / "brightness_of_report.py").write_text(
         "class Brightness:\n"
         "    def __init__(self, fps, device):\n"
@@ -206,12 +181,15 @@ def test_evaluate_takes_more_rewards_and_an_exported_adapter(
         "        return {'brightness': videos.float().mean((1, 2, 3, 4))}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    size = ["--evaluation.height=24", "--evaluation.width=32"]
     more = ["--lora", str(adapter), "--rewards", "brightness_of_report:Brightness"]
-    assert main(["evaluate", str(run), "--output", str(output), *more]) == 0
+    assert main(["evaluate", str(finished_run), "--output", str(output), *size, *more]) == 0
     tree = json.loads((output / "evaluation.json").read_text())
     assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
+    video = next((output / "trained").glob("*.mp4"))
+    assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
     # The adapter of the checkpoint is the checkpoint.
-    assert main(["evaluate", str(run), "--output", str(tmp_path / "other")]) == 0
+    assert main(["evaluate", str(finished_run), "--output", str(tmp_path / "other"), *size]) == 0
     by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
     assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
 

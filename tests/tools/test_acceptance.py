@@ -71,17 +71,13 @@ def words(world: Path, model: Path, *more: str) -> list[str]:
 def test_a_whole_model_passes(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words(world, world / "model"), "--deep", "--scores", str(world / "scores.json")]) == 0
     table = capsys.readouterr().out.partition("\ndeep\n")[2]
-    for part in ("videoalign: scores", "schedule", "prompt", "velocity", "timesteps", "ratio", "update", "decode"):
+    for part in ("videoalign: scores", "prompt", "velocity", "timesteps", "ratio", "update", "decode"):
         assert re.search(rf"^  ok +(reward )?{part}  ", table, re.MULTILINE), part
     assert not (world / "run").exists()
 
 
 Fault = Callable[[Path, pytest.MonkeyPatch], list[str]]
 """Damages a copy of the model or the code; returns settings."""
-
-
-def wrong_shift(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    return ["--rollout.shift=7"]
 
 
 def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
@@ -117,7 +113,6 @@ def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 FAULTS: dict[Fault, tuple[str, str]] = {
-    wrong_shift: ("schedule", "published with a shift of 5"),
     rounded_timestep: ("timesteps", "of the sampler's 4 among them"),
     wrong_crop: ("prompt", "and not ("),
     other_reward_options: ("reward videoalign: scores", "largest difference"),

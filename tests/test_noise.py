@@ -69,6 +69,43 @@ def test_layout_is_pinned() -> None:
     torch.testing.assert_close(gaussian([KEY], 9, (4,)), torch.tensor(expected), rtol=0, atol=2e-6)
 
 
+def test_moments_and_distribution() -> None:
+    sample = gaussian(keys(32), 4, (16384,)).double().flatten()
+    n = sample.numel()
+    # Standard errors of the first four moments of a standard normal: 1, sqrt 2, sqrt 15, sqrt 96 over sqrt n.
+    for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert float((sample**power).mean()) == pytest.approx(moment, abs=4 * math.sqrt(spread / n))
+    ordered = sample.sort().values
+    uniform = (1 + torch.erf(ordered / math.sqrt(2))) / 2
+    ranks = torch.arange(n, dtype=torch.float64) / n
+    assert float((uniform - ranks).abs().max()) < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov at 0.1 %
+    assert float(sample.abs().max()) < 6.77
+
+
+@pytest.mark.parametrize(
+    ("other", "step"),
+    [
+        pytest.param(NoiseKey(4, 11, 5, 2), 9, id="seed"),
+        pytest.param(NoiseKey(3, 12, 5, 2), 9, id="update"),
+        pytest.param(NoiseKey(3, 11, 6, 2), 9, id="prompt"),
+        pytest.param(NoiseKey(3, 11, 5, 3), 9, id="sample"),
+        pytest.param(NoiseKey(11, 3, 5, 2), 9, id="exchanged-fields"),
+        pytest.param(KEY, 10, id="step"),
+    ],
+)
+def test_a_change_of_owner_or_step_gives_independent_noise(other: NoiseKey, step: int) -> None:
+    first, second = gaussian([KEY], 9, (65536,)), gaussian([other], step, (65536,))
+    assert abs(float((first * second).mean())) < 4 / 256
+    assert float((first == second).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
+    first, second = initial_noise([KEY], (65536,)), gaussian([KEY], step, (65536,))
+    assert abs(float((first * second).mean())) < 4 / 256
+    assert float((first == second).float().mean()) < 1e-3
+
+
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str)
 def test_a_row_does_not_depend_on_its_batch(shape: tuple[int, ...]) -> None:
     owners, steps = keys(9), [3, 1, 4, 1, 5, 9, 2, 6, 5]

@@ -1,5 +1,9 @@
-"""Faults of a run: each ends in one clear message and an intact output directory."""
+"""Faults that a run survives: each ends in one clear message and an intact output directory."""
 
+import json
+import resource
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError, RewardError, TrainingError
+from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
+from sage_fast.run.lease import Lease
+from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
 
 MakeRun = Callable[..., RunConfig]
@@ -30,14 +37,20 @@ class FaultyReward:
         self.word = word
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        values = videos.float().mean((1, 2, 3, 4))
         bad = torch.tensor([self.word in p for p in prompts])
-        if bad.any() and self.fault == "raise":
-            raise ConnectionError("the scoring server is gone")
-        return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(bad, float("nan"))}
+        if bad.any():
+            if self.fault == "raise":
+                raise ConnectionError("the scoring server is gone")
+            values = values.masked_fill(bad, float(self.fault))
+        return {"brightness": values}
 
 
-def faulty(tiny_run: MakeRun, fault: str, on_failure: str) -> RunConfig:
-    config = tiny_run(
+def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> RunConfig:
+    prompts = tmp_path / "two.txt"
+    prompts.write_text("a red circle moving left\na blue square moving up\n")
+    return tiny_run(
+        f"--data.prompts={prompts}",
         "--evaluation.every=0",
         "--evaluation.num_prompts=null",
         f"--reward.rewards=['{__name__}:FaultyReward']",
@@ -45,15 +58,15 @@ def faulty(tiny_run: MakeRun, fault: str, on_failure: str) -> RunConfig:
         "--reward.weights={brightness: 1}",
         f"--reward.on_failure={on_failure}",
     )
-    config.data.prompts = ["a red circle moving left", "a blue square moving up"]
-    return config
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"), [("raise", "ConnectionError: the scoring server is gone"), ("nan", "brightness = nan")]
 )
-def test_a_failed_reward_stops_the_run_and_names_the_prompt(tiny_run: MakeRun, fault: str, expected: str) -> None:
-    run = Run(faulty(tiny_run, fault, "stop"))
+def test_a_failed_reward_stops_the_run_and_names_the_prompt(
+    tiny_run: MakeRun, tmp_path: Path, fault: str, expected: str
+) -> None:
+    run = Run(faulty(tiny_run, tmp_path, fault, "stop"))
     before = {n: p.detach().clone() for n, p in run.trainer.parameters.items()}
     with pytest.raises(RewardError, match=r"'a red circle moving left'\), sample 0") as error:
         run.train()
@@ -64,10 +77,10 @@ def test_a_failed_reward_stops_the_run_and_names_the_prompt(tiny_run: MakeRun, f
 
 def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_path: Path) -> None:
     """The gradient is that of a run on the other prompt alone."""
-    both = build_trainer(faulty(tiny_run, "nan", "drop_group"))
+    both = build_trainer(faulty(tiny_run, tmp_path, "nan", "drop_group"))
     alone = tmp_path / "one.csv"
     alone.write_text("prompt,index\na blue square moving up,1\n")
-    config = faulty(tiny_run, "nan", "stop")
+    config = faulty(tiny_run, tmp_path, "nan", "stop")
     config.data.prompts = str(alone)
     config.rollout.batch_size = config.rollout.micro_batch_size = 2
     record = both.iterate()
@@ -75,45 +88,144 @@ def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_pa
     assert record["grad_norm"] == pytest.approx(build_trainer(config).iterate()["grad_norm"], rel=1e-4)
 
 
-def test_every_group_dropped_is_an_error(tiny_run: MakeRun) -> None:
-    config = faulty(tiny_run, "nan", "drop_group")
+def test_every_group_dropped_is_an_error(tiny_run: MakeRun, tmp_path: Path) -> None:
+    config = faulty(tiny_run, tmp_path, "nan", "drop_group")
     config.reward.options[f"{__name__}:FaultyReward"]["word"] = "moving"
     with pytest.raises(TrainingError, match="failed in every group"):
         Run(config).train()
 
 
+def test_a_reward_that_fails_in_the_evaluation_does_not_cost_the_update(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_run("--reward.on_failure=drop_group"))
+    evaluate = run.evaluation.run
+
+    def failing() -> dict[str, float]:
+        if run.trainer.update:
+            raise RewardError("the scoring server is gone")
+        return evaluate()
+
+    monkeypatch.setattr(run.evaluation, "run", failing)
+    with pytest.raises(RewardError, match="server is gone"):
+        run.train()
+    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [0, 1, 2]
+    assert list_checkpoints(run.checkpoints)[-1].name == "update-000002"
+
+
 def test_scores_that_come_and_go_are_refused(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build_trainer(tiny_run("--rollout.micro_batch_size=2"))
-    score, missing = trainer.reward.score, ["manifold_distance"]
+    score = trainer.reward.score
+    calls: list[int] = []
 
     def fickle(videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        left_out = missing.pop() if missing else None
-        return {name: values for name, values in score(videos, samples).items() if name != left_out}
+        calls.append(1)
+        scores = score(videos, samples)
+        return scores if len(calls) > 1 else {k: v for k, v in scores.items() if k != "manifold_distance"}
 
     monkeypatch.setattr(trainer.reward, "score", fickle)
     with pytest.raises(RewardError, match="every video needs the same"):
         trainer.iterate()
 
 
-# ------------------------------------------------------------------------------------------ memory, checkpoints
+# ------------------------------------------------------------------------------------------ numbers, memory
 
 
-def test_out_of_memory_says_what_to_lower_and_how_to_go_on(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_nan_loss_keeps_the_last_checkpoint_and_names_the_prompt(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = Run(tiny_run("--training.num_updates=4", "--evaluation.every=0"))
+    velocity = GuidedPolicy.velocity
+
+    def poisoned(self: GuidedPolicy, *rest: object, **options: object) -> Tensor:
+        v = velocity(self, *rest, **options)
+        return v * float("nan") if torch.is_grad_enabled() and run.trainer.update == 2 else v
+
+    monkeypatch.setattr(GuidedPolicy, "velocity", poisoned)
+    with pytest.raises(TrainingError, match=r"Update 3: the loss of prompt \d+ \('a .*not finite"):
+        run.train()
+    newest = list_checkpoints(run.checkpoints)[-1]
+    verify_checkpoint(newest)
+    assert newest.name == "update-000002"
+    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [1, 2]
+    monkeypatch.undo()
+    assert Run(tiny_run("--training.num_updates=4", "--evaluation.every=0", "--resume=auto")).train().update == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["train"], ["rollout.micro_batch_size", "--resume auto"]),
+        (["generate", "--checkpoint=none", "--output=v"], ["evaluation.batch_size", "The same command goes on"]),
+    ],
+    ids=["train", "generate"],
+)
+def test_out_of_memory_says_what_to_lower_and_how_to_go_on(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], advice: list[str],
+) -> None:  # fmt: skip
     def exhausted(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(GuidedPolicy, "velocity", exhausted)
-    for words, advice in (
-        (["train"], ["rollout.micro_batch_size", "--resume auto"]),
-        (["generate", "--checkpoint=none", "--output=v"], ["evaluation.batch_size", "The same command goes on"]),
-    ):
-        assert main([*words, str(config_file)]) == 1
-        errors = capsys.readouterr().err
-        assert "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB." in errors
-        assert all(part in errors for part in advice) and "Traceback" not in errors
+    assert main([words[0], str(config_file), *words[1:]]) == 1
+    errors = capsys.readouterr().err
+    assert "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB." in errors
+    assert all(part in errors for part in advice) and "Traceback" not in errors
+
+
+# ------------------------------------------------------------------------------------------ directories, disks
+
+
+def test_a_second_writer_is_refused_by_name(
+    config_file: Path, tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Lease(Path(tiny_run().output_dir)):
+        assert main(["train", str(config_file)]) == 1
+    errors = capsys.readouterr().err
+    assert "is being written by another run: process" in errors and "Traceback" not in errors
+
+
+def test_a_full_disk_during_a_checkpoint_loses_nothing(tiny_run: MakeRun) -> None:
+    """The size limit of the process stands in for a full disk: both fail in the middle of a write."""
+    run = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    iterate = run.trainer.iterate
+
+    def limited() -> dict[str, float]:
+        if run.trainer.update == 2:
+            deadline = time.monotonic() + 20
+            while not (run.checkpoints / "update-000002").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is being written while training goes on
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        return iterate()
+
+    run.trainer.iterate = limited  # type: ignore[method-assign]
+    try:
+        with pytest.raises((CheckpointError, OSError), match=r"update-000003.*--resume auto"):
+            run.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for checkpoint in list_checkpoints(run.checkpoints):
+        verify_checkpoint(checkpoint)
+    assert not list(run.checkpoints.glob(".*partial"))
+    resumed = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0", "--resume=auto")).train()
+    assert resumed.update == 3
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_damaged_checkpoint_is_named(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    (shard,) = (newest / "shards").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert main(["train", str(run), f"--resume={newest}"]) == 1
+    assert f"{shard.name} is missing, truncated or altered" in capsys.readouterr().err
 
 
 def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:
@@ -124,3 +236,17 @@ def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: 
     prompts.write_text("a red circle moving left\na blue square moving down\n")
     with pytest.raises(ConfigError, match=r"evaluation\.prompts: a file has changed"):
         Run(tiny_run(*given, "--resume=auto"))
+
+
+def test_a_checkpoint_of_another_model(finished_run: Path, tiny_run: MakeRun, tmp_path: Path) -> None:
+    """Its configuration claims to be that of the run."""
+    other = shutil.copytree(list_checkpoints(finished_run / "checkpoints")[-1], tmp_path / "other")
+    state = json.loads((other / "state.json").read_text())
+    config = tiny_run("--lora.rank=4", f"--output_dir={tmp_path / 'second'}", f"--resume={other}")
+    state["config"]["lora"]["rank"] = 4
+    (other / "state.json").write_text(json.dumps(state))
+    (other / "manifest.json").unlink()
+    write_manifest(other, 2, describe_files((p for p in other.rglob("*") if p.is_file()), other))
+    with pytest.raises(CheckpointError, match=r"does not fit this run: .*of shape"):
+        Run(config)
+    assert not (tmp_path / "second").exists()

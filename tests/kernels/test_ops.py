@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sage_kernels import common, launch, parity, readme, registry
 from sage_kernels.registry import Case, OpSpec
@@ -185,6 +187,29 @@ def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
         parity.run(spec, compiled, inputs, cotangents), parity.run(spec, spec.op, inputs, cotangents), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("runs", [1, 2], ids=["kept", "recomputed"])
+def test_selective_checkpointing_sees_one_operator(runs: int, device: torch.device) -> None:
+    spec, operator = SPECS["gated_residual_adaln"], torch.ops.sage_kernels.gated_residual_adaln.default
+    inputs = inputs_of(spec, device, SMALL[spec.name])
+    kept = [operator] if runs == 1 else []
+
+    def block(**arguments: Any) -> list[Tensor]:
+        # The square keeps the op's results for the backward pass, so that there is something to recompute.
+        return [output * output for output in spec.op(**arguments)]
+
+    def checkpointed(**arguments: Any) -> list[Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        result: list[Tensor] = checkpoint(block, use_reentrant=False, context_fn=contexts, **arguments)
+        return result
+
+    cotangents = cotangents_of(spec, inputs)
+    expected = parity.run(spec, block, inputs, cotangents)
+    with Recorder() as recorder:
+        given = parity.run(spec, checkpointed, inputs, cotangents)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(given, expected, strict=True))
+    assert sum(func == operator for func, _, _ in recorder.calls) == runs
 
 
 @each_op

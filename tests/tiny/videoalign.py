@@ -48,7 +48,7 @@ def build_tiny_videoalign(folder: Path, head_outputs: Literal[1, 3] = 3) -> tupl
         (checkpoint, base model), for the options `path` and `base_model` of the reward.
     """
     checkpoint, base = folder / f"videoalign_{head_outputs}", folder / "qwen2_vl"
-    # Beside it what must not be taken: an older step (as text, 900 comes after 1200), and what is no step.
+    # Beside it what must not be taken: an older step (as text, 900 comes after 1200), and a folder of another kind.
     step, older = checkpoint / "checkpoint-1200", checkpoint / "checkpoint-900"
     for path in (base, step, older, checkpoint / "checkpoint-best"):
         path.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def test_vae_dtype(copied: Path) -> None:
 
 
 def test_other_models_are_refused(copied: Path) -> None:
-    """Those of other pipelines, and distilled ones, are refused by the loader and by `doctor` alike: see its tests.
+    """Models of other pipelines, and distilled ones, are refused by loader and `doctor` alike: see the latter's tests.
 
     Published text-to-video repositories were converted with task_type i2v, which counts only without a pipeline.
     """

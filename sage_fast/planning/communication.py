@@ -24,7 +24,7 @@ from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves
+from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves, repeated_branches
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -130,7 +130,7 @@ class Counter:
                 pulls=self.pulls_per_step * micro_batches * with_gradient,
             )
 
-        sampled = branches * (visited.rollout + visited.pass_steps)
+        sampled = branches * (visited.rollout + visited.pass_steps) + repeated_branches(self.config, visited)
         yield passes("rollout", sampled, visited.pass_steps + visited.second_products)
         yield passes("anchor", branches * visited.anchor)
         yield passes("update", (branches + more) * visited.update, visited.update)

@@ -37,7 +37,7 @@ from sage_fast.planning.memory import (
 )
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
-from sage_fast.planning.work import Visits, Work, forward_work, visits
+from sage_fast.planning.work import Visits, Work, forward_work, repeated_branches, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import read_prompts
@@ -321,6 +321,7 @@ def _phases(
     second = calls.gradient + calls.velocity.times(-1.0)
     rollout = calls.velocity.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
+    rollout = rollout + calls.velocity.times(repeated_branches(config, visited) / (2 * batch))
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but the matrices that Muon makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0

@@ -225,6 +225,15 @@ def policy_moves(training: TrainingConfig) -> bool:
     return training.update == "forward_process" or training.updates_per_rollout > 1
 
 
+def repeated_branches(config: RunConfig, visited: Visits) -> float:
+    """Forwards of the unconditional branch that the single pass makes once more per video, without a graph.
+
+    With split guidance the cotangent of a KL waits for the guided velocity of its step.
+    """
+    splits = config.training.guidance == "split" and config.rollout.guidance_scale != 1.0
+    return visited.second_products if splits else 0.0
+
+
 def keeps_old_policy(config: RunConfig) -> bool:
     """True if a second copy of the trained weights samples and is measured in every update."""
     return config.training.update == "forward_process" and config.forward_process.old == "ema"

@@ -44,7 +44,7 @@ from sage_fast.planning.memory import PROCESS, checkpoint_bytes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, meta_transformer, trace
 from sage_fast.planning.weights import count_weights
-from sage_fast.planning.work import anchor_share, forward_work, unused_work, velocity_call, visits
+from sage_fast.planning.work import anchor_share, forward_work, repeated_branches, unused_work, velocity_call, visits
 from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
@@ -197,8 +197,9 @@ DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
         f"{ONE_OF_FOUR} --rollout.sde_window.size=2",
         DRAWN_KL,
         f"{DRAWN_KL} --training.update=single_pass",
+        f"{DRAWN_KL} --training.update=single_pass --training.guidance=split",
     ],
-    ids=["all", "best-and-worst", "drawn", "single-pass"],
+    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split"],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     words: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
@@ -217,8 +218,8 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
     for _ in range(4):
         trainer.iterate()
     found = visits(config)
-    made = found.rollout + found.pass_steps + found.anchor + found.update
-    assert sum(calls) == 2 * 4 * config.rollout.batch_size * made
+    made = 2 * (found.rollout + found.pass_steps + found.anchor + found.update) + repeated_branches(config, found)
+    assert sum(calls) == 4 * config.rollout.batch_size * made
 
 
 def test_seconds_are_work_over_ceilings() -> None:

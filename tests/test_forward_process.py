@@ -27,8 +27,8 @@ BOUND = 5.0
 class Drawn:
     """Random velocities of two samples in float64."""
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(4, 2, 3, 2, 4, 4, generator=generator, dtype=torch.float64)
         self.velocity, self.old, self.anchor, self.target = drawn
         self.sigma = torch.tensor([0.9, 0.35], dtype=torch.float64)
@@ -74,6 +74,29 @@ def test_loss_and_gradient_are_those_of_the_formula(advantage: float, weighting:
         assert float(loss[b]) == pytest.approx(float(terms.mean()), rel=1e-10)
         slope = w * (2 * advantage * (old - u) + 2 * BOUND * 0.3 * moved) + 2 * kl * (v - anchor)
         torch.testing.assert_close(gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
+def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float) -> None:
+    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max + 1) / 2, times A_max / beta."""
+    settings = ForwardProcessConfig(weighting="x0", beta=0.3)
+    losses, gradients = [], []
+    for seed in (1, 2):
+        drawn = Drawn(3)
+        drawn.velocity = Drawn(seed).velocity
+        loss, gradient = drawn.gradient(settings, advantage)
+        velocity = drawn.velocity.clone().requires_grad_()
+        moved, r = velocity - drawn.old, (advantage / BOUND + 1) / 2
+        branches = (
+            r * (drawn.old + 0.3 * moved - drawn.target) ** 2 + (1 - r) * (drawn.old - 0.3 * moved - drawn.target) ** 2
+        )
+        nft = BOUND / 0.3 * drawn.sigma**2 * branches.flatten(1).mean(1)
+        (expected,) = torch.autograd.grad(nft.sum(), velocity)
+        assert relative(gradient, expected) < 1e-12
+        losses.append(nft.detach() - loss)
+        gradients.append(gradient)
+    assert torch.allclose(losses[0], losses[1], rtol=1e-12)  # the constant does not know v
+    assert relative(gradients[0], gradients[1]) > 0.1
 
 
 def test_at_the_old_policy_it_is_advantage_weighted_flow_matching() -> None:

@@ -294,3 +294,28 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
     for key in ("loss", "kl/position", "kl/velocity"):
         assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) / 2, rel=1e-6, abs=1e-12)
     assert relative(found, every.gradient(scored)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
+def test_the_anchor_is_measured_where_the_kl_counts(
+    update: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 videos of 4 steps, one at a time: 4 forwards of the anchor in place of 16, and 4 second backward passes."""
+    config = tiny_run(
+        "--rollout.micro_batch_size=1", f"--training.update={update}", "--objective.kl_position_fraction=0.25"
+    )
+    trainer = build_trainer(config)
+    move_weights(trainer)
+    counts = passes(trainer, monkeypatch)
+    pulled: list[int] = []
+    pull = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *given, **options: (pulled.append(len(given)), pull(*given, **options))[1]
+    )
+    trainer.iterate()
+    if update == "two_phase":
+        assert counts == {"rollout": 16, "anchor": 4, "update": 16}
+    else:
+        assert counts == {"rollout": 20, "anchor": 0, "update": 0}
+        # For c_1 a cotangent and a product, and for c_2 where it counts.
+        assert len(pulled) == 2 * (16 + 4)

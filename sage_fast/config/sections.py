@@ -436,7 +436,8 @@ class TrainingConfig(Section, key="training"):
     steps. It samples by ODE, and is the cheapest of the three."""
     guidance: Literal["paired", "split"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory; it takes a forward more from the second update of a rollout on."""
+    one after the other, with half the memory; it takes a forward more from the second update of a rollout on, and in
+    a single pass where the KL to the anchor is measured."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
     best_and_worst: Natural = 0

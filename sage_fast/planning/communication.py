@@ -24,7 +24,14 @@ from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
 from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves, repeated_branches
+from sage_fast.planning.work import (
+    Visits,
+    anchor_share,
+    keeps_old_policy,
+    policy_moves,
+    repeated_branches,
+    splits_branches,
+)
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -99,7 +106,7 @@ class Counter:
         self.evaluation_tokens, self.eval_batches = evaluation_tokens, eval_batches
         self.full = config.training.mode == "full"
         self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
-        self.pulls_per_step = self.branches if config.training.guidance == "split" else 1
+        self.pulls_per_step = 2 if splits_branches(config) else 1
         self.updates = float(config.training.updates_per_rollout)
         self.layers = held.description.num_layers
         self.item = getattr(torch, compute_dtype(config)).itemsize
@@ -119,7 +126,7 @@ class Counter:
         micro_batches, batch = rollout.batch_size / rollout.micro_batch_size, rollout.micro_batch_size
         branches = self.branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
-        more = training.guidance == "split" and branches == 2 and policy_moves(training)
+        more = splits_branches(self.config) and policy_moves(training)
 
         def passes(phase: str, forwards: float, with_gradient: float = 0.0) -> _Passes:
             return _Passes(

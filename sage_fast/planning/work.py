@@ -225,13 +225,17 @@ def policy_moves(training: TrainingConfig) -> bool:
     return training.update == "forward_process" or training.updates_per_rollout > 1
 
 
-def repeated_branches(config: RunConfig, visited: Visits) -> float:
-    """Forwards of the unconditional branch that the single pass makes once more per video, without a graph.
+def splits_branches(config: RunConfig) -> bool:
+    """True if the branches of a guided velocity are differentiated one after the other."""
+    return config.training.guidance == "split" and config.rollout.guidance_scale != 1.0
 
-    With split guidance the cotangent of a KL waits for the guided velocity of its step.
+
+def repeated_branches(config: RunConfig, visited: Visits) -> float:
+    """Forwards of the unconditional branch that a video's rollout repeats without a graph.
+
+    With split guidance a single pass needs the guided velocity of a step before it can differentiate its KL.
     """
-    splits = config.training.guidance == "split" and config.rollout.guidance_scale != 1.0
-    return visited.second_products if splits else 0.0
+    return visited.second_products if splits_branches(config) else 0.0
 
 
 def keeps_old_policy(config: RunConfig) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 import sage_fast
 from benchmarks import report
+from docs.tools import english
 from tests.commands.programs import check_command, check_extras
 from tests.test_sde import dispersion_rows, leftover_rows
 
@@ -115,6 +116,20 @@ def test_every_test_that_a_page_names_is_there() -> None:
     for page, text in PAGES.items():
         for file, test in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
             assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (page, test)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('"""Whether it holds."""\nx = 1', 1),
+        ("x = 1  # it is no file; besides, this is to change", 3),
+        ('def f():\n    """Return x. What has no name\n    was told anew of its own."""', 4),
+        ('"""True if there is no file, which is no longer than 3; that is not code: `told`, "anew"."""', 0),
+    ],
+)
+def test_the_check_of_the_english(text: str, count: int) -> None:
+    parts = english.prose_of_code(text)
+    assert len([c for _, part, opening in parts for c in english.complaints(part, opening=opening)]) == count
 
 
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Prompt files: ``.csv``, ``.jsonl`` and ``.txt``, UTF-8 with or without a byte order mark.
+"""The prompts of a run, and the files that hold them, in UTF-8 with or without a byte order mark.
 
     prompts.csv                             prompts.jsonl                              prompts.txt
     prompt,index,seed                       {"prompt": "a red circle", "seed": 7}      a red circle
@@ -15,7 +15,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import read_json, read_text
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import digest
 from sage_fast.records import Prompt
 
 MAX_BYTES = 2**30
@@ -23,6 +26,34 @@ MAX_BYTES = 2**30
 
 # Seeds and indices are mixed into 64-bit generator states.
 MAX_INTEGER = 2**63 - 1
+
+
+def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and evaluation prompts of a run. ConfigError names the config key of a file that cannot be used."""
+    return _read_prompts("data.prompts", config.data.prompts), load_eval_prompts(config)
+
+
+def load_eval_prompts(config: RunConfig) -> list[Prompt]:
+    """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
+    key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
+    if given is None:
+        key, given = "data.prompts", config.data.prompts
+    prompts = _read_prompts(key, given)
+    if count is not None and count > len(prompts):
+        raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
+    return prompts[:count]
+
+
+def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
+    try:
+        return read_prompts(given)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
+    """Digest of the training and evaluation prompts with their indices and seeds."""
+    return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
 
 
 def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:

@@ -30,7 +30,7 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads, digest
+from sage_fast.config.sections import check_heads
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -38,7 +38,6 @@ from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model, open_components
 from sage_fast.objective import kl_uses
 from sage_fast.policy.lora import cast_weights, copy_lora
-from sage_fast.records import Prompt
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
@@ -48,7 +47,7 @@ from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
-from sage_fast.run.prompt_files import read_prompts
+from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
@@ -75,29 +74,6 @@ class RunResult:
     finished: bool
     test: PairedTest | None
     stop_reason: str | None = None
-
-
-def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and evaluation prompts of a run. ConfigError names the config key of a file that cannot be used."""
-    return _read_prompts("data.prompts", config.data.prompts), load_eval_prompts(config)
-
-
-def load_eval_prompts(config: RunConfig) -> list[Prompt]:
-    """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
-    key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
-    if given is None:
-        key, given = "data.prompts", config.data.prompts
-    prompts = _read_prompts(key, given)
-    if count is not None and count > len(prompts):
-        raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
-    return prompts[:count]
-
-
-def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
-    try:
-        return read_prompts(given)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def build_trainer(
@@ -520,11 +496,6 @@ class Run:
             test=test,
             stop_reason=self.callbacks.stop_reason,
         )
-
-
-def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
-    """Digest of the training and evaluation prompts with their indices and seeds."""
-    return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
 
 
 def peak_memory_gib(device: torch.device) -> float:

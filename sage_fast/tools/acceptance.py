@@ -32,7 +32,7 @@ from sage_fast.planning.memory import CUDA_RUNTIME
 from sage_fast.policy.lora import cast_weights
 from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.run.run import load_prompts
+from sage_fast.run.prompt_files import load_prompts
 from sage_fast.sde import sigma_schedule
 from sage_fast.tools.diagnosis import Check, judged
 from sage_fast.trainer import Trainer

@@ -39,6 +39,7 @@ from sage_fast.run.callbacks import Callback
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import FILE_NAME as PAGE
+from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.exporting import Export, export
@@ -206,7 +207,7 @@ def evaluate(
     output = Path(output or Path(config.output_dir) / "scores")
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
-    prompts = training.load_eval_prompts(config)
+    prompts = load_eval_prompts(config)
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts
         raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {file} holds one.")
@@ -267,7 +268,7 @@ def generate(
     if seed is not None:
         evaluation = replace(evaluation, seed=seed)
     config = replace(config, evaluation=evaluation)
-    records = training.load_eval_prompts(config)
+    records = load_eval_prompts(config)
     chosen = _choose_weights(config, checkpoint, lora)
     generator = load_generator(config, records)
     name = "base"

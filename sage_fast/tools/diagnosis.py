@@ -32,7 +32,7 @@ from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
-from sage_fast.run.run import load_prompts
+from sage_fast.run.prompt_files import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
 

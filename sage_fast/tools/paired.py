@@ -44,7 +44,7 @@ from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import VideoScoring
 from sage_fast.run import media
 from sage_fast.run.page import render
-from sage_fast.run.run import prompts_digest
+from sage_fast.run.prompt_files import prompts_digest
 from sage_fast.tools.generation import Generator, load_generator, sampling_settings
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import FEW_PROMPTS, FEW_VIDEOS
 from sage_fast.records import word_count
 from sage_fast.rollout import rollout_table
-from sage_fast.run.prompt_files import read_prompts
-from sage_fast.run.run import load_prompts
+from sage_fast.run.prompt_files import load_prompts, read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))

@@ -99,9 +99,10 @@ def join(config: Any) -> Any:
 
 
 def write_run(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
-    """File of a run with four videos of a prompt; `changes` are settings by section."""
+    """File of a run with four videos of a prompt, in two steps without guidance; `changes` are settings by section."""
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
     tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
+    tree["rollout"] |= {"num_steps": 2, "guidance_scale": 1.0}
     # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
     tree["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
     for name, section in changes.items():

@@ -1,8 +1,9 @@
 """Runs of the command line in which one file-system call ends the process or fails.
 
 A server process preloads `faults.c`, imports everything once, and forks for every command: a run of two updates then
-takes a fraction of a second. Nothing of what a fork does differs from `python -m sage_fast`, but for two things that
-only cost time: a configuration is read once, and a plot is a few bytes instead of a drawing.
+takes a fraction of a second. Nothing of what a fork does differs from `python -m sage_fast`, but for a few things that
+only cost time: a configuration is read once and the software is described once, a plot is a few bytes instead of a
+drawing, and the page compares no presets.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -146,6 +148,7 @@ def _take_shortcuts() -> None:
     import torch
 
     from sage_fast.config import load
+    from sage_fast.run import page, provenance
     from tests.made_runs import draw_nothing
 
     read = load.load_config
@@ -159,6 +162,8 @@ def _take_shortcuts() -> None:
 
     torch.set_num_threads(1)
     vars(load)["load_config"] = read_once
+    vars(provenance)["describe_environment"] = cache(provenance.describe_environment)
+    vars(page)["_differences"] = lambda config: None
     draw_nothing(pytest.MonkeyPatch())
 
 

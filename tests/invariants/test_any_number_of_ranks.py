@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 def written(model: Path, folder: Path, mode: str = "lora", **changes: dict[str, Any]) -> str:
     """File of the settings of a training; `changes` of its sections."""
     settings: dict[str, dict[str, Any]] = {
-        "rollout": {"batch_size": VIDEOS, "num_steps": 3},
+        "rollout": {"batch_size": VIDEOS, "num_steps": 3, "guidance_scale": 2.0},
         "objective": {"kl_mode": "dual"},
         "reward": {"rewards": ["tests.distributed.rewards:BrightShare"], "weights": {"red": 1.0, "green": -0.5}},
         "optimizer": {"eps": 1e-4, "learning_rate": 1.0 if mode == "lora" else 1e-3},

@@ -143,15 +143,23 @@ def test_kernels_stay_within_limits(arch: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kernels_build_where_every_integer_is_one() -> None:
-    # Triton turns an integer argument of 1 into a compile-time constant, which has other methods than a value.
+    """Triton makes an integer argument of 1 a compile-time constant, which has other methods than a value.
+
+    That does not depend on the type of the tensors, so each kernel is built for one.
+    """
     done = run_python(
         "-c",
         """
 from dataclasses import replace
 from sage_kernels.aot import build, launched_kernels
 from sage_kernels.registry import specs
+built = set()
 for spec in specs().values():
     for name, kernel in launched_kernels(spec).items():
+        kind = kernel.name, repr(kernel.constexprs)
+        if kind in built:
+            continue
+        built.add(kind)
         ones = {key: 1 for key, kind in kernel.signature.items() if kind in ("i32", "i64")}
         constexprs = ones | dict(kernel.constexprs)
         aligned = tuple(key for key in kernel.aligned if key not in constexprs)
@@ -159,7 +167,11 @@ for spec in specs().values():
         print(name)
 """,
     )
-    assert done.stdout.splitlines() == KERNELS, done.stderr[-3000:]
+    found = done.stdout.splitlines()
+    assert {name.partition("[")[0] for name in found} == {name.partition("[")[0] for name in KERNELS}, done.stderr[
+        -3000:
+    ]
+    assert done.returncode == 0 and len(found) > 20, done.stderr[-3000:]
 
 
 def test_the_recorder_sees_what_triton_specialises_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,7 @@ def test_the_committed_page_is_made_of_the_committed_results() -> None:
 def test_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    arms = ("sage_grpo", "cps")
-    mini = Experiment(key="samplers", title="", tier="quick", caption="", seeds=(0, 1), arms=arms)
+    mini = Experiment(key="samplers", title="", tier="quick", caption="", seeds=(0, 1), arms=("cps",))
     study = Study(tmp_path / "study", [str(file)])
     study.begin()
     said: list[str] = []

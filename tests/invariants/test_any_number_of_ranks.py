@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 def written(model: Path, folder: Path, mode: str = "lora", **changes: dict[str, Any]) -> str:
     """File of the settings of a training; `changes` of its sections."""
     settings: dict[str, dict[str, Any]] = {
-        "rollout": {"batch_size": VIDEOS, "num_steps": 3, "guidance_scale": 2.0},
+        "rollout": {"batch_size": VIDEOS, "num_steps": 3, "guidance_scale": 2.0 if mode == "lora" else 1.0},
         "objective": {"kl_mode": "dual"},
         "reward": {"rewards": ["tests.distributed.rewards:BrightShare"], "weights": {"red": 1.0, "green": -0.5}},
         "optimizer": {"eps": 1e-4, "learning_rate": 1.0 if mode == "lora" else 1e-3},
@@ -92,6 +92,7 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
 
 
 FORWARD = ["--training.update=forward_process", "--objective.kl_mode=moving", "--rollout.sde_type=ode"]
+FORWARD += ["--rollout.guidance_scale=1"]
 # Adapters of this size move far: a trust region that is a good part of the gradient.
 FORWARD += ["--forward_process.beta=1"]
 

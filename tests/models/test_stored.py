@@ -24,12 +24,12 @@ from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, peak_bytes, run_ranks, try_ranks
 from tests.tiny.checkpoints import copy_tree
 
-WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "num_layers": 7}
-"""Entries of a tiny transformer's configuration with which its float32 weights take 1 GB."""
+WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "num_layers": 3}
+"""Entries of a tiny transformer's configuration with which its float32 weights take half a GB."""
 
 
 def write_wide_model(tiny: Path, folder: Path) -> Path:
-    """A tiny checkpoint with a transformer of 1 GB, in files of up to 300 MB."""
+    """A tiny checkpoint with a transformer of half a GB, in files of up to 150 MB."""
     copy_tree(tiny, folder)
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | WIDE))
@@ -37,7 +37,7 @@ def write_wide_model(tiny: Path, folder: Path) -> Path:
         HunyuanVideo15Transformer3DModel.load_config(folder / "transformer")
     )
     shutil.rmtree(folder / "transformer")
-    transformer.save_pretrained(folder / "transformer", max_shard_size="300MB")
+    transformer.save_pretrained(folder / "transformer", max_shard_size="150MB")
     return folder
 
 
@@ -96,10 +96,10 @@ def test_a_node_holds_the_weights_once_while_it_loads_them(
     results = run_ranks(load, ranks, small, large, words)
     stored = StoredWeights(model / "transformer")
     size = sum(weight.nbytes for weight in stored.values())
-    assert 0.95e9 < size < 1.1e9 and len(list((model / "transformer").glob("*.safetensors"))) > 3
+    assert 0.5e9 < size < 0.55e9 and len(list((model / "transformer").glob("*.safetensors"))) > 3
     assert {digest for _, digest in results} == {weights_digest(stored)}
     peaks = [peak for peak, _ in results]
-    assert 0.9 * size < sum(peaks) < 1.3e9, peaks
+    assert 0.9 * size < sum(peaks) < 1.65 * size, peaks
 
 
 FROZEN_SHARDS = ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]

@@ -313,7 +313,7 @@ from sage_fast.planning.estimate import resident_bytes
 runtime = resident_bytes()
 from sage_fast.config.load import load_config
 from sage_fast.run.run import Run
-words = [f"--output_dir={sys.argv[1]}", "--training.num_updates=1", "--evaluation.noises=1"]
+words = [f"--output_dir={sys.argv[1]}", "--training.num_updates=1", "--evaluation.noises=1", *sys.argv[2:]]
 Run(load_config("configs/toy_cpu.yaml", words)).train()
 # Not `ru_maxrss`, which starts with what the parent process held when it forked.
 status = Path("/proc/self/status").read_text()
@@ -326,11 +326,12 @@ print(json.dumps({"runtime": runtime, "peak": peak}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_of_the_toy_run_is_the_measured_one(tmp_path: Path) -> None:
     """Resident memory of a whole `train` of one update with its evaluations, libraries included."""
-    command = [sys.executable, "-c", TOY_RUN, str(tmp_path / "run")]
+    words = ["--rollout.num_steps=3"]  # memory is that of a step
+    command = [sys.executable, "-c", TOY_RUN, str(tmp_path / "run"), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(result.stdout.splitlines()[-1])
-    config = load_config("configs/toy_cpu.yaml")
+    config = load_config("configs/toy_cpu.yaml", words)
     predicted = make_plan(config, measure_cpu(1.0), runtime=found["runtime"]).memory.peak
     assert predicted == pytest.approx(found["peak"], rel=0.15)
     # The libraries are the larger part, so what comes on top of them has its own bound.

@@ -48,7 +48,7 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """The device's library, built where this source has not been (half a minute) for this torch."""
+    """The device's library, built where this source has not been (a quarter of a minute) for this torch."""
     from importlib.metadata import version
 
     key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]

@@ -46,6 +46,7 @@ def write_run(folder: Path, **model: Any) -> Path:
     heads = {"attention_head_dim": 16, "rope_axes_dim": [4, 6, 6]}
     write_tiny_model(folder / "model", TRANSFORMER_CONFIG | TINY | heads)
     tree = TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(folder / "model")} | model}
+    tree["rollout"] = TINY_RUN["rollout"] | {"num_steps": 2}
     (folder / "run.yaml").write_text(json.dumps(tree))
     return folder / "run.yaml"
 

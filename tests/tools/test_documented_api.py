@@ -48,13 +48,13 @@ follow_imports = skip
 
 @pytest.mark.slow
 def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings but for the size of a rollout."""
+    """Its settings but for the size of a rollout and an evaluation."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.py").write_text("\n".join(BLOCKS))
     (tmp_path / "mypy.ini").write_text(MYPY)
     environment = os.environ | {"MYPYPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))}
     subprocess.run([sys.executable, "-m", "mypy", "page.py"], env=environment, check=True)
-    small = '"evaluation.num_prompts": 6, "rollout.batch_size": 32}'
+    small = '"evaluation.num_prompts": 6, "evaluation.noises": 2, "rollout.batch_size": 32}'
     assert BLOCKS[0].count('"evaluation.num_prompts": 6}') == 1
     exec(BLOCKS[0].replace('"evaluation.num_prompts": 6}', small), {"__name__": "documented"})
     assert (tmp_path / "runs/toy_cpu/generated/00-a-red-circle-moving-left.mp4").stat().st_size > 0
@@ -64,12 +64,12 @@ def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings but for the number of updates."""
+    """Its settings but for the numbers of updates and noises."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(matplotlib.pyplot, "show", lambda: None)
     notebook = {"__name__": "notebook"}
     assert CELLS[0].count('"training.num_updates": 4') == 1
-    for code in (CELLS[0].replace('num_updates": 4', 'num_updates": 2'), *CELLS[1:]):
+    for code in (CELLS[0].replace('num_updates": 4', 'num_updates": 2, "evaluation.noises": 2'), *CELLS[1:]):
         exec(code, notebook)
     assert (tmp_path / "runs/notebook/scores/evaluation.html").exists()
 
@@ -97,7 +97,12 @@ def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=empty, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     assert call("-m", "sage_fast", "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
-    small = ["--training.num_updates=1", "--rollout.batch_size=32", "--evaluation.num_prompts=4"]
+    small = [
+        "--training.num_updates=1",
+        "--rollout.batch_size=32",
+        "--evaluation.num_prompts=4",
+        "--evaluation.noises=2",
+    ]
     commands = [
         ["train", "toy_cpu", *small],
         ["evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200"],

@@ -27,6 +27,7 @@ def refusals(ranks: int, words: list[str], folder: Path) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "word", "message"),
     [
@@ -53,6 +54,7 @@ def test_what_does_not_fit_is_found_before_the_model_is_loaded(
         run.build_trainer(tiny_run(*words), World(size=3, dp_replicate=3))
 
 
+@pytest.mark.slow
 def test_ranks_with_different_configurations(tiny_model: Path, tmp_path: Path) -> None:
     text = refusals(2, ["train", write_run(tiny_model, tmp_path), "--distributed.sp={number}"], tmp_path)
     assert text.count("The ranks differ in config distributed.sp: 1 (rank 0), 2 (rank 1)") == 2, text
@@ -68,6 +70,7 @@ def share_a_gpu() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu() -> None:
     texts = run_ranks(share_a_gpu, 3)
     assert all(text.startswith("ranks 0, 2 share one GPU.") for text in texts), texts

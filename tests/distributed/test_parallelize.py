@@ -17,6 +17,7 @@ from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 from tests.run.test_run import MakeRun
 
 
+@pytest.mark.slow
 def test_weights_gathered_in_bfloat16_have_ratio_one(tiny_model: Path, tmp_path: Path) -> None:
     """Rollout and update gather the same numbers; masters stay float32."""
     file = write_run(tiny_model, tmp_path, training={"mode": "full"}, rollout={"batch_size": 2})

@@ -126,6 +126,7 @@ def test_all_ranks_have_the_weights_of_the_files(
     assert [digest for _, digest in results] == [expected] * ranks
 
 
+@pytest.mark.slow
 def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
     transformer = HunyuanVideo15Transformer3DModel.from_pretrained(model / "transformer")

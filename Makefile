@@ -19,7 +19,8 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
 # PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself. Users get the ranges of
 # setup.py, development the versions of constraints.txt.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported; most are not, and pip would compile all, for a minute.
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
@@ -55,10 +56,10 @@ demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train toy_nft --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $(JOBS) -m slow --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow --durations=25 $(PYTEST_ARGS)
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)

@@ -149,6 +149,7 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 
 
+@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_the_plan_of_a_preset(preset: Path) -> None:
@@ -174,6 +175,7 @@ def changed_keys(preset: str) -> dict[str, Any]:
     return {key: value for key, value in own.items() if value != base[key] and key not in files}
 
 
+@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", LEVERS)
 def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None:

@@ -143,6 +143,7 @@ def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.Monkey
     assert all(f"<!-- benchmark {name}: begin -->" in "".join(texts.values()) for name in report.BLOCKS)
 
 
+@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 def test_the_table_of_presets_is_what_the_planner_finds() -> None:
     assert report.presets_block([]) in PAGES["docs/performance.md"]

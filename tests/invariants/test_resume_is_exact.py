@@ -73,7 +73,7 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
         while count_lines(log) <= lines + 1:
             assert process.poll() is None
-            time.sleep(0.001)
+            time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.3))
         process.kill()
         assert process.wait() == -signal.SIGKILL

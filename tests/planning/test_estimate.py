@@ -415,6 +415,8 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
     assert description.num_layers == 12 and description.width == 2048
 
 
+@pytest.mark.xdist_group("plans")
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints() -> None:
     """Without weights on this machine, whose sizes would take the place of the published ones."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
@@ -423,6 +425,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert to_text(found, find_options(found)) == example
 
 
+@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
@@ -442,6 +445,8 @@ def test_plan_and_run_count_the_same_memory(reported: float, monkeypatch: pytest
     assert gpu_memory_gb("cuda") == min(DEVICES["h100"].memory_gb, reported / 1e9)
 
 
+@pytest.mark.xdist_group("plans")
+@pytest.mark.slow
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"])
     assert settle_memory(config) is config

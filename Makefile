@@ -11,8 +11,8 @@ DEMO_DIR ?= runs/demo
 DEMO_ARGS ?=
 GUARD_ARGS ?=
 PYTEST_ARGS ?=
-# Test processes; each computes on one thread.
-JOBS ?= auto
+# Test processes: three for two cores, since some wait for ranks, servers or disks. Each computes on one thread.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
 REPEATS ?= 100
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
 
@@ -59,7 +59,7 @@ test: $(READY)  ## run the tests, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --durations=25 $(PYTEST_ARGS)
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)

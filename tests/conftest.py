@@ -1,11 +1,12 @@
 """Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
 
+import gc
 import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,18 +18,9 @@ if not torch.cuda.is_available():
 # Fresh buffers of sage_kernels hold NaN, so that an element which no kernel wrote cannot pass.
 os.environ.setdefault("SAGE_KERNELS_POISON_EMPTY", "1")
 
-from safetensors.torch import save_file
-
-from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig
-from sage_fast.models.toy.components import (
-    CONFIG_NAME,
-    TRANSFORMER_CONFIG,
-    WEIGHTS_NAME,
-    build_transformer,
-    stored_parameters,
-)
-from sage_fast.run.run import Run
+# What imports the libraries of models stands in functions: the process that hands out the tests runs none of them.
+if TYPE_CHECKING:
+    from sage_fast.config.schema import RunConfig
 
 torch.set_num_threads(1)
 
@@ -69,17 +61,25 @@ TINY_RUN: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-block transformer over the toy world's captions and codec."""
+    from sage_fast.models.toy.components import TRANSFORMER_CONFIG
+
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"), TRANSFORMER_CONFIG | TINY)
 
 
 @pytest.fixture(scope="session")
 def tiny_model_4_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads for four ranks of sequence parallelism."""
+    from sage_fast.models.toy.components import TRANSFORMER_CONFIG
+
     config = TRANSFORMER_CONFIG | TINY | {"num_attention_heads": 4}
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model_4_heads"), config)
 
 
 def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
+    from sage_fast.models.toy.components import CONFIG_NAME, WEIGHTS_NAME, build_transformer, stored_parameters
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = build_transformer(config)
@@ -96,6 +96,9 @@ def tiny_run_of(model: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run of two updates; copy it before changing it."""
+    from sage_fast.config.load import load_config
+    from sage_fast.run.run import Run
+
     folder = tmp_path_factory.mktemp("finished")
     file = folder / "run.yaml"
     file.write_text(json.dumps(tiny_run_of(tiny_model, folder)))
@@ -104,12 +107,14 @@ def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., "RunConfig"]:
     """`tiny_run("--training.mode=full")` is the config of a two-update run in a fresh directory."""
+    from sage_fast.config.load import load_config
+
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(tiny_run_of(tiny_model, tmp_path)))
 
-    def make(*overrides: str) -> RunConfig:
+    def make(*overrides: str) -> "RunConfig":
         return load_config(file, overrides)
 
     return make
@@ -126,6 +131,16 @@ def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
+
+
+def pytest_collection_finish() -> None:
+    """Every full garbage collection would go through a million objects of imported libraries."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import report
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
@@ -149,7 +150,6 @@ def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
     assert config.checkpoint.every * MINUTES_PER_UPDATE[preset.stem] <= 75
 
 
-@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_the_plan_of_a_preset(preset: Path) -> None:
@@ -159,6 +159,12 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
     assert plan.memory.peak < (SAFE_SHARE if filled else 0.9) * 80e9
     assert plan.waiting < 0.1 * sum(phase.predicted for phase in plan.phases)
     assert plan.seconds_per_rollout / 60 == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_documented_table_of_plans_is_what_the_planner_finds() -> None:
+    """After the plans, whose traces it shares where one process makes both."""
+    assert report.presets_block([]) in (ROOT / "docs/performance.md").read_text("utf-8")
 
 
 @cache
@@ -175,7 +181,6 @@ def changed_keys(preset: str) -> dict[str, Any]:
     return {key: value for key, value in own.items() if value != base[key] and key not in files}
 
 
-@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", LEVERS)
 def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None:

@@ -28,7 +28,6 @@ from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 # Not importorskip: it would import the package into every process, before the engine has settled what it may print.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("deepspeed"),
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
         reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",

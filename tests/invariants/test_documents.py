@@ -135,18 +135,12 @@ def test_the_check_of_the_english(text: str, count: int) -> None:
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
     presets = PAGES["docs/performance.md"].split("<!-- benchmark presets: begin -->\n")[1].split("<!--")[0]
-    monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in the test below
+    monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in tests/config/test_presets.py
     found = report.read_results(report.committed_files())
     texts = {name: (ROOT / name).read_text("utf-8") for name in report.DOCUMENTS}
     for name, text in texts.items():
         assert report.document(text, found) == text, name
     assert all(f"<!-- benchmark {name}: begin -->" in "".join(texts.values()) for name in report.BLOCKS)
-
-
-@pytest.mark.xdist_group("plans")  # which share traces
-@pytest.mark.slow
-def test_the_table_of_presets_is_what_the_planner_finds() -> None:
-    assert report.presets_block([]) in PAGES["docs/performance.md"]
 
 
 def test_the_documented_tables_are_what_the_code_gives() -> None:

@@ -88,6 +88,7 @@ def small_plan(*overrides: str, memory_gb: float | None = None, gpus: int = 1) -
 # ------------------------------------------------------------------------------------------ counts
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_its_own_size_costs_what_it_costs() -> None:
     same, large = small_plan(), small_plan("--evaluation.height=128", "--evaluation.width=192")
     assert large.seconds_per_evaluation > 2 * same.seconds_per_evaluation > 0  # type: ignore[operator]
@@ -128,6 +129,7 @@ def small_call(num_layers: int = 3, **changes: Any) -> Call:
     return replace(call, **{"gradient": True, "guidance": config.training.guidance} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"gradient": False}, {}], ids=["velocity", "gradient"])
 def test_six_blocks_follow_from_two_and_three(changes: dict[str, Any]) -> None:
     """Tracing all blocks gives the same work to the last operation, and the same memory."""
@@ -140,6 +142,7 @@ def test_six_blocks_follow_from_two_and_three(changes: dict[str, Any]) -> None:
     assert line.working == pytest.approx(whole.working, rel=0.05)
 
 
+@pytest.mark.slow
 def test_splitting_guidance_halves_what_is_kept_and_offers_the_same_work() -> None:
     paired, split = trace(small_call(guidance="paired")), trace(small_call(guidance="split"))
     late = trace(small_call(guidance="split", on_policy=False))
@@ -379,6 +382,7 @@ def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
     assert again.memory.peak == first.plan.memory.peak, "the words that are printed do what is said"
 
 
+@pytest.mark.slow
 def test_what_never_fits_says_what_needs_least() -> None:
     hopeless = small_plan(memory_gb=1e-3)
     (least,) = find_options(hopeless)
@@ -415,7 +419,6 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
     assert description.num_layers == 12 and description.width == 2048
 
 
-@pytest.mark.xdist_group("plans")
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints() -> None:
     """Without weights on this machine, whose sizes would take the place of the published ones."""
@@ -425,7 +428,6 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert to_text(found, find_options(found)) == example
 
 
-@pytest.mark.xdist_group("plans")  # which share traces
 @pytest.mark.slow
 def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
@@ -445,7 +447,6 @@ def test_plan_and_run_count_the_same_memory(reported: float, monkeypatch: pytest
     assert gpu_memory_gb("cuda") == min(DEVICES["h100"].memory_gb, reported / 1e9)
 
 
-@pytest.mark.xdist_group("plans")
 @pytest.mark.slow
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"])

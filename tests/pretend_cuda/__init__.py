@@ -266,8 +266,7 @@ def _kernels(extension: Any, jit: bool) -> None:
     from torch._library.custom_ops import OPDEFS
     from torch.utils._pytree import tree_leaves
 
-    if jit:
-        _compile(extension)
+    _compile(extension)
     from sage_kernels import launch, launchers, reference
 
     start = launch.start

@@ -222,7 +222,7 @@ WORK = {work.__name__: work for work in (on_cuda, sharded, two_devices, budget, 
 
 def main(work: str, folder: Path) -> None:
     """Install the device, work, write."""
-    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work in ("budget", "benchmarks"))
+    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
     import torch
 
     torch.set_num_threads(1)

@@ -85,6 +85,7 @@ def test_a_signal_between_two_updates_loses_neither_and_the_run_says_how_to_resu
     assert "Stopped after update 2" in printed and f"train {file} --resume auto" in printed
 
 
+@pytest.mark.slow
 def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_and_does_not_tru
     assert result.test is not None and abs(result.test.mean) < 0.1
 
 
+@pytest.mark.slow
 def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_baseline(
     tiny_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -19,8 +19,11 @@ TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
 # PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself. Users get the ranges of
 # setup.py, development the versions of constraints.txt.
-# Modules are compiled when they are first imported; most are not, and pip would compile all, for a minute.
+# Modules are compiled below: by all cores, and also where PYTHONDONTWRITEBYTECODE would have every process compile them.
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+
+# Tests start hundreds of processes, and each would compile the project.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
@@ -49,6 +52,7 @@ $(READY): setup.py constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "  2/2 SAGE-Fast, its dependencies and the development tools"
 	@$(PIP) -e ".[dev]"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # templates in some packages do not compile
 	@touch $@
 	@echo "Ready: $(BIN)/sage-fast --help"
 

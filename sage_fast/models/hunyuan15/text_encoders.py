@@ -231,7 +231,8 @@ class HunyuanPromptEncoder:
 
     def _write(self, text: str, embeds: PromptEmbeds, count: tuple[int, int]) -> None:
         tensors = {"text": embeds.text.cpu().contiguous(), "glyph": embeds.glyph.cpu().contiguous()}
-        with replacing(self.path_of(text)) as partial:
+        # Not waiting for the disk: an entry that a loss of power has cut off is found damaged, and encoded again.
+        with replacing(self.path_of(text), lasting=False) as partial:
             metadata = {"prompt": text, "checksum": _checksum(tensors), "tokens": json.dumps(count)}
             save_file(tensors, partial, metadata=metadata)
 

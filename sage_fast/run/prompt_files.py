@@ -150,7 +150,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
             )
         taken[number] = where
         prompts.append(Prompt(text=text, index=number, seed=_seed(seed, where)))
-    _note_doubles(str(path), tuple(prompt.text for prompt in prompts))
+    _note_texts(str(path), tuple(prompt.text for prompt in prompts))
     return tuple(prompts)
 
 
@@ -166,7 +166,7 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
             raise ValueError("a prompt is empty; write one or leave it out")
         if _NO_TEXT.search(text):
             raise ValueError(f"the prompt {text!r} is no UTF-8; check the encoding of the terminal or script")
-    _note_doubles("the list of prompts", tuple(texts))
+    _note_texts("the list of prompts", tuple(texts))
     return [Prompt(text=_visible(text), index=number) for number, text in enumerate(texts)]
 
 
@@ -177,9 +177,11 @@ def _visible(text: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _note_doubles(source: str, texts: tuple[str, ...]) -> None:
+def _note_texts(source: str, texts: tuple[str, ...]) -> None:
     if repeats := len(texts) - len(set(texts)):
         _note(source, f"{repeats:,} of {len(texts):,} prompts repeat an earlier one")
+    if marked := sum(map(bool, map(_UNSEEN.search, texts))):
+        _note(source, f"marks of no width were removed from {marked} prompts")
 
 
 def _note(source: object, text: str) -> None:

@@ -118,6 +118,13 @@ def test_what_is_not_taken_as_it_stands_is_said_once(
     assert re.search(message, record.getMessage())
 
 
+def test_a_list_is_cleaned_as_a_file_is(caplog: pytest.LogCaptureFixture) -> None:
+    assert [p.text for p in read_prompts(["\ufeffa cat", "a dog ", "a cat"])] == ["a cat", "a dog", "a cat"]
+    assert "marks of no width were removed from 1 prompts" in caplog.text
+    with pytest.raises(ValueError, match="empty"):
+        read_prompts(["\u200b"])
+
+
 def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,Prompt_EN\n1,a red circle moving left\n2,a blue square moving up\n")
     (tmp_path / "b.jsonl").write_text(

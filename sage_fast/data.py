@@ -31,6 +31,7 @@ class PromptSchedule:
         self.prompts = list(prompts)
         self.seed = seed
         self.shuffle = shuffle
+        self._epoch, self._order = -1, list[int]()
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts number start .. start + count - 1."""
@@ -40,8 +41,10 @@ class PromptSchedule:
         epoch, offset = divmod(position, len(self.prompts))
         if not self.shuffle:
             return self.prompts[offset]
-        order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
-        return self.prompts[int(order[offset])]
+        if epoch != self._epoch:
+            order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
+            self._epoch, self._order = epoch, order.tolist()
+        return self.prompts[self._order[offset]]
 
 
 def make_groups(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import write_text
+from sage_fast.config.sections import EvaluationConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import describe_batch
@@ -311,7 +312,7 @@ class EvaluationSampling:
 
     def sample(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one batch."""
-        keys = noise_keys(batch, self.seed, update=0)
+        keys = noise_keys(batch, self.seed, update=0, usual=EvaluationConfig.seed)
         initial = initial_latents(keys, self.latent_shape, self.device)
         return sample_trajectory(policy_velocity(self.policy, batch), batch, keys, self.table, initial)
 

@@ -8,6 +8,7 @@ sample; C F H W latent channels, frames, rows, columns; L text tokens, D text wi
 per prompt.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Prompt:
     """One line of a prompt file.
 
     `index` names the prompt in the run: the noise of a sample is a function of it, so it must be unique and must
-    not depend on the order in which prompts are visited. `seed` replaces the run's seed for this prompt.
+    not depend on the order in which prompts are visited. `seed` is mixed with the run's seed, see `noise_seed`.
 
     Example: `Prompt(text="a red circle moving left", index=17)`
     """
@@ -41,8 +42,8 @@ SHORT_CAPTION = 40
 
 def word_count(prompt: str) -> int:
     """Words of a prompt; of Chinese, which is written without spaces, every three characters count as two words."""
-    characters = sum("\u4e00" <= character <= "\u9fff" for character in prompt)
-    words = sum(any(c.isalnum() and not "\u4e00" <= c <= "\u9fff" for c in word) for word in prompt.split())
+    others, characters = re.subn("[\u4e00-\u9fff]", "", prompt)
+    words = sum(any(map(str.isalnum, word)) for word in others.split())
     return words + round(characters * 2 / 3)
 
 

@@ -4,7 +4,9 @@ The noise of a sample is a function of (seed, update, prompt, member, step) and 
 in any micro-batch, fresh or resumed, sample the same videos.
 """
 
+import hashlib
 import logging
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -52,15 +54,28 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
 
 
-def noise_keys(samples: Sequence[Sample], seed: int, update: int) -> list[NoiseKey]:
-    """The key of each sample's noise."""
-    return [noise_key(s.prompt, s.member, seed, update) for s in samples]
+def noise_keys(samples: Sequence[Sample], seed: int, update: int, usual: int = 0) -> list[NoiseKey]:
+    """The key of each sample's noise; `seed` and `usual` as in `noise_seed`."""
+    return [noise_key(s.prompt, s.member, seed, update, usual) for s in samples]
 
 
-def noise_key(prompt: Prompt, member: int, seed: int, update: int) -> NoiseKey:
-    """The key of the noise of a prompt's member; a prompt's own seed replaces the run's."""
-    seed = seed if prompt.seed is None else prompt.seed
+def noise_key(prompt: Prompt, member: int, seed: int, update: int, usual: int = 0) -> NoiseKey:
+    """The key of the noise of a prompt's member; `seed` and `usual` as in `noise_seed`."""
+    seed = noise_seed(prompt, seed, usual)
     return NoiseKey(seed=seed, update=update, prompt_index=prompt.index, sample_index=member)
+
+
+def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
+    """The seed of a prompt's noise: `seed`, or for a prompt with a seed of its own a mixture of the two.
+
+    Args:
+        seed: of the run, of its evaluation or of a call that generates.
+        usual: its default, at which a prompt's own seed is taken as it is.
+    """
+    if prompt.seed is None or seed == usual:
+        return seed if prompt.seed is None else prompt.seed
+    both = struct.pack("<2q", prompt.seed, seed)
+    return int.from_bytes(hashlib.blake2b(both, digest_size=8, person=b"sage_fast.seeds").digest(), "little") >> 1
 
 
 def fixed_starts(keys: Sequence[NoiseKey], num_generations: int) -> list[NoiseKey]:

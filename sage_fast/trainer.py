@@ -82,6 +82,26 @@ PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
 
 
+def used_prompts(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    dp_degree: int,
+    done: tuple[int, int] = (0, 0),
+) -> list[Prompt]:
+    """Prompts that a run will sample from, each once, in the order of their first use; an evaluation's come last.
+
+    Args:
+        dp_degree: data-parallel ranks. done: updates and rollouts that lie behind the run.
+    """
+    left = max(0, math.ceil((config.training.num_updates - done[0]) / config.training.updates_per_rollout))
+    per_rollout = config.rollout.batch_size * dp_degree // config.rollout.num_generations
+    schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
+    # Two epochs' length holds a whole epoch, wherever it begins.
+    taken = schedule.take(done[1] * per_rollout, min(left * per_rollout, 2 * len(prompts)))
+    return list(dict.fromkeys([*taken, *(eval_prompts if config.evaluation.every else ())]))
+
+
 class Trainer:
     """State of a GRPO run and the step that advances it.
 
@@ -93,6 +113,7 @@ class Trainer:
         eval_prompts: prompts of the paired evaluation.
         world: the ranks; each has a trainer, and they call the same methods in the same order.
         progress: see the attribute.
+        done: updates and rollouts of the checkpoint that will be loaded.
 
     Raises:
         ConfigError, ValueError: the parts do not fit each other; the message names the config key.
@@ -107,6 +128,7 @@ class Trainer:
         eval_prompts: Sequence[Prompt],
         world: World = SINGLE_PROCESS,
         progress: Progress = lambda phase, done, total, subject: None,
+        done: tuple[int, int] = (0, 0),
     ) -> None:
         self.config = config
         self.world = world
@@ -131,7 +153,8 @@ class Trainer:
             self.decoder.latent_shape(video.num_frames, video.height, video.width)
             for video in (config.video, config.evaluation_video)
         )
-        lengths = self._prepare_prompts(components.prompt_encoder, [*prompts, *eval_prompts])
+        used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
+        lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
         self._divide_rollout(prompts, eval_prompts, lengths)
 
@@ -187,7 +210,7 @@ class Trainer:
     def _divide_rollout(
         self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
     ) -> None:
-        """The prompts of the run, whose texts have these lengths, and this rank's share of a rollout."""
+        """The prompts of the run, the used ones of these lengths, and this rank's share of a rollout."""
         config, world = self.config, self.world
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
         self.eval_prompts = list(eval_prompts)
@@ -204,7 +227,7 @@ class Trainer:
                 *(self.prompts_per_rollout, FEW_PROMPTS),
             )
         if self.engine.sharded:
-            train, scored = ({lengths[p.text] for p in group} for group in (prompts, eval_prompts))
+            train, scored = ({lengths[p.text] for p in group if p.text in lengths} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
 
     def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:

@@ -17,12 +17,16 @@ from torch import Tensor
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
+from sage_fast.data import PromptSchedule
 from sage_fast.kernels import PolicyTerms
 from sage_fast.models.hunyuan15.backbone import dead_modules
+from sage_fast.models.toy.components import WordEncoder
+from sage_fast.models.toy.renderer import all_captions
 from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLMode, group_advantages, kl_uses
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
-from sage_fast.rollout import fixed_starts, noise_keys, rollout_table
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rollout import fixed_starts, noise_keys, noise_seed, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
@@ -215,10 +219,49 @@ def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
         assert not torch.equal(start[0], start[2])
 
 
-def test_a_prompt_seed_replaces_the_run_seed() -> None:
+def test_a_prompt_seed_is_mixed_with_a_run_seed_that_is_not_the_default() -> None:
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
     samples = [Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0) for i, s in ((0, 7), (1, None))]
-    assert [key.seed for key in noise_keys(samples, 3, update=0)] == [7, 3]
+    for usual in (0, 1_000_003):
+        assert [key.seed for key in noise_keys(samples, usual, update=0, usual=usual)] == [7, usual]
+    pairs = [(own, seed) for own in range(20) for seed in range(20)]
+    mixed = {noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs}
+    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), "1 and 2 are not 2 and 1"
+    assert [key.seed for key in noise_keys(samples, 3, update=0)] == [noise_seed(samples[0].prompt, 3), 3]
+
+
+def test_a_run_encodes_and_shows_to_rewards_what_it_will_use(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[list[str]] = []
+    prepare = WordEncoder.prepare
+    monkeypatch.setattr(
+        WordEncoder, "prepare", lambda self, texts, *more: encoded.append(list(texts)) or prepare(self, texts, *more)
+    )
+    shown = Mock(wraps=CompositeReward.from_config)
+    monkeypatch.setattr(CompositeReward, "from_config", shown)
+    names = [caption.text for caption in all_captions()]
+    words = "--training.num_updates=5", "--training.updates_per_rollout=2", "--evaluation.num_prompts=2"
+    config = tiny_run(*words)
+    config = replace(config, data=replace(config.data, prompts=names))
+    trainer = build_trainer(config)
+    per_rollout = trainer.prompts_per_rollout
+    taken = [prompt.text for prompt in trainer.schedule.take(0, 3 * per_rollout)]
+    evaluated = [prompt.text for prompt in trainer.eval_prompts]
+    assert encoded[-1] == [config.rollout.negative_prompt, *dict.fromkeys([*taken, *evaluated])]
+    assert len(encoded[-1]) < len(names) / 2 and shown.call_args.args[1] == encoded[-1][1:]
+    build_trainer(replace(config, evaluation=replace(config.evaluation, every=0)), done=(4, 2))
+    assert encoded[-1][1:] == list(dict.fromkeys(taken[2 * per_rollout :])), "the rest of a run that goes on"
+    build_trainer(replace(config, training=replace(config.training, num_updates=10**9)))
+    assert set(encoded[-1][1:]) == {*names, *evaluated}
+
+
+def test_a_long_list_is_ordered_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = PromptSchedule([Prompt(text="", index=i) for i in range(50)], seed=0, shuffle=True)
+    draw = Mock(wraps=torch.randperm)
+    monkeypatch.setattr(torch, "randperm", draw)
+    schedule.take(0, 120)
+    assert draw.call_count == 3
 
 
 def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(tiny_run: MakeRun) -> None:

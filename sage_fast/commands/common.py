@@ -135,7 +135,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
         dest="noise_seed",
         type=int,
         metavar="N",
-        help="seed of the noise, for prompts without a seed of their own; default: evaluation.seed",
+        help="seed of the noise, mixed with the seeds that prompts have; default: evaluation.seed",
     )
     parser.add_argument(
         "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"

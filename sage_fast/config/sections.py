@@ -238,9 +238,11 @@ class DataConfig(Section, key="data"):
     """Training prompts."""
 
     prompts: str | list[str] = field(metadata={FREE: PLACE})
-    """CSV (columns prompt, optional index and seed), JSONL or text file of prompts, or a list of the texts themselves.
+    """CSV (columns prompt, optional index and seed), JSON or text file of prompts, or a list of the texts themselves.
     A relative path is looked for in the folder of the YAML that names it, then in the working directory, then among the
     files that ship."""
+    prompt_key: str = free("prompt", PLACE)
+    """Column or JSON key that holds the prompts, such as `prompt_en` or `caption`."""
     shuffle: bool = True
     """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
 
@@ -330,6 +332,8 @@ class EvaluationConfig(Section, key="evaluation"):
 
     prompts: str | list[str] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
+    prompt_key: str | None = free(None, PLACE)
+    """Column or JSON key of the evaluation's file that holds the prompts; null takes `data.prompt_key`."""
     num_prompts: Annotated[int, Limit(2, MANY)] | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
     every: Natural = free(20, PACE)

@@ -146,6 +146,7 @@ class ModelDescription:
     decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
     decode_traffic: (latent shape, whether in tiles, data type) -> bytes that one video moves outside products.
     decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
+    encoding: words of a prompt -> FLOPs of encoding it, and bytes of its conditioning on disk.
 
     Example: `describe_model(ModelConfig(family="..."))`
     """
@@ -158,6 +159,7 @@ class ModelDescription:
     decode_traffic: Callable[[tuple[int, int, int, int], bool, str], float] = lambda latent, tiled, dtype: 0.0
     decoder_gb: float = 0.0
     encoder_gb: float = 0.0
+    encoding: Callable[[float], tuple[float, float]] = lambda words: (0.0, 0.0)
 
     @property
     def width(self) -> int:

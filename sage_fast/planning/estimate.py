@@ -40,7 +40,8 @@ from sage_fast.planning.weights import compute_dtype, count_weights, gathered_we
 from sage_fast.planning.work import Visits, Work, forward_work, repeated_branches, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
-from sage_fast.run.prompt_files import read_prompts
+from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
+from sage_fast.trainer import used_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,43 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Encoding of the prompts that a run uses, at its first start; what the cache holds is not encoded again.
+
+    size: bytes in the cache. seconds: of the processes together, without loading the encoders.
+
+    Example: `Encoding(prompts=1625, flops=6.6e15, size=2.5e9, seconds=9.2)`
+    """
+
+    prompts: int
+    flops: float
+    size: float
+    seconds: float
+
+
+def plan_encoding(config: RunConfig, device: Device, description: ModelDescription, gpus: int) -> Encoding | None:
+    """None where encoding costs nothing, or the prompts are not here."""
+    files = config.data.prompts, config.evaluation.prompts
+    if not description.encoding(1)[0] or any(isinstance(file, str) and not Path(file).is_file() for file in files):
+        return None
+    used = used_prompts(config, *load_prompts(config), gpus // config.distributed.sp)
+    # A thousand of them are a mean; a plan with options asks many times.
+    some = used[:: math.ceil(len(used) / 1000)]
+    words = sum(word_count(prompt.text) for prompt in some) / len(some)
+    flops, size = (len(used) * value for value in description.encoding(words))
+    seconds, _ = device.seconds(Cost(linear=flops / gpus), "bfloat16", "auto")
+    return Encoding(prompts=len(used), flops=flops, size=size, seconds=seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan(MemoryPlan):
     """Memory, work, exchanges and time of a configuration.
 
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. longest: of the prompts that ranks sample at a time, over the mean length; expected. exchanges: of one GPU in
-    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes.
+    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. encoding: at
+    the first start; None where its prompts are not here.
     """
 
     device: Device
@@ -89,6 +120,7 @@ class Plan(MemoryPlan):
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
+    encoding: Encoding | None
 
     @property
     def seconds_per_video(self) -> float:
@@ -274,6 +306,7 @@ def make_plan(
         seconds_per_evaluation=seconds_per_evaluation,
         checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
         tiled=tiled,
+        encoding=plan_encoding(config, device, description, layout.gpus),
     )
 
 
@@ -286,7 +319,7 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
     prompts = config.data.prompts
     if data_parallel == 1 or groups <= 1 or (isinstance(prompts, str) and not Path(prompts).is_file()):
         return 1.0
-    words = sorted(word_count(prompt.text) for prompt in read_prompts(prompts))
+    words = sorted(word_count(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key))
     # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups - ((n-1)/N)^groups.
     chances = [(n / len(words)) ** groups for n in range(len(words) + 1)]
     longest = sum(count * (high - low) for count, (low, high) in zip(words, pairwise(chances), strict=True))
@@ -345,7 +378,7 @@ def _evaluation_batches(held: MemoryPlan) -> int:
     section = held.config.evaluation
     if not section.every:
         return 0
-    prompts = section.num_prompts or len(read_prompts(section.prompts or held.config.data.prompts))
+    prompts = section.num_prompts or len(load_eval_prompts(held.config))
     return math.ceil(math.ceil(prompts * section.noises / section.batch_size) / held.layout.data_parallel)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
-from sage_fast.planning.estimate import Option, Phase, Plan
+from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
 from sage_fast.planning.weights import compute_dtype
@@ -108,6 +108,8 @@ def _time(plan: Plan) -> Iterator[str]:
     if several:
         yield f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour"
     yield from _per_update(plan)
+    if plan.encoding is not None:
+        yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         more = f"{_number(plan.evaluation_per_video)} s per video beside these"
@@ -115,6 +117,14 @@ def _time(plan: Plan) -> Iterator[str]:
     if several:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
+
+
+def encoding_text(encoding: Encoding) -> str:
+    """Time and size of encoding the prompts that a run uses."""
+    return (
+        f"{encoding.prompts:,}, {_number(encoding.flops / 1e12)} TFLOP, {_span(encoding.seconds)} and loading the "
+        f"encoders, {_bytes(encoding.size)} in the cache"
+    )
 
 
 def _per_update(plan: Plan) -> Iterator[str]:
@@ -265,6 +275,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
+        "encoding": asdict(plan.encoding) if plan.encoding else None,
         "evaluation_per_video": plan.evaluation_per_video,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
         "checkpoint_bytes_per_gpu": plan.checkpoint,

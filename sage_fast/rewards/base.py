@@ -23,8 +23,8 @@ class Reward(Protocol):
     """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls.
 
     What follows is optional. A reward that cannot score every text has a method `check_prompts(prompts)` that raises a
-    RewardError; it is shown all prompts of a run before anything is generated. An attribute `LOWER_IS_BETTER` names
-    those of its scores that fall as videos get better, such as a distance: tables, plots and win rates follow it.
+    RewardError; it is shown the prompts that a run uses before anything is generated. An attribute `LOWER_IS_BETTER`
+    names those of its scores that fall as videos get better, such as a distance: tables, plots and win rates follow it.
 
         LOWER_IS_BETTER: Collection[str]
 

@@ -4,22 +4,32 @@
     prompt,index,seed                       {"prompt": "a red circle", "seed": 7}      a red circle
     "a red circle, moving left",0,7         "a blue square"                            a blue square
 
-``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names;
-``seed`` fixes a prompt's noise. Other columns are left alone, so a data set's own file can be used as it is.
+    prompts.json
+    [{"prompt": "a red circle", "seed": 7}, "a blue square"]
+
+``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names; where not all
+are whole numbers it is left alone. ``seed`` is mixed with the run's for a prompt's noise. Other columns are left alone,
+so a data set's own file can be used as it is; `data.prompt_key` names the column of prompts that is not ``prompt``.
 """
 
 import csv
 import io
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import read_json, read_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import digest
+from sage_fast.distributed.start import rank
 from sage_fast.records import Prompt
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
 """Of a prompt file; a million prompts of a hundred words take 0.6 GB."""
@@ -27,26 +37,35 @@ MAX_BYTES = 2**30
 # Seeds and indices are mixed into 64-bit generator states.
 MAX_INTEGER = 2**63 - 1
 
+_UNSEEN = re.compile("[\u200b\u2060\ufeff]")
+"""Zero-width space, word joiner, byte order mark: what shows nothing and joins nothing. Joiners of emoji and of scripts
+are not among them."""
+
+_NO_TEXT = re.compile("[\ud800-\udfff\0]")
+
+_TITLES = {"prompt", "prompts", "caption", "captions"}
+
 
 def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training and evaluation prompts of a run. ConfigError names the config key of a file that cannot be used."""
-    return _read_prompts("data.prompts", config.data.prompts), load_eval_prompts(config)
+    return _read_prompts("data.prompts", config.data.prompts, config.data.prompt_key), load_eval_prompts(config)
 
 
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
     key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
+    column = config.evaluation.prompt_key or config.data.prompt_key
     if given is None:
-        key, given = "data.prompts", config.data.prompts
-    prompts = _read_prompts(key, given)
+        key, given, column = "data.prompts", config.data.prompts, config.data.prompt_key
+    prompts = _read_prompts(key, given, column)
     if count is not None and count > len(prompts):
         raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
     return prompts[:count]
 
 
-def _read_prompts(key: str, given: str | list[str]) -> list[Prompt]:
+def _read_prompts(key: str, given: str | list[str], column: str) -> list[Prompt]:
     try:
-        return read_prompts(given)
+        return read_prompts(given, column)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -56,11 +75,14 @@ def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) ->
     return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
 
 
-def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str] | Sequence[str], key: str = "prompt") -> list[Prompt]:
     """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
 
+    What else is skipped, removed or left alone is logged, once for each version of a file.
+
     Args:
-        path: a ``.csv``, ``.jsonl`` or ``.txt`` file as above, or the texts themselves.
+        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above, or the texts themselves.
+        key: column or JSON key of the prompts.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.
@@ -80,34 +102,56 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[str]) -> list[Prompt]:
             "rename or convert it"
         )
     try:
-        content = read_text(path, MAX_BYTES)
+        status = path.stat()
+        return list(_read_file(path, key, status.st_mtime_ns, status.st_size, status.st_ino))
     except OSError as error:
         raise type(error)(
             f"{path}: cannot be read as a prompt file: {error.strerror}; check the path, which is relative to the YAML "
             "that names it, or to the working directory"
         ) from error
 
-    prompts: list[Prompt] = []
-    line_of_index: dict[int, int] = {}
-    for line, text, index, seed in _READERS[path.suffix.lower()](path, content):
-        where = f"{path}:{line}"
-        if not text.strip():
-            raise ValueError(f"{where}: the prompt is empty; write one or delete the line")
-        if not _is_unicode(text):
+
+@lru_cache(maxsize=8)
+def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
+    """The prompts of a file; a plan asks for the same ones many times."""
+    rows: list[_Row] = []
+    empty, marked = [], []
+    for where, text, index, seed in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
+        if _NO_TEXT.search(text):
             raise ValueError(f"{where}: the prompt has an escape of half a character (\\ud800 to \\udfff) or of none")
-        number = _integer(index, "index", where)
+        if seen := _visible(text):
+            rows.append((where, seen, index, seed))
+            marked += [where] if _UNSEEN.search(text) else []
+        else:
+            empty.append(where)
+    if not rows:
+        raise ValueError(f"{path}: holds no prompts; write at least one")
+    if empty:
+        _note(path, f"{len(empty)} empty prompts were skipped, the first at {empty[0]}")
+    if marked:
+        _note(path, f"marks of no width were removed from {len(marked)} prompts, the first at {marked[0]}")
+    odd = [(where, index) for where, _, index, _ in rows if not _is_left_out(index) and _whole(index) is None]
+    if odd:
+        _note(
+            path,
+            f"the column 'index' is left alone and prompts are numbered from 0, because {len(odd)} of its values are "
+            f"not whole numbers from 0 to 2^63 - 1, such as {_shown(odd[0][1])} at {odd[0][0]}",
+        )
+    prompts: list[Prompt] = []
+    taken: dict[int, str] = {}
+    for where, text, index, seed in rows:
+        number = None if odd or _is_left_out(index) else _whole(index)
         if number is None:
             number = len(prompts)
-        if number in line_of_index:
+        if number in taken:
             raise ValueError(
-                f"{where}: index {number} is taken by line {line_of_index[number]}; give each prompt its own "
-                "index, or none of them any (they are then numbered from 0)"
+                f"{where}: index {number} is taken by line {taken[number].removeprefix(f'{path}:')}; give each prompt "
+                "its own index, or none of them any (they are then numbered from 0)"
             )
-        line_of_index[number] = line
-        prompts.append(Prompt(text=text.strip(), index=number, seed=_integer(seed, "seed", where)))
-    if not prompts:
-        raise ValueError(f"{path}: holds no prompts; write at least one")
-    return prompts
+        taken[number] = where
+        prompts.append(Prompt(text=text, index=number, seed=_seed(seed, where)))
+    _note_texts(str(path), tuple(prompt.text for prompt in prompts))
+    return tuple(prompts)
 
 
 def text_prompts(texts: Sequence[str]) -> list[Prompt]:
@@ -118,22 +162,38 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"a prompt is {text!r}; write it as a text")
-        if not text.strip():
+        if not _visible(text):
             raise ValueError("a prompt is empty; write one or leave it out")
-        if not _is_unicode(text):
+        if _NO_TEXT.search(text):
             raise ValueError(f"the prompt {text!r} is no UTF-8; check the encoding of the terminal or script")
-    return [Prompt(text=text.strip(), index=number) for number, text in enumerate(texts)]
+    _note_texts("the list of prompts", tuple(texts))
+    return [Prompt(text=_visible(text), index=number) for number, text in enumerate(texts)]
 
 
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" or character == "\0" for character in text)
+def _visible(text: str) -> str:
+    """A prompt without marks of no width and the white space around it; empty where nothing of it shows."""
+    text = _UNSEEN.sub("", text).strip()
+    return "" if all(c.isspace() or unicodedata.category(c) == "Cf" for c in text) else text
 
 
-# A reader yields (line number from 1, prompt, raw index or None, raw seed or None).
-_Row = tuple[int, str, object, object]
+@lru_cache(maxsize=8)
+def _note_texts(source: str, texts: tuple[str, ...]) -> None:
+    if repeats := len(texts) - len(set(texts)):
+        _note(source, f"{repeats:,} of {len(texts):,} prompts repeat an earlier one")
+    if marked := sum(map(bool, map(_UNSEEN.search, texts))):
+        _note(source, f"marks of no width were removed from {marked} prompts")
 
 
-def _read_csv(path: Path, text: str) -> Iterator[_Row]:
+def _note(source: object, text: str) -> None:
+    if rank() == 0:
+        logger.warning("%s: %s.", source, text)
+
+
+# A reader yields (path:line, prompt, raw index or None, raw seed or None).
+_Row = tuple[str, str, object, object]
+
+
+def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
     while True:
@@ -148,7 +208,7 @@ def _read_csv(path: Path, text: str) -> Iterator[_Row]:
         if not any(cell.strip() for cell in cells):
             continue
         if not header:
-            header = _header(cells, f"{path}:{start}")
+            header = _header(cells, f"{path}:{start}", key.strip().lower())
             continue
         if len(cells) > len(header):
             raise ValueError(
@@ -156,57 +216,82 @@ def _read_csv(path: Path, text: str) -> Iterator[_Row]:
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
         row = dict(zip(header, cells, strict=False))
-        yield start, row.get("prompt", ""), row.get("index"), row.get("seed")
+        yield f"{path}:{start}", row.get(key.strip().lower(), ""), row.get("index"), row.get("seed")
 
 
-def _header(cells: list[str], where: str) -> list[str]:
-    header = [cell.strip().lower() for cell in cells]
-    if header.count("prompt") != 1:
-        raise ValueError(f"{where}: expected one column named 'prompt', found {', '.join(map(repr, header))}")
+def _header(cells: list[str], where: str, key: str) -> list[str]:
+    header = [_visible(cell).lower() for cell in cells]
+    if header.count(key) != 1:
+        raise ValueError(
+            f"{where}: expected one column named {key!r}, found {', '.join(map(repr, header))}{_OTHER_KEY}"
+        )
     return header
 
 
-def _read_jsonl(path: Path, text: str) -> Iterator[_Row]:
-    hint = '; each line is one object with "prompt", or one string in double quotes'
-    for line, content in _lines(text):
-        where = f"{path}:{line}"
-        row = read_json(content, where, hint)
+def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
+    """One array, or a value on each line."""
+    hint = f'; write one array, or on each line an object with "{key}" or a string in double quotes'
+    rows: Iterator[tuple[str, object]]
+    if text.lstrip().startswith("["):
+        rows = ((f"{path}:entry {n}", row) for n, row in enumerate(read_json(text, f"{path}:1", hint), start=1))
+    else:
+        rows = ((f"{path}:{line}", read_json(content, f"{path}:{line}", hint)) for line, content in _lines(text))
+    for where, row in rows:
         if isinstance(row, str):
-            row = {"prompt": row}
+            row = {key: row}
         if not isinstance(row, dict):
-            raise ValueError(f'{where}: expected an object with "prompt" or a string, found {_shown(row)}')
-        if "prompt" not in row:
-            raise ValueError(f"{where}: no key named 'prompt'; found {', '.join(map(repr, row)) or 'no keys at all'}")
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f"{where}: 'prompt' must be a string, not {_shown(row['prompt'])}")
-        yield line, row["prompt"], row.get("index"), row.get("seed")
+            raise ValueError(f'{where}: expected an object with "{key}" or a string, found {_shown(row)}')
+        if key not in row:
+            found = ", ".join(map(repr, row)) or "no keys at all"
+            raise ValueError(f"{where}: no key named {key!r}; found {found}{_OTHER_KEY}")
+        if not isinstance(row[key], str | None):
+            raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
+        yield where, row[key] or "", row.get("index"), row.get("seed")
 
 
-def _read_txt(path: Path, text: str) -> Iterator[_Row]:
-    for line, content in _lines(text):
-        yield line, content, None, None
+def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
+    for number, (line, content) in enumerate(_lines(text)):
+        if number == 0 and _visible(content).strip("\"'").lower() in {*_TITLES, key.lower()}:
+            _note(path, f"the first line, {content!r}, is taken for the title of a column and is not a prompt")
+        else:
+            yield f"{path}:{line}", content, None, None
 
 
-_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".txt": _read_txt}
+_OTHER_KEY = "; data.prompt_key, or evaluation.prompt_key for an evaluation's own file, names the one with the prompts"
+
+_READERS: dict[str, Callable[[Path, str, str], Iterator[_Row]]] = {
+    ".csv": _read_csv,
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".txt": _read_txt,
+}
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     # Not str.splitlines: that also splits at characters such as U+2028, which a prompt may hold.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
         if line.strip():
             yield number, line.strip()
 
 
-def _integer(value: object, name: str, where: str) -> int | None:
-    """An index or seed from a cell (text) or a JSON value; None where it was left out."""
-    text = "" if value is None else str(value).strip()
-    if not text:
+def _is_left_out(value: object) -> bool:
+    return value is None or not str(value).strip()
+
+
+def _whole(value: object) -> int | None:
+    """A whole number from a cell (text) or a JSON value; None for anything else."""
+    text = str(value).strip()
+    return int(text) if re.fullmatch("[0-9]{1,19}", text) and int(text) <= MAX_INTEGER else None
+
+
+def _seed(value: object, where: str) -> int | None:
+    if _is_left_out(value):
         return None
-    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_INTEGER:
+    if (seed := _whole(value)) is None:
         raise ValueError(
-            f"{where}: {name} must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
+            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
         )
-    return int(text)
+    return seed
 
 
 def _shown(value: object) -> str:

@@ -52,7 +52,7 @@ from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
-from sage_fast.trainer import Trainer
+from sage_fast.trainer import Trainer, used_prompts
 
 SECONDS_BETWEEN_PAGES = 30.0
 """The page of a run is written at its end, and after an update where it is older than that: it takes a second."""
@@ -77,12 +77,15 @@ class RunResult:
 
 
 def build_trainer(
-    config: RunConfig, world: World = SINGLE_PROCESS, progress: Progress = lambda phase, done, total, subject: None
+    config: RunConfig,
+    world: World = SINGLE_PROCESS,
+    progress: Progress = lambda phase, done, total, subject: None,
+    done: tuple[int, int] = (0, 0),
 ) -> Trainer:
     """Load the model, the rewards and the prompts of a run. Collective.
 
     Args:
-        progress: see `Trainer`.
+        progress, done: see `Trainer`.
 
     Raises:
         ConfigError: a part is missing or does not fit.
@@ -98,11 +101,11 @@ def build_trainer(
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
         reward = CompositeReward.from_config(
             config.reward,
-            [p.text for p in (*prompts, *eval_prompts)],
+            [p.text for p in used_prompts(config, prompts, eval_prompts, world.dp_degree, done)],
             device=str(rank_device(config.model.device)),
             fps=config.video.fps,
         )
-        return Trainer(config, components, reward, prompts, eval_prompts, world, progress)
+        return Trainer(config, components, reward, prompts, eval_prompts, world, progress, done)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
@@ -172,7 +175,13 @@ class Run:
         self.lease.refuse_others()
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
-        self.trainer = build_trainer(config, self.world, lambda phase, done, total, subject: self.guard.progress())
+        state = {"update": 0, "rollouts": 0} if self.checkpoint is None else self.checkpoint.state["trainer"]
+        self.trainer = build_trainer(
+            config,
+            self.world,
+            lambda phase, done, total, subject: self.guard.progress(),
+            (int(state["update"]), int(state["rollouts"])),
+        )
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         # A path may name other files on another node.
         check_same_everywhere({"model.path": self.trainer.model_digest, "prompts": self.prompts_digest})

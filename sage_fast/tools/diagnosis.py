@@ -26,10 +26,11 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder
-from sage_fast.planning.devices import gpu_memory_gb, host_memory
-from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
+from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
+from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import checkpoint_bytes
+from sage_fast.planning.text import encoding_text
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.run.prompt_files import load_prompts
@@ -175,6 +176,12 @@ def _settings(config: RunConfig) -> Iterator[Check]:
     try:
         prompts, evaluated = load_prompts(config)
         yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
+        if (description := _description(config)) is not None:
+            device = choose_device(None, _device(config) or "auto", description.width)
+            gpus = least_gpus(config.distributed, config.rollout)
+            if (encoding := plan_encoding(config, device, description, gpus)) is not None:
+                detail = f"{encoding_text(encoding)}; predicted for {device.name}"
+                yield Check(section, "encoding of prompts", "info", detail)
     except ConfigError as error:
         yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
     uses = {

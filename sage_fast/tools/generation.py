@@ -13,6 +13,7 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import EvaluationConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, open_components
@@ -21,7 +22,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import cast_weights
 from sage_fast.policy.trained import use_adapter, use_weights
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
+from sage_fast.rollout import initial_latents, noise_keys, noise_seed, policy_velocity, sample_trajectory
 from sage_fast.run import media
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
@@ -144,7 +145,12 @@ def write_videos(
         for member in range(num_videos)
     }
     settings = sampling_settings(config, sampler, weights)
-    records = {name: settings | {"prompt": asdict(p), "member": member} for name, (p, member) in plan.items()}
+    records = {
+        name: settings
+        | {"noise_seed": noise_seed(p, config.evaluation.seed, EvaluationConfig.seed)}
+        | {"prompt": asdict(p), "member": member}
+        for name, (p, member) in plan.items()
+    }
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]
@@ -159,7 +165,7 @@ def write_videos(
             Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
             for prompt, member in (plan[name] for name in names)
         ]
-        keys = noise_keys(batch, config.evaluation.seed, update=0)
+        keys = noise_keys(batch, config.evaluation.seed, update=0, usual=EvaluationConfig.seed)
         initial = initial_latents(keys, generator.latent_shape, generator.device)
         trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
         for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):

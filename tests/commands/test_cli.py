@@ -119,6 +119,30 @@ def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(conf
     assert record["prompt"]["text"] == "a blue square moving up"
 
 
+def test_two_seeds_are_two_videos_of_a_prompt_that_has_its_own_and_the_record_says_which(
+    config_file: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "own.json"
+    prompts.write_text('[{"caption": "a red circle moving left", "seed": 7}, {"caption": "a blue square moving up"}]')
+    found = {}
+    for words in ([], ["--seed", "0"], ["--seed", "1"]):
+        output = tmp_path / "_".join(["v", *words])
+        words = [*words, "--checkpoint", "none", "--evaluation.prompt_key=caption"]
+        assert generate(config_file, prompts, output, *words) == 0
+        record = json.loads((output / "generation.json").read_text())
+        assert [entry["prompt"]["seed"] for entry in record.values()] == [7, None]
+        for name, entry in record.items():
+            found[(output / name).read_bytes()] = entry["noise_seed"]
+    assert len(found) == 6, "every one is another video"
+    seeds = list(found.values())
+    assert seeds[:2] == [7, 1_000_003] and seeds[3::2] == [0, 1] and len({*seeds}) == 6
+    # The seed of the record, put where a file has it, gives the video.
+    prompts.write_text(f'[{{"caption": "a red circle moving left", "seed": {seeds[4]}}}]')
+    words = ["--checkpoint", "none", "--evaluation.prompt_key=caption"]
+    assert generate(config_file, prompts, tmp_path / "again", *words) == 0
+    assert found[next((tmp_path / "again").glob("*.mp4")).read_bytes()] == seeds[4]
+
+
 def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     config_file: Path,
     prompts: Path,

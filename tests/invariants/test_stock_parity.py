@@ -86,7 +86,9 @@ def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, prompt: s
     with torch.no_grad():
         text, text_mask, glyph, glyph_mask = model.stock.encode_prompt(prompt)
     ours = model.ours.prompt_encoder.encode([prompt])[0]
-    assert torch.equal(ours.text, text[text_mask.bool()])
+    # The stock pipeline pads to 1,108 tokens, which moves no more than the last digit.
+    expected = text[text_mask.bool()]
+    assert ours.text.shape == expected.shape and (ours.text - expected).norm() <= 1e-6 * expected.norm()
     assert torch.equal(ours.glyph, glyph[glyph_mask.bool()])
     assert (len(ours.glyph) > 0) == ('"' in prompt or "“" in prompt)
 

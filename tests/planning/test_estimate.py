@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from sage_fast import accelerate
 from sage_fast.commands.cli import main
@@ -24,9 +25,14 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.hunyuan15 import (
+    END_TOKENS,
     HUNYUAN_VIDEO_15,
+    LANGUAGE_MODEL,
+    TEMPLATE_TOKENS,
+    TOKENS_PER_WORD,
     _published_decoder,
     decode_traffic,
+    encoding,
     published_model,
     vae_decode_traffic,
 )
@@ -37,6 +43,7 @@ from sage_fast.planning.estimate import (
     Plan,
     find_options,
     make_plan,
+    plan_encoding,
     settle_memory,
 )
 from sage_fast.planning.layout import Layout
@@ -103,6 +110,31 @@ def test_the_real_model_has_its_parameters() -> None:
     weights = count_weights(config, HUNYUAN_VIDEO_15)
     assert weights.total == 8_326_608_160
     assert weights.adaln == 54 * 2 * (2048 * 6 * 2048 + 6 * 2048)
+
+
+def test_encoding_is_what_torch_counts_for_the_prompts_that_the_run_uses(tmp_path: Path) -> None:
+    file, words = tmp_path / "p.txt", 40
+    file.write_text("".join(f"{number} {'word ' * (words - 1)}\n" for number in range(50_000)))
+    given = [f"--data.prompts={file}", f"--evaluation.prompts={file}", "--evaluation.num_prompts=8"]
+    config = load_config(B, [*given, "--training.num_updates=200", "--rollout.batch_size=32"])
+    every = plan_encoding(config, DEVICES["h100"], published_model(), gpus=1)
+    assert every is not None and 200 * 8 <= every.prompts <= 200 * 8 + 8, "some evaluation prompts are trained on"
+    shared = plan_encoding(config, DEVICES["h100"], published_model(), gpus=4)
+    assert shared is not None and shared.prompts > 3.9 * every.prompts
+    assert shared.seconds == pytest.approx(every.seconds * shared.prompts / every.prompts / 4)
+
+    size = LANGUAGE_MODEL | {"hidden_size": 112, "intermediate_size": 592, "num_hidden_layers": 2, "dtype": "float32"}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0]}
+    with torch.device("meta"):
+        model = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(vocab_size=100, rope_parameters=rope, **size))
+    tokens = TOKENS_PER_WORD * 72 + END_TOKENS
+    length = round(TEMPLATE_TOKENS + tokens)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"))
+    flops, stored = encoding(size, 72)
+    attention = 2 * 4 * 112 * length**2  # torch counts a causal product as a whole one
+    assert flops + attention / 2 == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert stored == 4 * 112 * tokens
 
 
 def test_the_closed_form_is_what_torch_counts_at_full_depth() -> None:

@@ -1,8 +1,13 @@
 """Prompt files: what is read, and that each mistake is named with its file and line."""
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from sage_fast.run.prompt_files import read_prompts
+from sage_fast.config.load import load_config
+from sage_fast.run.prompt_files import load_prompts, read_prompts
 
 READ = {
     "csv-in-any-order": (
@@ -20,6 +25,26 @@ READ = {
         '\ufeff{"prompt": "a", "index": 3, "seed": 0}\n\n"b\u2028c"\n{"prompt": "d", "style": 1}',
         [("a", 3, 0), ("b\u2028c", 1, None), ("d", 2, None)],
     ),
+    "csv-of-a-data-set": (
+        "p.csv",
+        "prompt,index\na,vid_001\n  ,vid_002\n\u200b,vid_003\nb,7\n",
+        [("a", 0, None), ("b", 1, None)],
+    ),
+    "csv-of-an-old-editor": ("p.csv", "prompt,seed\ra,1\rb,2\r", [("a", 0, 1), ("b", 1, 2)]),
+    "json": (
+        "p.json",
+        '[{"prompt": "a", "index": 3},\n {"prompt": null, "index": "x"}, {"prompt": "b", "index": null}, "c"]',
+        [("a", 3, None), ("b", 1, None), ("c", 2, None)],
+    ),
+    "json-lines-by-another-name": ("p.json", '{"prompt": "a"}\n{"prompt": "b"}\n', [("a", 0, None), ("b", 1, None)]),
+    "array-by-another-name": ("p.jsonl", '\n [\n"a",\n"b"]', [("a", 0, None), ("b", 1, None)]),
+    "txt-of-an-old-editor": ("p.txt", "a\rb\r\nc\n\rd", [(text, n, None) for n, text in enumerate("abcd")]),
+    "txt-with-a-title": ("p.txt", '\n"Prompt"\nprompt\na', [("prompt", 0, None), ("a", 1, None)]),
+    "txt-with-unseen-marks": (
+        "p.txt",
+        "\u200ba\ufeff cat\n\u200b\u2060 \n\u200d\n👩\u200d🚒\nमैं क्\u200dष",
+        [("a cat", 0, None), ("👩\u200d🚒", 1, None), ("मैं क्\u200dष", 2, None)],
+    ),
     "txt": ("p.txt", '\ufeffa "quoted", thing\r\n\r\n  猫 \n', [('a "quoted", thing', 0, None), ("猫", 1, None)]),
 }
 
@@ -31,20 +56,29 @@ def test_what_is_read(tmp_path, name, content, expected):
 
 
 MISTAKES = {
-    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'"),
-    "empty-prompt-cell": ("p.csv", "prompt,index\na,0\n  ,1\n", r"p\.csv:3: the prompt is empty"),
+    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key,"),
+    "no-text-in-any-cell": ("p.csv", "prompt,index\n,0\n  ,1\n", r"p\.csv: holds no prompts"),
+    "half-a-character": ("p.jsonl", '"a"\n"\\ud83d"', r"p\.jsonl:2: .*half a character"),
+    "duplicate-in-an-array": (
+        "p.json",
+        '[{"prompt": "a", "index": 1}, {"prompt": "b", "index": 1}]',
+        r"p\.json:entry 2: index 1 is taken by line entry 1",
+    ),
+    "object-of-a-whole-file": ("p.json", '{\n"prompts": ["a"]}', r"p\.json:1: not valid JSON.*write one array, or"),
+    "array-cut-off": ("p.json", '["a",\n"b"', r"p\.json:1: not valid JSON .*line 2"),
+    "array-in-an-array": ("p.json", '["a", ["b"]]', r"p\.json:entry 2: expected an object"),
     "duplicate-index": ("p.csv", "prompt,index\na,5\nb,5\n", r"p\.csv:3: index 5 is taken by line 2"),
     "seed-too-large": ("p.csv", f"prompt,seed\na,{2**63}\n", r"p\.csv:2: seed"),
     "unquoted-comma": ("p.csv", "prompt,seed\na cat, running, fast\n", r"p\.csv:2: 3 cells.*double quotes"),
     "stray-quote": ("p.csv", 'prompt\nok\n"a"b\n', r"p\.csv:3: not valid CSV"),
-    "row-after-a-long-cell": ("p.csv", 'prompt,index\n"a\nb",0\nc,z\n', r"p\.csv:4: index"),
+    "row-after-a-long-cell": ("p.csv", 'prompt,seed\n"a\nb",0\nc,z\n', r"p\.csv:4: seed"),
     "header-only": ("p.csv", "prompt\n", r"p\.csv: holds no prompts"),
     "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
     "json-too-deep": ("p.jsonl", "[" * 200_000 + "\n", r"p\.jsonl:1: nested too deep"),
-    "json-without-prompt": ("p.jsonl", '{"text": "a"}\n', r"p\.jsonl:1: .*'prompt'; found 'text'"),
+    "json-without-prompt": ("p.jsonl", '{"text": "a"}\n', r"p\.jsonl:1: .*'prompt'; found 'text'; data.prompt_key,"),
     "json-prompt-not-text": ("p.jsonl", '{"prompt": 3}\n', r"p\.jsonl:1: 'prompt' must be a string, not 3"),
     "not-utf8": ("p.txt", b"ok\ncaf\xe9\n", r"p\.txt:2: not UTF-8 \(byte 0xe9\)"),
-    "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.jsonl, \.txt, not in '\.tsv'"),
+    "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'"),
 }
 
 
@@ -55,3 +89,54 @@ def test_mistakes_are_named_with_file_and_line(tmp_path, name, content, message)
     with pytest.raises(ValueError, match=message) as caught:
         read_prompts(path)
     assert str(caught.value).startswith(str(path))
+
+
+SAID = {
+    "empty": ("p.csv", "prompt,x\na,1\n,2\n ,3\n", r"2 empty prompts were skipped, the first at .*p\.csv:3\."),
+    "marks": ("p.txt", "a\nb\ufeffc", r"marks of no width were removed from 1 prompts, the first at .*p\.txt:2\."),
+    "title": (
+        "p.txt",
+        "prompt\na",
+        r"the first line, 'prompt', is taken for the title of a column and is not a prompt",
+    ),
+    "index": (
+        "p.csv",
+        "prompt,index\na,0\nb,x\n",
+        r"'index' is left alone .* 1 of its values .* such as 'x' at .*:3\.",
+    ),
+    "doubles": ("p.json", '["a", "b", "a", "a"]', r"2 of 4 prompts repeat an earlier one"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), SAID.values(), ids=SAID.keys())
+def test_what_is_not_taken_as_it_stands_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert read_prompts(tmp_path / name) == read_prompts(tmp_path / name)
+    (record,) = caplog.records
+    assert re.search(message, record.getMessage())
+
+
+def test_a_list_is_cleaned_as_a_file_is(caplog: pytest.LogCaptureFixture) -> None:
+    assert [p.text for p in read_prompts(["\ufeffa cat", "a dog ", "a cat"])] == ["a cat", "a dog", "a cat"]
+    assert "marks of no width were removed from 1 prompts" in caplog.text
+    with pytest.raises(ValueError, match="empty"):
+        read_prompts(["\u200b"])
+
+
+def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,Prompt_EN\n1,a red circle moving left\n2,a blue square moving up\n")
+    (tmp_path / "b.jsonl").write_text(
+        '{"caption": "a red circle moving up"}\n{"caption": "a red circle moving left"}\n'
+    )
+    config = load_config("toy_cpu", {"data.prompts": str(tmp_path / "a.csv"), "data.prompt_key": "prompt_en"})
+    config = replace(config, evaluation=replace(config.evaluation, prompts=None, num_prompts=None))
+    assert [[p.text for p in group] for group in load_prompts(config)] == [
+        ["a red circle moving left", "a blue square moving up"]
+    ] * 2
+    other = replace(config.evaluation, prompts=str(tmp_path / "b.jsonl"))
+    with pytest.raises(ValueError, match="no key named 'prompt_en'; found 'caption'; data.prompt_key, or evaluation"):
+        load_prompts(replace(config, evaluation=other))
+    other = replace(other, prompt_key="caption")
+    assert load_prompts(replace(config, evaluation=other))[1][0].text == "a red circle moving up"

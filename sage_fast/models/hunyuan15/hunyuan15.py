@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,19 @@ HUNYUAN_VIDEO_15: dict[str, Any] = {
 TEXT_TOKENS = 250
 """Tokens of a prompt of a long sentence or two."""
 
+LANGUAGE_MODEL: dict[str, Any] = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "dtype": "bfloat16",
+}
+"""The published text model of Qwen2.5-VL-7B."""
+
+TEMPLATE_TOKENS, END_TOKENS, TOKENS_PER_WORD = 108, 5, 4 / 3
+"""Tokens before a prompt, which are cropped, and behind it, which are not; and of a word of English."""
+
 VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
 """Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
 encoder, 0.22 B in float32."""
@@ -53,6 +66,20 @@ encoder, 0.22 B in float32."""
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
 """1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of
 parameters in float32, of the language model in bfloat16."""
+
+
+def encoding(language: dict[str, Any], words: float) -> tuple[float, float]:
+    """FLOPs of the language model for a prompt of so many words, and bytes of its tokens.
+
+    Example: 150 words are 205 tokens, 313 with the template before them: 4.1e12 FLOPs and 1.5e6 bytes.
+    """
+    width, layers = language["hidden_size"], language["num_hidden_layers"]
+    tokens = TOKENS_PER_WORD * words + END_TOKENS
+    length = TEMPLATE_TOKENS + tokens
+    keys = width * language["num_key_value_heads"] / language["num_attention_heads"]
+    weights = 2 * width * (width + keys) + 3 * width * language["intermediate_size"]
+    flops = 2 * layers * (weights * length + width * length**2)
+    return flops, tokens * width * (4 if language.get("dtype") == "float32" else 2)
 
 
 PRODUCTS = frozenset({"convolution", "bmm"})
@@ -145,6 +172,7 @@ def published_model(**changes: Any) -> ModelDescription:
         "decode_traffic": vae_decode_traffic,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,
+        "encoding": partial(encoding, LANGUAGE_MODEL),
     }
     return ModelDescription(**fields | changes)
 
@@ -168,6 +196,9 @@ def describe_local(model: ModelConfig) -> ModelDescription:
             return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
 
         changes |= {"transformer": transformer, "latent_shape": latent_shape}
+    file = folder / "text_encoder" / "config.json"
+    if file.is_file():
+        changes["encoding"] = partial(encoding, LANGUAGE_MODEL | json.loads(file.read_text(encoding="utf-8")))
     return published_model(**changes)
 
 

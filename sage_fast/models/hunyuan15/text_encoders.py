@@ -12,9 +12,10 @@ import inspect
 import json
 import logging
 import os
+import re
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Pipeline
-from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Part of every key; raised when the meaning of an entry changes."""
 
 ROUND_SECONDS = 5.0
@@ -44,6 +45,9 @@ ROUND_SECONDS = 5.0
 MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
 """Tokens beyond these are cut off, as in the stock pipeline."""
+
+_QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
+"""A quotation as the stock pipeline finds it."""
 
 _MARKER = "\x00prompt\x00"
 
@@ -74,8 +78,6 @@ class HunyuanPromptEncoder:
     """Folder of the encoded prompts; created when missing."""
     device: torch.device | str = "cpu"
     """Where the encoders run."""
-    batch_size: int = 8
-    """Prompts per forward pass."""
     _identity: str | None = field(default=None, init=False)
 
     def prepare(
@@ -101,39 +103,41 @@ class HunyuanPromptEncoder:
                 "The median prompt has %d words; HunyuanVideo-1.5 is used with captions of 80 to 200.", median
             )
         share = range(place, len(unique), count)
-        lengths: dict[int, tuple[int, int]] = {}
+        counts: dict[int, tuple[int, int]] = {}
         for number in share:
-            if (embeds := self._read(unique[number], checked=False)) is not None:
-                lengths[number] = embeds.lengths
-        absent = world.gather([number for number in share if number not in lengths])
+            if (found := self._read(unique[number], checked=False)) is not None:
+                counts[number] = found[1]
+        absent = world.gather([number for number in share if number not in counts])
         todo = sorted(number for rank in ranks for number in absent[rank])
         if todo and place == 0:
             known = len(unique) - len(todo)
             logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(todo), self.device, known, self.cache)
         own = todo[place::count]
         encoded = self._encode_in_rounds([unique[number] for number in own], sum(map(len, absent)), world, progress)
-        lengths |= dict(zip(own, encoded, strict=True))
-        everywhere = world.gather(lengths)
-        by_text = {unique[number]: length for rank in ranks for number, length in everywhere[rank].items()}
-        return [by_text[text] for text in texts]
+        counts |= dict(zip(own, encoded, strict=True))
+        everywhere = world.gather(counts)
+        by_text = {unique[number]: count for rank in ranks for number, count in everywhere[rank].items()}
+        if world.is_main:
+            _warn_of_unread(by_text)
+        return [(min(by_text[text][0], MAX_TEXT_TOKENS), min(by_text[text][1], MAX_GLYPH_TOKENS)) for text in texts]
 
     def _encode_in_rounds(
         self, own: Sequence[str], total: int, world: World, progress: Callable[[int, int], None]
     ) -> list[tuple[int, int]]:
-        """Encode this rank's share of the `total` texts, and return their lengths. Collective."""
-        lengths: list[tuple[int, int]] = []
+        """Encode this rank's share of the `total` texts, and return their numbers of tokens. Collective."""
+        counts: list[tuple[int, int]] = []
         with (
             closing(self._encode(own)) as encoded,
             tqdm(total=total, desc="prompts", unit="prompt", disable=None if total and world.is_main else True) as bar,
         ):
-            while left := sum(world.gather(len(own) - len(lengths))):
+            while left := sum(world.gather(len(own) - len(counts))):
                 progress(total - left, total)
                 bar.update(total - left - bar.n)
                 end = time.monotonic() + ROUND_SECONDS
-                while len(lengths) < len(own) and time.monotonic() < end:
-                    lengths += [embeds.lengths for embeds in next(encoded)]
+                while len(counts) < len(own) and time.monotonic() < end:
+                    counts.append(next(encoded))
             bar.update(total - bar.n)
-        return lengths
+        return counts
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
         """One record per text, valid tokens only, on the CPU: text (L, 3584) and glyph (Lg, 1472).
@@ -142,10 +146,10 @@ class HunyuanPromptEncoder:
         encodes as one space. Texts that the cache lacks, or has damaged, are encoded. Raises as `prepare`.
         """
         found = [self._read(text) for text in texts]
-        if any(embeds is None for embeds in found):
+        if any(read is None for read in found):
             self.prepare(texts)
             found = [self._read(text) for text in texts]
-        return [embeds for embeds in found if embeds is not None]
+        return [read[0] for read in found if read is not None]
 
     def _ranks_that_share(self, world: World, texts: Sequence[str]) -> list[int]:
         """The ranks that have this rank's cache and look for the same in it, itself among them.
@@ -198,8 +202,10 @@ class HunyuanPromptEncoder:
         key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
-    def _read(self, text: str, *, checked: bool = True) -> PromptEmbeds | None:
-        """The conditioning of a text; None where the cache lacks it. A damaged entry is removed, with a warning.
+    def _read(self, text: str, *, checked: bool = True) -> tuple[PromptEmbeds, tuple[int, int]] | None:
+        """The conditioning of a text, and its numbers of tokens before any were cut off.
+
+        None where the cache lacks it. A damaged entry is removed, with a warning.
 
         Args:
             checked: read and compare the checksum. Otherwise the tensors are mapped into memory, and nothing is read.
@@ -214,23 +220,30 @@ class HunyuanPromptEncoder:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             if metadata.get("prompt") != text or (checked and metadata.get("checksum") != _checksum(tensors)):
                 raise ValueError("its content does not match its checksum")
+            count = json.loads(metadata.get("tokens", ""))
         except FileNotFoundError:
             return None
         except (SafetensorError, ValueError, OSError) as error:
             logger.warning("Cached prompt %s is damaged (%s): it is encoded again.", path, error)
             path.unlink(missing_ok=True)
             return None
-        return PromptEmbeds(**tensors)
+        return PromptEmbeds(**tensors), (count[0], count[1])
 
-    def _write(self, text: str, embeds: PromptEmbeds) -> None:
+    def _write(self, text: str, embeds: PromptEmbeds, count: tuple[int, int]) -> None:
         tensors = {"text": embeds.text.cpu().contiguous(), "glyph": embeds.glyph.cpu().contiguous()}
-        with replacing(self.path_of(text)) as partial:
-            save_file(tensors, partial, metadata={"prompt": text, "checksum": _checksum(tensors)})
+        # Not waiting for the disk: an entry that a loss of power has cut off is found damaged, and encoded again.
+        with replacing(self.path_of(text), lasting=False) as partial:
+            metadata = {"prompt": text, "checksum": _checksum(tensors), "tokens": json.dumps(count)}
+            save_file(tensors, partial, metadata=metadata)
 
     # ------------------------------------------------------------------------------------------ encoders
 
-    def _encode(self, texts: Sequence[str]) -> Generator[list[PromptEmbeds], None, None]:
-        """Load the encoders, write the conditioning of the texts to the cache, batch by batch, free the encoders."""
+    def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
+        """Load the encoders, write the conditioning of the texts to the cache, one by one, free the encoders.
+
+        Yields the numbers of tokens of each text before any were cut off. A text goes through the language model alone
+        and without padding, which its tokens do not see: what is cached depends on nothing but the text.
+        """
         if not texts:
             return
         encode_glyphs = self._load_glyph_encoder() if any(map(extract_glyph_texts, texts)) else None
@@ -238,38 +251,40 @@ class HunyuanPromptEncoder:
         no_glyphs = torch.zeros(0, width)
         encoder, tokenizer = self._load_text_encoder()
         try:
-            for first in range(0, len(texts), self.batch_size):
-                batch = texts[first : first + self.batch_size]
+            for text in texts:
+                messages = format_text_input([text], _TEMPLATE["system_message"])
+                (ids,) = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids
+                length = len(ids) - _TEMPLATE["crop_start"]
                 with torch.no_grad():
-                    states, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
-                        encoder, tokenizer, list(batch), torch.device(self.device), tokenizer_max_length=MAX_TEXT_TOKENS
+                    (states,), _ = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+                        encoder,
+                        tokenizer,
+                        text,
+                        torch.device(self.device),
+                        tokenizer_max_length=min(length, MAX_TEXT_TOKENS),
                     )
-                result = []
-                for text, row, valid in zip(batch, states, mask.bool(), strict=True):
-                    if valid.all():
-                        logger.warning("A prompt is cut off after %d tokens: %.60r...", MAX_TEXT_TOKENS, text)
-                    quotes = encode_glyphs is not None and extract_glyph_texts(text)
-                    glyph = encode_glyphs(text) if encode_glyphs is not None and quotes else no_glyphs.to(row.dtype)
-                    result.append(PromptEmbeds(text=row[valid], glyph=glyph))
-                    self._write(text, result[-1])
-                yield result
+                glyph, glyph_length = no_glyphs.to(states.dtype), 0
+                if encode_glyphs is not None and (quoted := extract_glyph_texts(text)):
+                    glyph, glyph_length = encode_glyphs(text, quoted)
+                self._write(text, PromptEmbeds(text=states, glyph=glyph), (length, glyph_length))
+                yield length, glyph_length
         finally:
             del encoder, encode_glyphs
             self._release()
 
-    def _load_glyph_encoder(self) -> Callable[[str], Tensor]:
-        """Function from a text to ByT5's tokens (Lg, 1472) of its quotations."""
+    def _load_glyph_encoder(self) -> Callable[[str, str], tuple[Tensor, int]]:
+        """Function from a text and its quotations to ByT5's tokens (Lg, 1472) of these, and their number uncut."""
         from transformers import ByT5Tokenizer, T5EncoderModel
 
         encoder = self._load(T5EncoderModel, self.glyph_encoder)
         tokenizer = ByT5Tokenizer.from_pretrained(self.glyph_tokenizer)
 
         @torch.no_grad()
-        def encode(text: str) -> Tensor:
+        def encode(text: str, quoted: str) -> tuple[Tensor, int]:
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
                 tokenizer, encoder, text, torch.device(self.device), tokenizer_max_length=MAX_GLYPH_TOKENS
             )
-            return states[0, mask[0].bool()].cpu()
+            return states[0, mask[0].bool()].cpu(), len(tokenizer(quoted).input_ids)
 
         return encode
 
@@ -327,6 +342,27 @@ class HunyuanPromptEncoder:
         gc.collect()
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _warn_of_unread(counts: Mapping[str, tuple[int, int]]) -> None:
+    """Say which prompts the encoders do not see whole, and which ones are mostly quotations.
+
+    Args:
+        counts: text -> its tokens in the language model and in the glyph encoder, uncut.
+    """
+    for place, (limit, reader) in enumerate(((MAX_TEXT_TOKENS, "language model"), (MAX_GLYPH_TOKENS, "glyph encoder"))):
+        if cut := [(text, count[place]) for text, count in counts.items() if count[place] > limit]:
+            logger.warning(
+                "%d of %d prompts are cut off after %d tokens, of which the %s sees no more; shorten them. The first "
+                "has %d: %.60r...",
+                *(len(cut), len(counts), limit, reader, cut[0][1], cut[0][0]),
+            )
+    if quoted := [text for text in counts if 2 * sum(map(len, _QUOTED.findall(text))) > len(text)]:
+        logger.warning(
+            "%d of %d prompts are for the greater part in quotation marks, so the glyph encoder is asked to write that "
+            "text into the picture. Where this is not meant, take the marks out. The first: %.60r...",
+            *(len(quoted), len(counts), quoted[0]),
+        )
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

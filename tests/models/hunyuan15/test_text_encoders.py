@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file, save_file
 
 from sage_fast.config.sections import DistributedConfig
@@ -60,13 +61,58 @@ def test_records_hold_the_valid_tokens_alone(encoder: HunyuanPromptEncoder, capl
     assert "cut off after 1000 tokens" in caplog.text
 
 
-def test_order_repetition_and_batches_do_not_matter(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_padding_the_valid_tokens_are_those_of_the_padded_prompt(
+    encoder: HunyuanPromptEncoder, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Attention is causal and the padding is on the right: to the last digit of float32, to every one of bfloat16."""
+    load, called = HunyuanPromptEncoder._load, []
+    monkeypatch.setattr(HunyuanPromptEncoder, "_load", lambda *arguments: load(*arguments).to(dtype))
+    padded = HunyuanVideo15Pipeline._get_mllm_prompt_embeds
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        called.append(padded(*arguments, **options)[0].shape[1])
+        return padded(*arguments, **options)
+
+    monkeypatch.setattr(HunyuanVideo15Pipeline, "_get_mllm_prompt_embeds", spy)
+    texts = ["", "a cat", QUOTING, "A red fox runs through deep snow. " * 12, "cat " * 1000]
+    model, tokenizer = encoder._load_text_encoder()
+    for text, ours in zip(texts, encoder.encode(texts), strict=True):
+        with torch.no_grad():
+            (states,), (mask,) = padded(model, tokenizer, text, torch.device("cpu"))
+        expected = states[mask.bool()]
+        assert (ours.text - expected).norm() <= (1e-6 if dtype is torch.float32 else 0) * expected.norm()
+        assert called.pop(0) == len(ours.text) == len(expected), "nothing is padded"
+
+
+def test_what_is_not_seen_is_said_of_new_and_of_cached_prompts(
+    encoder: HunyuanPromptEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that just fits is not among them."""
+    fitting = "a" * (1000 - 5)
+    long, sign = f"long {fitting}", f'a sign with a long text, "{"late " * 60}", {"and more " * 60}'
+    whole, inches = '"a cat in the snow"', '24" screen and a 27" monitor'
+    for _ in range(2):
+        lengths = encoder.prepare(["", fitting, long, sign, whole, inches])
+        assert [length[0] for length in lengths[1:3]] == [1000, 1000] and lengths[3][1] == 256
+        cut, glyphs, quoted = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"][-3:]
+        assert cut.startswith("1 of 6 prompts are cut off after 1000 tokens, of which the language model sees no more")
+        assert "'long aaa" in cut and " has 100" in cut
+        assert glyphs.startswith("1 of 6 prompts are cut off after 256 tokens, of which the glyph encoder")
+        assert "'a sign with" in glyphs and " has 31" in glyphs
+        assert quoted.startswith("2 of 6 prompts are for the greater part in quotation marks") and whole in quoted
+        caplog.clear()
+    encoder.prepare(["", fitting, QUOTING])
+    assert not [r for r in caplog.records if "cut off" in r.getMessage() or "quotation" in r.getMessage()]
+
+
+def test_order_repetition_and_other_prompts_do_not_matter(diffusers_checkpoint: Path, tmp_path: Path) -> None:
     texts = ["a cat", QUOTING, "", "a dog", "a cat"]
     together = encoder_of(diffusers_checkpoint, tmp_path / "one").encode(texts)
-    singly = encoder_of(diffusers_checkpoint, tmp_path / "two", batch_size=1).encode(texts[::-1])
-    for one, other in zip(together, reversed(singly), strict=True):
-        torch.testing.assert_close(one.text, other.text)
-        torch.testing.assert_close(one.glyph, other.glyph)
+    turned = encoder_of(diffusers_checkpoint, tmp_path / "two").encode(texts[::-1])
+    (alone,) = encoder_of(diffusers_checkpoint, tmp_path / "three").encode(["a dog"])
+    for one, other in zip([*together, alone], [*reversed(turned), turned[1]], strict=True):
+        assert_same(one, other)
     assert len(list((tmp_path / "two").glob("*/*.safetensors"))) == 4
 
 
@@ -164,13 +210,13 @@ def encode_on_a_rank(
 ) -> tuple[list[str], list[tuple[int, int]]]:
     """Texts that this rank has encoded, and the lengths it got. Rank 1 is killed when it has written some."""
     world = start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
-    encoder, encoded = encoder_of(Path(checkpoint), Path(cache), batch_size=1), []
+    encoder, encoded = encoder_of(Path(checkpoint), Path(cache)), []
     write = encoder._write
 
-    def observed(text: str, embeds: PromptEmbeds) -> None:
+    def observed(text: str, embeds: PromptEmbeds, count: tuple[int, int]) -> None:
         if world.rank == 1 and len(encoded) == dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(text, embeds)
+        write(text, embeds, count)
         encoded.append(text)
 
     encoder._write = observed  # type: ignore[method-assign]
@@ -190,7 +236,7 @@ def test_ranks_share_the_encoding_and_go_on_after_a_kill(diffusers_checkpoint: P
     encoder = encoder_of(diffusers_checkpoint, tmp_path / "cache")
     assert one and other and len(one + other) == len({*one, *other}) == len(texts) - len(cached)
     assert not cached & {encoder.path_of(text).name for text in one + other}
-    alone = encoder_of(diffusers_checkpoint, tmp_path / "alone", batch_size=1).encode(texts)
+    alone = encoder_of(diffusers_checkpoint, tmp_path / "alone").encode(texts)
     assert lengths == same == [embeds.lengths for embeds in alone]
     for ours, expected in zip(encoder.encode(texts), alone, strict=True):
         assert_same(ours, expected)

@@ -196,7 +196,7 @@ class CompositeReward:
         return scores
 
     def call(self, name: str, videos: Tensor, prompts: Sequence[str], when: str) -> Any:
-        """What one reward returns, unchecked. It gets copies.
+        """Result of one reward, unchecked. The reward gets copies.
 
         Args:
             videos, prompts: see `Reward.score`.

@@ -86,7 +86,7 @@ def _umask() -> int:
 
 
 def _write_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # has Python look at the filters anew
+    warnings.resetwarnings()  # forgets which warnings were shown under the old ones
     warnings.filters[:] = filters  # type: ignore[index]
 
 
@@ -291,7 +291,7 @@ class Guard:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """What is said of a change, where that is short."""
+    """Words on a change, where they are few."""
     if isinstance(before, dict):
         return f" ({', '.join(sorted(k for k in before | after if before.get(k) != after.get(k)))})"
     text = f" ({before} -> {after})"

@@ -1,10 +1,11 @@
-"""What a reward changes of the process or of what it is given, a run does not notice; a warning names the reward."""
+"""A run does not notice what a reward changes of the process or of what it is given; a warning names the reward."""
 
 import gc
 import locale
 import logging
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
+from sage_fast.config.load import dump_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RewardConfig
@@ -90,7 +92,10 @@ CHANGES: dict[str, Callable[[], object]] = {
     "torch.backends.cuda.matmul": lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
     "the videos that it was given": lambda: GIVEN[-1][0].zero_(),
 }
-"""What the warning says -> a change."""
+"""Words of the warning -> a change."""
+
+SEEDS = {"seeds": lambda: (random.seed(0), np.random.seed(0), torch.manual_seed(0))}
+"""Not put back: the global generators are there for rewards."""
 
 KEPT: list[Any] = []
 GIVEN: list[tuple[Tensor, list[str]]] = []
@@ -106,7 +111,7 @@ class Leaves:
 
     def _change(self) -> None:
         while self.what:
-            CHANGES[self.what.pop(0)]()
+            (CHANGES | SEEDS)[self.what.pop(0)]()
 
     def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         scores = videos.float().mean((1, 2, 3, 4))
@@ -152,7 +157,7 @@ def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(tiny_run: Mak
 
     clean, clean_weights = numbers()
     for when in ("build", "score"):
-        harmless = [what for what in CHANGES if when == "score" or what != "the videos that it was given"]
+        harmless = [what for what in CHANGES | SEEDS if when == "score" or what != "the videos that it was given"]
         record, weights = numbers(what=harmless, when=when)
         assert record == clean and all(map(torch.equal, weights, clean_weights))
 
@@ -241,6 +246,26 @@ def test_processes_end_with_the_run(tmp_path: Path) -> None:
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+STAYS = """
+import threading, time
+def stays(videos, prompts):
+    threading.Thread(target=time.sleep, args=(3600,), name="poll").start()
+    return videos.float().mean((1, 2, 3, 4))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_ends_without_the_threads_of_a_reward(tiny_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(STAYS)
+    config = tiny_run("--reward.rewards=[own:stays]", "--reward.weights={stays: 1.0}", "--evaluation.every=0")
+    (tmp_path / "own.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "own.yaml")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "Done: look at" in ended.stdout
+    assert "Reward 'own:stays' has started the thread 'poll', which is still running." in ended.stderr
 
 
 def test_a_thread_that_stays_is_named(caplog: pytest.LogCaptureFixture) -> None:

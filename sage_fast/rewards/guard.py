@@ -13,6 +13,7 @@ import locale
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
@@ -79,10 +80,9 @@ def _write_environment(values: dict[str, str]) -> None:
     time.tzset()  # TZ may be among them
 
 
-def _umask() -> int:
+def _umask() -> str:
     """The umask, which the system call can only replace; files that other threads make at that moment would get it."""
-    status = Path("/proc/self/status").read_bytes()
-    return int(status.partition(b"\nUmask:")[2].split(maxsplit=1)[0], 8)
+    return re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
 
 def _write_filters(filters: list[Any]) -> None:
@@ -90,23 +90,15 @@ def _write_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index]
 
 
-def _loggers() -> dict[str, tuple[int, bool, bool]]:
-    """Loggers of this project that are not as they were made, by name."""
-    found = ((name, entry) for name, entry in list(logging.root.manager.loggerDict.items()) if "sage_fast" in name)
-    states = {name: (e.level, e.disabled, e.propagate) for name, e in found if isinstance(e, logging.Logger)}
-    return {name: state for name, state in states.items() if state != (logging.NOTSET, False, True)}
+def _disabled() -> set[str]:
+    """Loggers of this project that are switched off, as `logging.config` does with all that it does not know."""
+    known = list(logging.root.manager.loggerDict.items())
+    return {name for name, entry in known if "sage_fast" in name and getattr(entry, "disabled", False)}
 
 
-def _write_loggers(states: dict[str, tuple[int, bool, bool]]) -> None:
-    for name in _loggers().keys() | states.keys():
-        level, one = states.get(name, (logging.NOTSET, False, True)), logging.getLogger(name)
-        one.setLevel(level[0])
-        one.disabled, one.propagate = level[1:]
-
-
-def _default_device() -> torch.device | None:
-    device = torch.get_default_device()
-    return None if device.type == "cpu" else device
+def _write_disabled(names: set[str]) -> None:
+    for name in _disabled() ^ names:
+        logging.getLogger(name).disabled = name in names
 
 
 def _precision(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Watched:
@@ -118,43 +110,20 @@ def _precision(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Wa
     return read, lambda value: None if value is None else set_value(value)
 
 
-def _precisions(*owners: Any) -> Iterator[Watched]:
-    for owner in owners:
-        yield _precision(partial(getattr, owner, "fp32_precision"), partial(setattr, owner, "fp32_precision"))
-
-
-def _cuda() -> tuple[int, torch.cuda.Stream | None]:
-    """The present device, and its stream where that is not the default one."""
-    if not torch.cuda.is_initialized():
-        return 0, None
-    stream = torch.cuda.current_stream()
-    return torch.cuda.current_device(), None if stream == torch.cuda.default_stream() else stream
-
-
-def _write_cuda(value: tuple[int, torch.cuda.Stream | None]) -> None:
-    torch.cuda.set_device(value[0])
-    torch.cuda.set_stream(value[1] or torch.cuda.default_stream())
-
-
-def _write_timers(armed: list[bool]) -> None:
-    for kind, was in zip(TIMERS, armed, strict=True):
-        if not was:
-            signal.setitimer(kind, 0)
-
-
-TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 NAMES = ("HUP", "INT", "QUIT", "PIPE", "ALRM", "TERM", "USR1", "USR2", "CHLD", "TSTP")
 SIGNALS = [getattr(signal, f"SIG{name}") for name in NAMES]
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 
+_cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
-_matmul = torch.backends.cuda.matmul
+_MKLDNN = (_mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn)
+_torch_mp = torch.multiprocessing
 
 WATCHED: dict[str, Watched] = {
     "the working directory": (_directory, lambda path: os.chdir(path) if path else None),
     "os.environ": (os.environ.copy, _write_environment),
-    "the umask": (_umask, os.umask),
+    "the umask": (_umask, lambda mask: os.umask(int(mask, 8))),
     "sys.path": _entries(sys, "path"),
     "sys.argv": _entries(sys, "argv"),
     "sys.stdin, stdout or stderr": _attributes(sys, "stdin", "stdout", "stderr"),
@@ -164,14 +133,15 @@ WATCHED: dict[str, Watched] = {
         (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
         (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
     ),
-    "the handlers of signals": _each(
-        *((partial(signal.getsignal, number), partial(signal.signal, number)) for number in SIGNALS)
-    ),
+    "the handlers of signals": _each(*((partial(signal.getsignal, n), partial(signal.signal, n)) for n in SIGNALS)),
     "the blocked signals": (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         partial(signal.pthread_sigmask, signal.SIG_SETMASK),
     ),
-    "the timers of signals": (lambda: [signal.getitimer(kind)[0] > 0 for kind in TIMERS], _write_timers),
+    "the alarm among signals": (
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        lambda armed: armed or signal.alarm(0),
+    ),
     "the resource limits": _each(*((partial(resource.getrlimit, n), partial(resource.setrlimit, n)) for n in LIMITS)),
     "the CPUs of this process": (lambda: os.sched_getaffinity(0), partial(os.sched_setaffinity, 0)),
     "the locale": (lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
@@ -180,20 +150,20 @@ WATCHED: dict[str, Watched] = {
         lambda: multiprocessing.get_start_method(allow_none=True),
         lambda name: multiprocessing.set_start_method(name, force=True),
     ),
-    "torch's sharing strategy": (
-        torch.multiprocessing.get_sharing_strategy,
-        torch.multiprocessing.set_sharing_strategy,
-    ),
+    "torch's sharing strategy": (_torch_mp.get_sharing_strategy, _torch_mp.set_sharing_strategy),
     FILTERS: (_entries(warnings, "filters")[0], _write_filters),
     "logging": _each(
         (lambda: logging.root.manager.disable, logging.disable),
         (lambda: logging.root.level, logging.root.setLevel),
         _entries(logging.root, "handlers"),
-        (_loggers, _write_loggers),
+        (_disabled, _write_disabled),
     ),
     "NumPy's errstate": (np.geterr, lambda modes: np.seterr(**modes)),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (_default_device, torch.set_default_device),
+    "torch's default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
     GRAD: (  # the second is left with the guard
         lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         lambda modes: torch.set_grad_enabled(modes[0]),
@@ -213,23 +183,28 @@ WATCHED: dict[str, Watched] = {
         # The old settings first: they set the new ones too.
         _precision(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         _precision(lambda: _cudnn.allow_tf32, partial(setattr, _cudnn, "allow_tf32")),
-        *_precisions(torch.backends, _cudnn, _cudnn.conv, _cudnn.rnn, _matmul),
-        *_precisions(_mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn),
+        *(
+            _precision(partial(getattr, owner, "fp32_precision"), partial(setattr, owner, "fp32_precision"))
+            for owner in (torch.backends, _cuda.matmul, _cudnn, _cudnn.conv, _cudnn.rnn, *_MKLDNN)
+        ),
     ),
     "torch.backends.cudnn": _attributes(_cudnn, "enabled", "benchmark", "deterministic"),
     "torch.backends.mkldnn": _attributes(_mkldnn, "enabled", "deterministic"),
     "torch's kernels of attention": _each(
         *(
-            (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+            (getattr(_cuda, f"{name}_sdp_enabled"), getattr(_cuda, f"enable_{name}_sdp"))
             for name in ("flash", "mem_efficient", "math", "cudnn")
         )
     ),
     "torch.backends.cuda.matmul": _attributes(
-        _matmul,
+        _cuda.matmul,
         *(f"allow_{name}" for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction")),
         "allow_fp16_accumulation",
     ),
-    "the CUDA device or stream": (_cuda, _write_cuda),
+    "the CUDA device": (
+        lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else 0,
+        torch.cuda.set_device,
+    ),
 }
 """State of a process that matters to a run."""
 
